@@ -1,0 +1,1 @@
+"""Paceline: one training run, any hardware."""

@@ -1,0 +1,1 @@
+"""Entry points: thin layers over the engine."""

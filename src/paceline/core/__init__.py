@@ -1,0 +1,1 @@
+"""What every layer may know: the world, seeds, errors."""

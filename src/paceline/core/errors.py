@@ -1,0 +1,42 @@
+"""The exceptions users see.
+
+Bad arguments raise `ValueError` or `TypeError`; what goes wrong while a run is under way raises one of these.
+"""
+
+from __future__ import annotations
+
+
+class PacelineError(RuntimeError):
+    """Base of every error that Paceline raises about a run."""
+
+
+class CommunicationError(PacelineError):
+    """An exchange between workers failed: a peer is gone or the link broke."""
+
+
+class CommunicationTimeout(CommunicationError):
+    """A worker did not reach an exchange within the time-out."""
+
+
+class NonFiniteError(PacelineError):
+    """A loss or a gradient became inf or NaN outside of fp16 loss scaling."""
+
+
+class GradientError(PacelineError):
+    """A gradient that the exchange cannot take: sparse, too late, or of a parameter it does not know."""
+
+
+class MisuseError(PacelineError):
+    """The library was called in an order that cannot work on several workers."""
+
+
+class WorkerError(PacelineError):
+    """A worker ended with an error. Raised in the process that launched it.
+
+    `rank` is the worker that failed first, `traceback_text` what it printed (empty if it was killed).
+    """
+
+    def __init__(self, message: str, *, rank: int, traceback_text: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback_text = traceback_text

@@ -1,0 +1,82 @@
+"""Who takes part. `World` is a value: functions receive one, nobody asks a global which rank it is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class World:
+    """One worker's view of the workers alive now.
+
+    `local_rank` and `local_size` count the workers on this host; `device` is the one this worker drives.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = ""
+    device: torch.device = torch.device("cpu")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank={self.rank} is not in a world of {self.size}: choose 0 <= rank < {self.size}")
+        if not 0 <= self.local_rank < self.local_size:
+            raise ValueError(
+                f"local_rank={self.local_rank} is not among {self.local_size} local workers: "
+                f"choose 0 <= local_rank < {self.local_size}"
+            )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether several local workers drive the same accelerator (which NCCL refuses)."""
+        return self.device.type == "cuda" and self.local_size > torch.cuda.device_count()
+
+    @classmethod
+    def from_environment(
+        cls, device: torch.device | str | None = None, environment: Mapping[str, str] | None = None
+    ) -> World:
+        """The world that torchrun, `paceline run` or `paceline.launch` put this process in; else a world of one.
+
+        This is the only reader of the rank variables.
+        """
+        env = os.environ if environment is None else environment
+        if "RANK" not in env or "WORLD_SIZE" not in env:
+            return cls(host=socket.gethostname(), device=choose_device(0, device))
+        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        local_rank = int(env.get("LOCAL_RANK", rank))
+        local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+        return cls(rank, size, local_rank, local_size, socket.gethostname(), choose_device(local_rank, device))
+
+
+def devices() -> list[torch.device]:
+    """The devices a run can use: every visible accelerator, or the CPU where there is none."""
+    if torch.cuda.is_available():
+        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return [torch.device("cpu")]
+
+
+def device_count() -> int:
+    """How many devices `devices()` lists; at least 1."""
+    return len(devices())
+
+
+def choose_device(local_rank: int, requested: torch.device | str | None = None) -> torch.device:
+    """The device of the worker with this local rank; more workers than accelerators share them in turn."""
+    if requested is not None:
+        device = torch.device(requested)
+        if device.type == "cuda" and device.index is None:
+            return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+        return device
+    available = devices()
+    return available[local_rank % len(available)]

@@ -1,0 +1,1 @@
+"""Bringing micro-batches to workers."""

@@ -1,0 +1,1 @@
+"""Who does what: arithmetic only, no torch, no I/O."""

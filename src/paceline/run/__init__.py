@@ -1,0 +1,1 @@
+"""One worker's run: replica, loop, launch."""
