@@ -1,1 +1,40 @@
 """Paceline: one training run, any hardware."""
+
+from __future__ import annotations
+
+from paceline.api.dp_train import DpResult, dp_train
+from paceline.api.trainer import Trainer
+from paceline.core.errors import (
+    CommunicationError,
+    CommunicationTimeout,
+    GradientError,
+    MisuseError,
+    NonFiniteError,
+    PacelineError,
+    WorkerError,
+)
+from paceline.core.world import World, device_count, devices
+from paceline.plan.steps import Position
+from paceline.run.launch import launch
+from paceline.run.loop import StepRecord
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommunicationError",
+    "CommunicationTimeout",
+    "DpResult",
+    "GradientError",
+    "MisuseError",
+    "NonFiniteError",
+    "PacelineError",
+    "Position",
+    "StepRecord",
+    "Trainer",
+    "WorkerError",
+    "World",
+    "device_count",
+    "devices",
+    "dp_train",
+    "launch",
+]

@@ -19,7 +19,16 @@ class CommunicationTimeout(CommunicationError):
 
 
 class NonFiniteError(PacelineError):
-    """A loss or a gradient became inf or NaN outside of fp16 loss scaling."""
+    """A loss or a gradient became inf or NaN outside of fp16 loss scaling.
+
+    `step` counts from 1; `micro_batch` and `rank` tell who computed it, None if that is not known.
+    """
+
+    def __init__(self, message: str, *, step: int, micro_batch: int | None = None, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.step = step
+        self.micro_batch = micro_batch
+        self.rank = rank
 
 
 class GradientError(PacelineError):

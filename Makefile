@@ -1,0 +1,60 @@
+# Everything runs in an environment of its own, .venv, made on first use and renewed when its inputs change.
+#
+#   PYTHON       the Python to make the environment with (3.11 or later)
+#   CONSTRAINTS  versions to install; give your own file to choose another PyTorch build, for example one for your
+#                CUDA driver (run `make clean` first)
+#   ARGS         passed on: make test ARGS="-k order", make train ARGS="--workers 4"
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin
+ENVIRONMENT := $(VENV)/.installed
+BENCH_ENVIRONMENT := $(VENV)/.installed-bench
+
+.PHONY: help train test lint bench clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train: $(ENVIRONMENT) ## train a small transformer on generated stories, on all devices (about two minutes)
+	$(RUN)/python examples/tiny_stories/train.py $(ARGS)
+
+test: lint ## lint, then every test, example and code block of the docs
+	$(RUN)/python -m pytest $(ARGS)
+
+lint: $(ENVIRONMENT) ## style, types and the direction of imports
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+	$(RUN)/lint-imports
+
+bench: $(BENCH_ENVIRONMENT) ## every benchmark beside its peers, then the slow tests (long)
+	@set -e; for name in $$($(RUN)/python -c 'from bench.__main__ import BENCHMARKS; print(*BENCHMARKS)'); do \
+		echo "== bench $$name"; $(RUN)/python -m bench $$name $(ARGS); \
+	done
+	$(RUN)/python -m pytest -m slow
+
+clean: ## remove the environment, caches and build outputs; runs/ stays
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(ENVIRONMENT): pyproject.toml $(CONSTRAINTS)
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+		echo "make: '$(PYTHON)' was not found. Install Python 3.11 or later, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: $$($(PYTHON) --version 2>&1) is too old. Install Python 3.11 or later, or name one: make PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "make: $(PYTHON) cannot make virtual environments. Install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@echo "Installing Paceline, PyTorch and the development tools into $(VENV) (once; a few minutes)"
+	@"$(PYTHON)" -m venv $(VENV)
+	@$(RUN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,progress,plot]'
+	@touch $@
+
+$(BENCH_ENVIRONMENT): $(ENVIRONMENT)
+	@echo "Adding the benchmarks' peers to $(VENV)"
+	@$(RUN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[bench]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Benchmarks: what Paceline costs and gains, measured beside its peers in the same run."""

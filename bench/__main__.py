@@ -1,0 +1,52 @@
+"""`python -m bench NAME [--json] [options]`, from the repository root with the `bench` extra installed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Benchmark(NamedTuple):
+    """`module` offers `add_options(parser)` and `run(options) -> bench.harness.Result`."""
+
+    module: str
+    description: str
+
+
+# Listed here, not discovered, so that the listing and its descriptions cost no import of torch.
+BENCHMARKS = {
+    "import": Benchmark("bench.import_time", "seconds to import paceline, against import torch"),
+    "overhead": Benchmark("bench.overhead", "microseconds per step on one worker, against a bare PyTorch loop"),
+    "scaling": Benchmark("bench.scaling", "samples/s of equal workers, against independent processes and torch DDP"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<10} {b.description}" for name, b in BENCHMARKS.items())
+    parser.add_argument("name", nargs="?", choices=list(BENCHMARKS), metavar="NAME", help="`NAME --help`: its options")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(arguments)
+    if chosen.name is None:
+        parser.print_help()
+        return
+
+    benchmark = BENCHMARKS[chosen.name]
+    module = importlib.import_module(benchmark.module)
+    options_parser = argparse.ArgumentParser(prog=f"python -m bench {chosen.name}", description=module.__doc__)
+    options_parser.add_argument("--json", action="store_true", help="end with the result as one line of JSON")
+    module.add_options(options_parser)
+    options = options_parser.parse_args(chosen.rest)
+
+    result = module.run(options)
+    print(result.table())
+    if options.json:
+        print(result.to_json(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

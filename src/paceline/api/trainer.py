@@ -1,0 +1,193 @@
+"""`Trainer.setup`: you own the loop, and the same code runs on one device or many."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from paceline.comm.base import DEFAULT_TIMEOUT_S
+from paceline.core.errors import MisuseError
+from paceline.core.world import World, device_count
+from paceline.data.sources import as_source
+from paceline.plan.steps import Position
+from paceline.run.assemble import Run, assemble
+from paceline.run.config import Precision, RunConfig
+from paceline.run.evaluate import evaluate
+from paceline.run.loop import StepRecord
+from paceline.run.replica import OptimizerFactory, SchedulerFactory
+
+
+class Epoch:
+    """One pass over the data: iterate over it for this worker's micro-batches."""
+
+    def __init__(self, number: int, micro_batches: Iterator[Any]) -> None:
+        self.number = number
+        self._micro_batches = micro_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._micro_batches
+
+
+class Trainer:
+    """A training run whose loop is yours. Make one with `Trainer.setup`."""
+
+    def __init__(self, run: Run, config: RunConfig, weight_fn: Callable[[Any], int] | None) -> None:
+        self._run = run
+        self._config = config
+        self._weight_fn = weight_fn
+        # Bound once: these are the calls of the hot loop.
+        self.backward = run.loop.backward
+        self.step = run.loop.step
+
+    @classmethod
+    def setup(
+        cls,
+        model: Any,
+        optimizer: OptimizerFactory,
+        *,
+        data: Any,
+        global_batch: int,
+        micro_batch: int | None = None,
+        scheduler: SchedulerFactory | None = None,
+        weight_fn: Callable[[Any], int] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        exact: bool = False,
+        precision: Precision = "fp32",
+        shares: Sequence[float] | None = None,
+        device: torch.device | str | None = None,
+        backend: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        threads: int | None = None,
+        overlap: bool = True,
+    ) -> Trainer:
+        """Join the world this process is in (torchrun, `paceline run`, `paceline.launch`) or train alone.
+
+        model: an nn.Module, or a function that builds one; every worker starts with rank 0's weights.
+        optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which
+            is stepped after every optimizer step.
+        data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
+            torch Dataset. Samples that are pairs arrive as micro-batches with .x and .y.
+        global_batch: samples per optimizer step, however many workers share them. micro_batch: samples per forward
+            and backward (default: the global batch); global_batch must be a multiple of it.
+        weight_fn: from a micro-batch (on the host) to the whole number its loss is a mean over, such as valid tokens;
+            default: its samples.
+        exact: weights that are bit-for-bit the same on any number of workers, for one kind of device.
+        precision: what `trainer.autocast()` casts to; fp16 adds loss scaling.
+        shares: the workers' relative speeds (default: equal). overlap: exchange gradients while backward still runs.
+        timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
+        """
+        config = RunConfig(
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            precision=precision,
+            max_grad_norm=max_grad_norm,
+            exact=exact,
+            shares=None if shares is None else tuple(map(float, shares)),
+            overlap=overlap,
+            backend=backend,
+            timeout_s=timeout_s,
+            threads=threads,
+        )
+        world = World.from_environment(device)
+        source = as_source(data, collate_fn=collate_fn, seed=seed)
+        if world.size == 1 and device is None and device_count() > 1:
+            print(
+                f"paceline: training on 1 of {device_count()} devices; start the script with `paceline run SCRIPT` "
+                "to use all",
+                file=sys.stderr,
+            )
+        run = assemble(config, world, model, optimizer, source, scheduler=scheduler, weight_fn=weight_fn)
+        return cls(run, config, weight_fn)
+
+    @property
+    def model(self) -> Any:
+        return self._run.loop.replica.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._run.loop.replica.optimizer
+
+    @property
+    def scheduler(self) -> Any:
+        return self._run.loop.replica.scheduler
+
+    @property
+    def world(self) -> World:
+        return self._run.communicator.world
+
+    @property
+    def is_main(self) -> bool:
+        return self.world.is_main
+
+    @property
+    def position(self) -> Position:
+        """The next step to take."""
+        return self._run.loop.position
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self._run.loop.steps.num_steps
+
+    def epochs(self, count: int) -> Iterator[Epoch]:
+        """The run's epochs up to number `count`, from wherever it stands."""
+        while self.position.epoch < count:
+            number = self.position.epoch
+            yield Epoch(number, self._run.loop.micro_batches())
+            if self.position.epoch == number:
+                return  # the epoch was left with `break`
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for forward passes in the run's precision."""
+        if self._config.precision == "fp32":
+            return nullcontext()
+        dtype = torch.bfloat16 if self._config.precision == "bf16" else torch.float16
+        return torch.autocast(self.world.device.type, dtype=dtype)
+
+    def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
+        """Call `hook(record)` after every so-many steps, on all workers together: the place to evaluate in an epoch."""
+        self._run.loop.every(steps, hook)
+
+    def evaluate(
+        self, data: Any, eval_fn: Callable[[Any, Any], Any], *, micro_batch: int | None = None, collate_fn: Any = None
+    ) -> float | dict[str, float]:
+        """The mean of `eval_fn(model, batch)` over all of `data`: each sample once, over all workers.
+
+        eval_fn returns a mean over its micro-batch, one number or a dict of them; means are weighted like training.
+        Between epochs or inside `every`: all workers must reach it together.
+        """
+        if self._run.loop.is_inside_epoch:
+            raise MisuseError(
+                "evaluate() was called inside an epoch's loop, which workers leave at different times: call it between "
+                "epochs, or register it with trainer.every(n, lambda record: ...)"
+            )
+        source = as_source(data, collate_fn=collate_fn, seed=self._config.seed)
+        return evaluate(
+            self.model,
+            source,
+            eval_fn,
+            self._run.communicator,
+            micro_batch=micro_batch or self._config.micro_batch or self._config.global_batch,
+            seed=self._config.seed,
+            weight_fn=self._weight_fn,
+        )
+
+    def close(self) -> None:
+        """Release the workers' connection, remove hooks, give back the process's settings. Safe to call twice."""
+        self._run.cleanup.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

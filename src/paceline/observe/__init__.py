@@ -1,0 +1,1 @@
+"""What a run shows: files and lines out, never in the way."""

@@ -1,0 +1,133 @@
+"""Steps, micro-batches and tails of an epoch, and where in them a run stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How an epoch of `num_samples` is cut into steps and micro-batches.
+
+    The epoch's order is cut into consecutive micro-batches of `micro_batch` samples, of which `global_batch` samples
+    make a step. The last micro-batch and the last step may be smaller; `drop_last` leaves a smaller last step out.
+    """
+
+    num_samples: int
+    global_batch: int
+    micro_batch: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if _is_int(self.num_samples) and self.num_samples == 0:
+            raise ValueError("the data is empty (num_samples=0): give at least one sample")
+        for name in ("num_samples", "global_batch", "micro_batch"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                raise ValueError(f"{name}={value!r} is not a positive integer: choose {name} >= 1")
+        if self.micro_batch > self.global_batch:
+            raise ValueError(
+                f"micro_batch={self.micro_batch} does not fit global_batch={self.global_batch}: "
+                f"choose micro_batch <= {self.global_batch}"
+            )
+        if remainder := self.global_batch % self.micro_batch:
+            below = self.global_batch - remainder
+            smaller, larger = _nearest_divisors(self.global_batch, self.micro_batch)
+            raise ValueError(
+                f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch}: "
+                f"choose global_batch={below} or {below + self.micro_batch}, or micro_batch={smaller} or {larger}"
+            )
+        if self.drop_last and self.num_samples < self.global_batch:
+            raise ValueError(
+                f"drop_last=True leaves no step of num_samples={self.num_samples} with "
+                f"global_batch={self.global_batch}: choose global_batch <= {self.num_samples} or drop_last=False"
+            )
+
+    # Cached, since the methods below check against them once per micro-batch.
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps in an epoch; at least one."""
+        return self.num_samples // self.global_batch if self.drop_last else -(-self.num_samples // self.global_batch)
+
+    @cached_property
+    def max_micro_batches(self) -> int:
+        """Micro-batches of a full step."""
+        return self.global_batch // self.micro_batch
+
+    def samples_in_step(self, step: int) -> int:
+        if not 0 <= step < self.num_steps:
+            raise ValueError(
+                f"step={step} is not in an epoch of {self.num_steps} steps: choose 0 <= step < {self.num_steps}"
+            )
+        return min(self.global_batch, self.num_samples - step * self.global_batch)
+
+    def num_micro_batches(self, step: int) -> int:
+        return -(-self.samples_in_step(step) // self.micro_batch)
+
+    def sample_range(self, step: int, micro_batch: int) -> range:
+        """The positions, in the epoch's order, of the samples of this step's micro-batch with this number."""
+        start = step * self.global_batch + micro_batch * self.micro_batch
+        inside = 0 <= step < self.num_steps and 0 <= micro_batch < self.max_micro_batches
+        if not inside or start >= self.num_samples:
+            count = self.num_micro_batches(step)
+            raise ValueError(
+                f"micro-batch {micro_batch} is not in step {step} of {count} micro-batches: "
+                f"choose 0 <= micro_batch < {count}"
+            )
+        return range(start, min(start + self.micro_batch, self.num_samples))
+
+
+def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
+    """The largest divisor of `number` below `near` and the smallest above, for 1 < near < number."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = small + [number // d for d in small]
+    return max(d for d in divisors if d < near), min(d for d in divisors if d > near)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is: the next step to take. Small, serialisable, independent of the number of workers.
+
+    `step_in_epoch` counts within the epoch, `step` over the whole run.
+    """
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epoch", "step_in_epoch", "step"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 0:
+                raise ValueError(f"position's {name}={value!r} is not a count: it must be an integer >= 0")
+
+    def after_step(self, steps: Steps) -> Position:
+        """The position once the step at this one is done; the last step of an epoch leads to the next epoch."""
+        if self.step_in_epoch >= steps.num_steps:
+            raise ValueError(
+                f"position's step_in_epoch={self.step_in_epoch} is not in an epoch of {steps.num_steps} steps: "
+                "resume with the data and global batch the position comes from"
+            )
+        if self.step_in_epoch + 1 == steps.num_steps:
+            return Position(self.epoch + 1, 0, self.step + 1)
+        return Position(self.epoch, self.step_in_epoch + 1, self.step + 1)
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, int]) -> Position:
+        """The position that `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
+        names = [field.name for field in fields(cls)]
+        if missing := [name for name in names if name not in values]:
+            raise ValueError(f"position lacks {', '.join(missing)}: it needs {', '.join(names)}")
+        if unknown := [str(key) for key in values if key not in names]:
+            raise ValueError(f"position has unknown {', '.join(unknown)}: it takes only {', '.join(names)}")
+        return cls(**values)

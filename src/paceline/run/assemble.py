@@ -1,0 +1,98 @@
+"""Putting a run together: from the user's parts and the settings to a loop that can start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm import connect
+from paceline.comm.base import Communicator
+from paceline.core.world import World
+from paceline.data.sharded import ShardedFeed
+from paceline.data.sources import Source
+from paceline.plan.steps import Steps
+from paceline.run.config import RunConfig
+from paceline.run.determinism import process_settings
+from paceline.run.loop import Loop
+from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
+from paceline.sync.buffers import Buffers
+from paceline.sync.gradients import BucketedGradients, DirectGradients, GradientExchange
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's parts. `cleanup` takes it apart again, in reverse order."""
+
+    loop: Loop
+    communicator: Communicator
+    cleanup: ExitStack
+
+
+def assemble(
+    config: RunConfig,
+    world: World,
+    model: Any,
+    optimizer: OptimizerFactory,
+    source: Source,
+    *,
+    scheduler: SchedulerFactory | None = None,
+    weight_fn: Callable[[Any], int] | None = None,
+) -> Run:
+    """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
+    steps = Steps(len(source), config.global_batch, config.micro_batch or config.global_batch, config.drop_last)
+    config.speeds(world.size)
+    with ExitStack() as stack:
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
+        communicator = connect(world, config.backend, config.timeout_s)
+        stack.callback(communicator.close)
+        replica = Replica(model, optimizer, scheduler, communicator, config.seed)
+        if steps.num_samples % steps.micro_batch == 1 and steps.micro_batch > 1 and not config.drop_last:
+            stack.callback(_explain_one_sample_tail(replica.model, steps))
+        exchange = _exchange(config, replica, communicator, steps)
+        stack.callback(exchange.close)
+        feed = ShardedFeed(source, steps, world.device, seed=config.seed, shuffle=config.shuffle, weight_fn=weight_fn)
+        loop = Loop(config, world, replica, exchange, feed, steps)
+        return Run(loop, communicator, stack.pop_all())
+
+
+def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, steps: Steps) -> GradientExchange:
+    is_alone = communicator.world.size == 1
+    if is_alone and steps.max_micro_batches == 1 and not config.exact and config.precision != "fp16":
+        return DirectGradients(replica.parameters)
+    return BucketedGradients(
+        replica.parameters,
+        communicator,
+        Buffers(replica.model, communicator),
+        max_micro_batches=steps.max_micro_batches,
+        exact=config.exact,
+        overlap=config.overlap,
+    )
+
+
+def _explain_one_sample_tail(model: Any, steps: Steps) -> Callable[[], None]:
+    """BatchNorm cannot normalise one value per channel. Say what to change, instead of failing hours into an epoch."""
+
+    def check(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        x = inputs[0]
+        if module.training and x.ndim > 1 and x.numel() == x.shape[1]:
+            raise ValueError(
+                f"the epoch of {steps.num_samples} samples ends with a micro-batch of 1 sample, and BatchNorm needs more "
+                f"than one value per channel: choose another micro_batch than {steps.micro_batch}, or drop_last=True"
+            )
+
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    handles = [m.register_forward_pre_hook(check) for m in modules if isinstance(m, batch_norms)]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove

@@ -1,0 +1,57 @@
+"""What a run is: the settings that, with the seed, decide its course, and those that only decide how fast."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from paceline.comm.base import DEFAULT_TIMEOUT_S
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The settings of a run; the batch sizes are checked against the data when the run is put together.
+
+    Course: global_batch, micro_batch, seed, shuffle, drop_last, precision, max_grad_norm, exact (and then threads).
+    Speed only: shares, overlap, backend, timeout_s, and threads outside of exact mode.
+    """
+
+    global_batch: int
+    micro_batch: int | None = None
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    precision: Precision = "fp32"
+    max_grad_norm: float | None = None
+    exact: bool = False
+    shares: tuple[float, ...] | None = None
+    overlap: bool = True
+    backend: str | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise ValueError(f"precision={self.precision!r} is unknown: choose one of {', '.join(get_args(Precision))}")
+        if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm} is no bound: choose a number >= 0, or None not to clip"
+            )
+        if not (0 < self.timeout_s < math.inf):
+            raise ValueError(f"timeout_s={self.timeout_s} is no time-out: choose a finite number of seconds > 0")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads={self.threads}: choose at least 1 thread per worker, or None")
+
+    def speeds(self, num_workers: int) -> tuple[float, ...]:
+        """The relative speeds by which the workers of a world share every step."""
+        if self.shares is None:
+            return (1.0,) * num_workers
+        if len(self.shares) != num_workers:
+            raise ValueError(
+                f"shares={list(self.shares)} names {len(self.shares)} workers, the world has {num_workers}: "
+                "give one number per worker, or None for equal shares"
+            )
+        return self.shares

@@ -1,0 +1,159 @@
+"""Run a function or a script on N workers: here, on workers started for it, or in the world this process is in."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import linecache
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from paceline.core.world import World, device_count
+from paceline.run import worker
+
+FOLDER_PREFIX = "paceline-run-"
+LOCK_FILE = "lock"
+
+
+def launch(
+    fn: Callable[..., Any],
+    num_workers: int | None = None,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Call `fn(*args, **kwargs)` on `num_workers` workers of this machine and return rank 0's result.
+
+    `num_workers` defaults to the number of accelerators, on a CPU to 1. With one worker, and in a process that
+    already is a worker (of torchrun, `paceline run` or `launch`), `fn` is simply called here. Otherwise `fn`, its
+    arguments and the result travel by value: lambdas, closures and notebook functions work, and scripts need no
+    `if __name__ == "__main__"`.
+
+    The first worker that fails ends all others and is raised here as `WorkerError`, with its rank and traceback.
+    When `launch` returns or raises, its workers are gone, and with them what they left running in their process
+    groups.
+    """
+    count = workers_to_start(num_workers)
+    if count == 1:
+        return fn(*args, **(kwargs or {}))
+    from paceline.run.payload import load, save_call
+
+    with _run_folder() as folder:
+        save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs or {})
+        _run_workers(folder, count)
+        return load(folder / worker.RESULT_FILE)
+
+
+def run_script(path: str, argv: Sequence[str] = (), num_workers: int | None = None) -> None:
+    """Run a script like `python path *argv` on the workers that `launch` would use; same rules, same errors."""
+    count = workers_to_start(num_workers)
+    if count == 1:
+        worker.run_script(path, argv)
+        return
+    with _run_folder() as folder:
+        _run_workers(folder, count, script=(path, list(argv)))
+
+
+def workers_to_start(num_workers: int | None) -> int:
+    """How many workers a launch starts; 1 means none: the work is done in this process."""
+    if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
+        raise ValueError(f"num_workers={num_workers!r}: choose an integer >= 1, or None for all devices")
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        size = World.from_environment("cpu").size
+        if num_workers not in (None, size):
+            raise ValueError(
+                f"num_workers={num_workers} in a process that already is a worker of a world of WORLD_SIZE={size}: "
+                f"choose num_workers={size}, or leave it out"
+            )
+        return 1
+    return device_count() if num_workers is None else num_workers
+
+
+def _run_workers(folder: Path, count: int, script: tuple[str, list[str]] | None = None) -> None:
+    """Start the workers, wait for all, raise the first failure."""
+    from paceline.run.agent import Workers  # torch's elastic modules: only those who start workers pay for them
+
+    start = {
+        "launcher_pid": os.getpid(),
+        "num_workers": count,
+        "script": script,
+        "environment": _threads(count),
+        "cwd": str(Path.cwd()),
+        "path": [str(entry) for entry in sys.path],
+        "argv": sys.argv,
+        # Source lines that come from no file (notebook cells), so that tracebacks can show them.
+        "sources": {name: entry[2] for name, entry in list(linecache.cache.items()) if entry[1:2] == (None,)},
+    }
+    worker.write_atomically(folder / worker.START_FILE, json.dumps(start))
+    with Workers(folder, count) as workers:
+        failure = workers.wait()
+    if failure is not None:
+        raise failure
+
+
+def _threads(count: int) -> dict[str, str]:
+    """The environment in which `count` workers divide the cores, so that their threads do not fight."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_NUM_THREADS": str(max(1, cores // count))}
+
+
+@contextmanager
+def _run_folder() -> Iterator[Path]:
+    """A private folder for one launch. It is gone at the end; after a SIGKILL of this process, at the next launch."""
+    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        _remove_if_abandoned(old)
+    with _exit_on_termination():
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        try:
+            unfinished = folder / f"{LOCK_FILE}.new"
+            with unfinished.open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                unfinished.rename(folder / LOCK_FILE)  # only now may other launches look at it: it is held
+                yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    try:
+        if folder.lstat().st_uid != os.getuid():
+            return
+        with (folder / LOCK_FILE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        return  # in use, or just being made or removed
+
+
+@contextmanager
+def _exit_on_termination() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a process at once; in this block they end it by SystemExit, after the clean-up.
+
+    A handler that the user has set stays, and only the main thread can set any.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    unhandled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in unhandled:
+        signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number in unhandled:
+            signal.signal(number, signal.SIG_DFL)

@@ -1,0 +1,222 @@
+"""The training loop: a step, from top to bottom.
+
+The loop hands out this worker's micro-batches and is told when each is done. So one loop serves a user who writes
+`for batch in epoch: ...` and an entry point that runs a function over them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from paceline.core.errors import MisuseError, NonFiniteError
+from paceline.core.seeding import Purpose, derive_seed, seed_device
+from paceline.core.world import World
+from paceline.data.sharded import ShardedFeed
+from paceline.plan.shares import ranges, shares
+from paceline.plan.steps import Position, Steps
+from paceline.run.config import RunConfig
+from paceline.run.finite import FiniteWatch
+from paceline.run.replica import Replica
+from paceline.sync.gradients import GradientExchange
+from paceline.sync.loss_scale import LossScale
+from paceline.sync.numbers import OneLoss, StepNumbers
+
+
+class Loop:
+    """One worker's way through the run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        replica: Replica,
+        exchange: GradientExchange,
+        feed: ShardedFeed,
+        steps: Steps,
+    ) -> None:
+        self.position = Position()
+        self.replica = replica
+        self.steps = steps
+        self._config = config
+        self._world = world
+        self._speeds = config.speeds(world.size)
+        self._exchange = exchange
+        self._feed = feed
+        self._watch = FiniteWatch()
+        self._loss_scale = LossScale() if config.precision == "fp16" else None
+        self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
+        self._loss: torch.Tensor | None = None
+        self._is_open = False
+        self.is_inside_epoch = False
+
+    def micro_batches(self) -> Iterator[Any]:
+        """This worker's micro-batches until the epoch ends; `step` must be called after each.
+
+        A worker without a share in a step still takes part: the step is completed here. A step that exact mode has
+        to repeat leaves the position where it was, and its micro-batches come again.
+        """
+        epoch = self.position.epoch
+        self.is_inside_epoch = True
+        try:
+            while self.position.epoch == epoch:
+                mine = self._begin_step()
+                for number in mine:
+                    yield self._begin_micro_batch(number, is_last=number == mine[-1])
+                    if self._is_open:
+                        raise MisuseError("the next micro-batch was asked for before step() was called for this one")
+                if not mine:
+                    self._finish_step()
+            self._watch.flush()
+        finally:
+            self.is_inside_epoch = False
+            if self._is_open:  # left by `break` or an exception
+                self._is_open = False
+                self._exchange.abandon()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of this micro-batch's loss, a mean over its samples. Several calls add up."""
+        if not self._is_open:
+            raise MisuseError("backward() was called outside of a micro-batch: call it inside `for batch in epoch`")
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
+        (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
+        reported = loss.detach()
+        self._loss = reported if self._loss is None else self._loss + reported
+
+    def step(self) -> StepRecord | None:
+        """End this micro-batch, and the step if it was this worker's last; returns the record of a completed step."""
+        if not self._is_open:
+            raise MisuseError("step() was called without a micro-batch: call it once for each `for batch in epoch`")
+        if self._loss is None and self._weight and not self._exchange.has_gradient():
+            raise MisuseError("step() was called before backward(): this micro-batch has no gradient")
+        self._is_open = False
+        self._exchange.end_micro_batch(self._loss)
+        self._seconds += perf_counter() - self._started
+        return self._finish_step() if self._is_last else None
+
+    def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
+        """Call `hook(record)` after every so-many steps, on all workers together."""
+        if steps < 1:
+            raise ValueError(f"every({steps}, ...): choose at least 1 step")
+        self._hooks.append((steps, hook))
+
+    def _begin_step(self) -> range:
+        num_micro_batches = self.steps.num_micro_batches(self.position.step_in_epoch)
+        self._plan = plan_step(num_micro_batches, self._speeds)
+        self._seconds = 0.0
+        self._exchange.begin_step(num_micro_batches, self._loss_scale.value if self._loss_scale else 1.0)
+        return self._plan[self._world.rank]
+
+    def _begin_micro_batch(self, number: int, *, is_last: bool) -> Any:
+        self._started = perf_counter()
+        position = self.position
+        batch, self._weight = self._feed.micro_batch(position.epoch, position.step_in_epoch, number)
+        self._exchange.begin_micro_batch(number, self._weight, is_last=is_last)
+        # Dropout belongs to the micro-batch, not to the rank.
+        seed_device(self._world.device, derive_seed(self._config.seed, Purpose.MICRO_BATCH, position.step, number))
+        self._loss = None
+        self._is_last = is_last
+        self._is_open = True
+        return batch
+
+    def _finish_step(self) -> StepRecord | None:
+        position = self.position
+        owner_of_last = max(rank for rank, numbers in enumerate(self._plan) if numbers)
+        numbers = self._exchange.finish(self._seconds, owner_of_last)
+        if numbers is None:
+            return None
+        # From here on every worker does the same, drawing the same random numbers.
+        seed_device(self._world.device, derive_seed(self._config.seed, Purpose.AFTER_STEP, position.step))
+        norm = self._clip()
+        if self._is_step_valid(numbers, norm):
+            self.replica.optimizer.step()
+            self.replica.step_scheduler(lambda: numbers.loss)
+            is_skipped = False
+        else:
+            is_skipped = True
+        self._exchange.clear()
+        record = StepRecord(position.step + 1, position.epoch, self.replica.learning_rate, is_skipped, numbers, norm)
+        self.position = position.after_step(self.steps)
+        for steps, hook in self._hooks:
+            if record.step % steps == 0:
+                self._run_hook(hook, record)
+        return record
+
+    def _clip(self) -> torch.Tensor | None:
+        limit = self._config.max_grad_norm
+        if limit is None and self._loss_scale is None:
+            return None
+        parameters = [p for p in self.replica.parameters.values() if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
+
+    def _is_step_valid(self, numbers: StepNumbers | OneLoss, norm: torch.Tensor | None) -> bool:
+        """Whether to take the step. False: fp16 overflowed, skip it. Not finite without fp16 is an error."""
+        step = self.position.step + 1
+        if self._loss_scale is not None:
+            assert norm is not None
+            is_finite = math.isfinite(norm.item()) and all(map(math.isfinite, numbers.losses))
+            self._loss_scale.update(is_finite=is_finite)
+            return is_finite
+        self._watch.check(step, self._plan, numbers)
+        if norm is not None and norm.device.type == "cpu" and not math.isfinite(norm.item()):
+            raise NonFiniteError(
+                f"the gradient's norm is {norm.item()} at step {step} although every loss is finite: the weights are "
+                f"those of step {step - 1}. Look for a division by zero or an overflow in the model's backward",
+                step=step,
+            )
+        return True
+
+    def _run_hook(self, hook: Callable[[StepRecord], object], record: StepRecord) -> None:
+        is_inside, self.is_inside_epoch = self.is_inside_epoch, False
+        try:
+            hook(record)
+        finally:
+            self.is_inside_epoch = is_inside
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A completed step. Numbers are read from the device when they are asked for.
+
+    `step` counts completed steps, `epoch` from 0. `lr` is the rate for the next step. `is_skipped`: fp16 overflowed.
+    """
+
+    step: int
+    epoch: int
+    lr: float
+    is_skipped: bool
+    _numbers: StepNumbers | OneLoss
+    _norm: torch.Tensor | None
+
+    @property
+    def loss(self) -> float:
+        """The mean over the global batch, before the update; NaN if no sample had weight."""
+        return self._numbers.loss
+
+    @property
+    def weight(self) -> float:
+        """What the mean was taken over: samples, or what weight_fn counted."""
+        return self._numbers.total_weight
+
+    @property
+    def seconds(self) -> list[float]:
+        """What each worker spent on its micro-batches, by rank."""
+        return self._numbers.seconds
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The mean gradient's norm before clipping; None unless `max_grad_norm` is set (math.inf only measures)."""
+        return None if self._norm is None else self._norm.item()
+
+
+@lru_cache(maxsize=256)
+def plan_step(num_micro_batches: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
+    """The micro-batch numbers of each worker."""
+    return ranges(shares(num_micro_batches, speeds))

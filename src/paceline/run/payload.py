@@ -1,0 +1,119 @@
+"""Functions, arguments and results on their way between launcher and workers: by value, with cloudpickle.
+
+The files lie in a private folder that the launcher made; no pickle from anywhere else is ever loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+_MAX_DEPTH = 6
+_REGISTRY_LOCK = threading.Lock()
+
+
+def save_call(path: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Write the call; a TypeError names the argument, and the part of it, that cannot be sent."""
+    parts = {"fn": fn}
+    parts |= {f"args[{i}]": value for i, value in enumerate(args)}
+    parts |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
+    with _by_value(_module_of(fn)):
+        _save(path, (fn, args, dict(kwargs)), parts, "to the workers: create it inside the function instead")
+
+
+def save_result(path: Path, value: Any) -> None:
+    """Write rank 0's return value; a TypeError names the part that cannot be sent."""
+    _save(
+        path, value, {"the return value of rank 0": value}, "to the caller: return plain data, tensors or state dicts"
+    )
+
+
+def load(path: Path) -> Any:
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def _save(path: Path, value: Any, parts: Mapping[str, Any], remedy: str) -> None:
+    try:
+        with path.open("wb") as file:
+            cloudpickle.dump(value, file)
+    except Exception:
+        for name, part in parts.items():
+            if (error := _pickling_error(part)) is not None:
+                name, error = _culprit(name, part, error)
+                raise TypeError(f"{name} cannot be sent {remedy} ({error})") from None
+        raise  # not a matter of any part: the disk is full, or the like
+
+
+def _pickling_error(value: Any) -> Exception | None:
+    try:
+        cloudpickle.dumps(value)
+    except Exception as error:
+        return error
+    return None
+
+
+def _culprit(name: str, value: Any, error: Exception, depth: int = 0) -> tuple[str, Exception]:
+    """The innermost part of `value` that cannot be pickled on its own, and why."""
+    if depth < _MAX_DEPTH:
+        for suffix, part in _parts(value):
+            if (part_error := _pickling_error(part)) is not None:
+                return _culprit(name + suffix, part, part_error, depth + 1)
+    return name, error
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{i}]", part) for i, part in enumerate(value))
+    elif isinstance(value, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif inspect.ismethod(value):
+        yield (".__self__", value.__self__)
+    elif inspect.isfunction(value):
+        used = inspect.getclosurevars(value)
+        yield from ((f"'s variable {name!r}", part) for name, part in {**used.globals, **used.nonlocals}.items())
+    else:
+        yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
+
+
+def _module_of(fn: Callable[..., Any]) -> str | None:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__module__", None)
+
+
+@contextmanager
+def _by_value(module_name: str | None) -> Iterator[None]:
+    """Send what this module defines by value if a worker could not import it (a file loaded by its path)."""
+    module = sys.modules.get(module_name or "")
+    if module is None or module_name == "__main__" or _importable(module.__name__):
+        yield
+        return
+    with _REGISTRY_LOCK:
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(name: str) -> bool:
+    """Whether `import name` would find, in a fresh process with this sys.path, the file this module came from."""
+    parent = name.rpartition(".")[0]
+    if parent and (parent not in sys.modules or not _importable(parent)):
+        return False
+    search = getattr(sys.modules[parent], "__path__", None) if parent else None
+    specs = (finder.find_spec(name, search) for finder in sys.meta_path)
+    spec = next(filter(None, specs), None)
+    return spec is not None and spec.origin in (getattr(sys.modules[name], "__file__", None), "built-in", "frozen")

@@ -1,0 +1,147 @@
+"""A replica: one worker's copy of model, optimizer and scheduler, the same on every worker after every step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator
+from paceline.core.errors import MisuseError
+from paceline.core.seeding import Purpose, derive_seed, seed_device
+
+OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+
+
+class Replica:
+    """Made from the user's parts, on this worker's device, with rank 0's weights."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None,
+        communicator: Communicator,
+        seed: int,
+    ) -> None:
+        device = communicator.world.device
+        self.model = build_model(model, device, seed)
+        self.parameters = {name: p for name, p in named_parameters(self.model).items() if p.requires_grad}
+        self._check_parameters(device)
+        _check_modules(self.model)
+        _share_weights(self.model, self.parameters, communicator)
+        self.optimizer = optimizer(list(self.parameters.values()))
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer made a {type(self.optimizer).__name__}: pass a function from parameters to a torch "
+                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+            )
+        self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def step_scheduler(self, loss: Callable[[], float]) -> None:
+        if self.scheduler is None:
+            return
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(loss())
+        else:
+            self.scheduler.step()
+
+    def _check_parameters(self, device: torch.device) -> None:
+        if not self.parameters:
+            raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
+        for name, parameter in self.parameters.items():
+            if parameter.device != device:
+                raise ValueError(f"parameter {name!r} is on {parameter.device}, this worker drives {device}")
+            if not parameter.is_floating_point():
+                raise ValueError(f"parameter {name!r} is {parameter.dtype}: only real floating point can be averaged")
+
+
+def named_parameters(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters of a module, or of any object whose `parameters()` gives tensors or a dict of them.
+
+    Tied parameters appear once, under their first name.
+    """
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters())
+    if not callable(getattr(model, "parameters", None)):
+        raise TypeError(
+            f"the model is a {type(model).__name__} without a parameters() method: "
+            "return an nn.Module, or an object with forward(x) and parameters()"
+        )
+    found: Mapping[str, torch.Tensor] | Iterable[torch.Tensor] = model.parameters()
+    items = found.items() if isinstance(found, Mapping) else ((str(i), p) for i, p in enumerate(found))
+    unique: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, parameter in items:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"parameters() gave {type(parameter).__name__} for {name!r}: it must give tensors")
+        unique.setdefault(id(parameter), (name, parameter))
+    return dict(unique.values())
+
+
+def build_model(model: Any, device: torch.device, seed: int) -> Any:
+    """Move a model that exists; call a factory with the generators seeded, so that every worker builds the same."""
+    if isinstance(model, nn.Module):
+        return model.to(device)
+    if not callable(model) or (hasattr(model, "parameters") and not isinstance(model, type)):
+        return model
+    state = torch.default_generator.get_state()
+    try:
+        seed_device(device, derive_seed(seed, Purpose.MODEL_INIT))
+        built = model()
+    finally:
+        torch.default_generator.set_state(state)
+    return built.to(device) if isinstance(built, nn.Module) else built
+
+
+def _check_modules(model: Any) -> None:
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise MisuseError(
+                f"{name!r} is a SyncBatchNorm, which exchanges inside forward; micro-batches are independent here. "
+                "Use BatchNorm: its statistics do not depend on the number of workers"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise MisuseError(
+                f"{name!r} is built with sparse=True; sparse gradients cannot be averaged in a flat buffer: "
+                "build it with sparse=False"
+            )
+
+
+@torch.no_grad()
+def _share_weights(model: Any, parameters: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
+    """Every worker gets rank 0's parameters and buffers, frozen ones too, once their shapes are known to agree."""
+    if communicator.world.size == 1:
+        return
+    if isinstance(model, nn.Module):
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    else:
+        tensors = dict(parameters)
+    _check_agreement(tensors, communicator)
+    for tensor in tensors.values():
+        carrier = tensor.detach().to(torch.uint8) if tensor.dtype == torch.bool else tensor.detach().contiguous()
+        communicator.broadcast(carrier, 0).wait()
+        tensor.copy_(carrier)
+
+
+def _check_agreement(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
+    """Exchanging tensors of different shapes would hang or corrupt: compare a digest of all shapes first."""
+    world = communicator.world
+    text = ";".join(f"{name}:{tuple(t.shape)}:{t.dtype}" for name, t in tensors.items())
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
+    digests = torch.zeros(world.size, dtype=torch.float64, device=world.device)
+    digests[world.rank] = digest
+    communicator.all_reduce(digests).wait()
+    different = [rank for rank, other in enumerate(digests.tolist()) if other != digests[0].item()]
+    if different:
+        raise MisuseError(
+            f"ranks {different} built a model whose parameters or buffers differ from rank 0's in name, shape or "
+            f"dtype (rank {world.rank} has {len(tensors)}): every worker must build the same model"
+        )

@@ -1,0 +1,213 @@
+"""One worker process, started by `launch` as `python worker.py FOLDER RANK`.
+
+It is run as a file, not as a module of the package, so that its first lines work before anything heavy is imported:
+the worker ties its life to the launcher's, takes over the launcher's import path and sets its environment (OpenMP
+reads it once, when torch is imported). Only then does it load the user's code. It prints nothing of its own: how it
+ended goes into FOLDER, where the launcher reads it.
+
+What lies in FOLDER: `start.json` and `call.pkl` from the launcher; from the worker of rank R `pid-R` (it is up and
+answers STACK_SIGNAL), `stack-R` (its Python stack when asked or crashed), `report-R.json` (how it ended), and from
+rank 0 `result.pkl`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import json
+import linecache
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+START_FILE = "start.json"
+CALL_FILE = "call.pkl"
+RESULT_FILE = "result.pkl"
+STACK_SIGNAL = signal.SIGUSR1
+STACK_WAIT_S = 0.5
+LAUNCHING_FILES = (__file__, "<frozen runpy>")  # whose frames lie above the user's
+
+# How a worker ended, in its report.
+DONE = "done"
+FAILED = "failed"
+COMMUNICATION = "communication"  # an exchange failed: mostly the echo of another worker's end
+INTERRUPTED = "interrupted"
+
+
+def pid_file(folder: Path, rank: int) -> Path:
+    return folder / f"pid-{rank}"
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}"
+
+
+def report_file(folder: Path, rank: int) -> Path:
+    return folder / f"report-{rank}.json"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the whole text or no file."""
+    unfinished = path.with_name(path.name + ".new")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def run_script(path: str, argv: Sequence[str]) -> None:
+    """Run a script in this process as `python path *argv` would."""
+    sys.argv = [path, *argv]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def user_traceback(error: BaseException, *also_launching: str) -> str:
+    """The traceback as python would print it had it started the user's code itself."""
+    frame = error.__traceback__
+    while frame and frame.tb_frame.f_code.co_filename in (*LAUNCHING_FILES, *also_launching):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame))
+
+
+def main(folder: Path, rank: int) -> NoReturn:
+    start = json.loads((folder / START_FILE).read_text())
+    _die_with(start["launcher_pid"])
+    _answer_stack_requests(folder, rank)
+    try:
+        _take_over(start)
+        _work(start, folder, rank)
+        _finish_like_python()
+        report: dict[str, Any] = {"outcome": DONE}
+    except BaseException as error:
+        report = _describe(error, folder, rank, start["num_workers"])
+    write_atomically(report_file(folder, rank), json.dumps(report))
+    _leave(0 if report["outcome"] == DONE else 1)
+
+
+def _die_with(launcher_pid: int) -> None:
+    """Be killed by the kernel when the launcher is gone, however it went."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != launcher_pid:  # it went before the line above
+        os._exit(1)
+
+
+def _answer_stack_requests(folder: Path, rank: int) -> None:
+    stack = stack_file(folder, rank).open("w")  # stays open: faulthandler writes to it until the end
+    faulthandler.enable(stack, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
+    write_atomically(pid_file(folder, rank), str(os.getpid()))
+
+
+def _take_over(start: dict[str, Any]) -> None:
+    """Look like the launcher's process to the user's code."""
+    os.environ.update(start["environment"])
+    os.chdir(start["cwd"])
+    sys.path[:] = start["path"]
+    sys.argv[:] = start["argv"]
+    for name, lines in start["sources"].items():  # of notebook cells: tracebacks show their lines
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+
+
+def _work(start: dict[str, Any], folder: Path, rank: int) -> None:
+    result = None
+    try:
+        if start["script"] is not None:
+            run_script(*start["script"])
+        else:
+            result = _call(folder)
+    except SystemExit as exit_request:
+        if exit_request.code not in (None, 0):
+            raise
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+    if rank == 0 and start["script"] is None:
+        from paceline.run.payload import save_result
+
+        save_result(folder / RESULT_FILE, result)
+
+
+def _call(folder: Path) -> Any:
+    from paceline.run.payload import load
+
+    fn, args, kwargs = load(folder / CALL_FILE)
+    return fn(*args, **kwargs)
+
+
+def _finish_like_python() -> None:
+    """Wait for the user's threads and run exit handlers: after this nothing of theirs is left to do."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def _describe(error: BaseException, folder: Path, rank: int, num_workers: int) -> dict[str, Any]:
+    report = {
+        "outcome": FAILED,
+        "time_s": time.monotonic(),
+        "summary": _summary(error),
+        "traceback": user_traceback(error),
+        "peers": {},
+    }
+    # Errors that nobody imported cannot have been raised, so there is nothing to import here.
+    errors = sys.modules.get("paceline.core.errors")
+    if isinstance(error, KeyboardInterrupt):
+        report["outcome"] = INTERRUPTED
+    elif errors is not None and isinstance(error, errors.CommunicationError):
+        report["outcome"] = COMMUNICATION
+        if isinstance(error, errors.CommunicationTimeout):
+            report["peers"] = _stacks_of_peers(folder, rank, num_workers)
+    return report
+
+
+def _summary(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be shown)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _stacks_of_peers(folder: Path, rank: int, num_workers: int) -> dict[int, str]:
+    """Where the workers that are still running stand; empty text for one that does not answer."""
+    running = [peer for peer in range(num_workers) if peer != rank and not report_file(folder, peer).exists()]
+    for peer in running:
+        try:
+            os.kill(int(pid_file(folder, peer).read_text()), STACK_SIGNAL)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # not up yet, or gone
+    stacks: dict[int, str] = {}
+    deadline = time.monotonic() + STACK_WAIT_S
+    while time.monotonic() < deadline:
+        seen = {peer: _read_if_there(stack_file(folder, peer)) for peer in running}
+        if seen == stacks and all(seen.values()):  # complete: unchanged since the last look
+            break
+        stacks = seen
+        time.sleep(0.05)
+    return stacks
+
+
+def _read_if_there(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _leave(code: int) -> NoReturn:
+    """End without the interpreter's shutdown, in which native threads of a broken world hang or abort."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # closed: nobody reads it
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,201 @@
+"""Buffers: what a forward pass changes beside the gradients.
+
+Every micro-batch of a step starts from the same buffers, as if it were the only one. Its changes are put together
+afterwards, so they depend on the micro-batches and not on who ran them:
+
+- the statistics of BatchNorm and its kin move as they would have if the micro-batches had run one after another:
+  new = old + sum_k (1 - momentum)**(M-1-k) * (after_k - old), a running average (momentum=None) by its counter;
+- counters of batches are added up;
+- any other buffer takes the value that the step's last micro-batch left, with one warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.comm.base import Communicator
+from paceline.sync.buckets import add_exactly
+from paceline.sync.grid import Grid
+
+
+class Buffers:
+    """The buffers of a model, combined over the micro-batches of a step.
+
+    `numel` numbers travel with the gradients, in the space that `accumulate_in` hands over; so do `num_unmanaged`
+    flags that tell whether a buffer without a rule was changed.
+    """
+
+    def __init__(self, model: object, communicator: Communicator) -> None:
+        modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+        self._statistics = _Statistics(modules.values())
+        self._others = [
+            _Unmanaged(f"{path}.{key}".lstrip("."), module, key)
+            for path, module in modules.items()
+            for key, tensor in module._buffers.items()
+            if tensor is not None and module not in self._statistics.modules
+        ]
+        self._communicator = communicator
+        self.numel = self._statistics.numel
+        self.num_unmanaged = len(self._others)
+
+    def accumulate_in(self, space: torch.Tensor, grid: Grid | None) -> None:
+        self._space = space
+        self._grid = grid
+
+    def begin_step(self, num_micro_batches: int) -> None:
+        self._num_micro_batches = num_micro_batches
+        self._space.zero_()
+        if self.numel:
+            self._before = self._statistics.read()
+        for other in self._others:
+            other.begin_step()
+
+    def end_micro_batch(self, number: int) -> torch.Tensor | None:
+        """Take this micro-batch's changes and undo them. Returns the largest one's magnitude, for the grid."""
+        for other in self._others:
+            other.end_micro_batch(keep=number == self._num_micro_batches - 1)
+        if not self.numel:
+            return None
+        change = (self._statistics.read() - self._before).mul_(
+            self._statistics.weights(self._before, number, self._num_micro_batches)
+        )
+        self._statistics.write(self._before)
+        if self._grid is None:
+            self._space.add_(change)
+        else:
+            add_exactly(self._space, change, 1.0, self._grid, first=False)
+        peak: torch.Tensor = torch.linalg.vector_norm(change, float("inf"))
+        return peak
+
+    def changed_unmanaged(self) -> Sequence[bool]:
+        return [other.is_changed for other in self._others]
+
+    def finish(self, changed: Sequence[float], owner_of_last: int) -> None:
+        """After the exchange: put the combined values in place. The owner ran the step's last micro-batch."""
+        if self.numel:
+            self._statistics.write(self._before + self._space)
+        for other, is_changed in zip(self._others, changed, strict=True):
+            if is_changed:
+                other.take(self._communicator, owner_of_last)
+
+    def restore(self) -> None:
+        """Give the step up: back to where it began."""
+        if self.numel:
+            self._statistics.write(self._before)
+        for other in self._others:
+            other.end_micro_batch(keep=False)
+
+
+class _Statistics:
+    """The running statistics and counters of all normalisation layers, read and written as one float64 vector."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = [m for m in modules if isinstance(m, _NormBase) and m.running_mean is not None]
+        self._tensors: list[torch.Tensor] = []
+        keeps: list[torch.Tensor] = []  # per element: what one more batch leaves of the old value
+        averages: list[torch.Tensor] = []  # per element: where its counter lies if it is a running average, else -1
+        end = 0
+        for module in self.modules:
+            mean, variance, counter = module.running_mean, module.running_var, module.num_batches_tracked
+            assert mean is not None
+            assert variance is not None
+            assert counter is not None
+            size = 2 * mean.numel()
+            self._tensors += [mean, variance, counter]
+            keeps.append(torch.full((size + 1,), 1.0 - (module.momentum or 0.0), dtype=torch.float64))
+            keeps[-1][size] = 1.0  # counters add up
+            averages.append(torch.full((size + 1,), end + size if module.momentum is None else -1))
+            averages[-1][size] = -1
+            end += size + 1
+        self.numel = end
+        self._sizes = [tensor.numel() for tensor in self._tensors]
+        if end:
+            device = self._tensors[0].device
+            self._keep = torch.cat(keeps).to(device)
+            self._counter = torch.cat(averages).to(device)
+            self._has_averages = any(module.momentum is None for module in self.modules)
+
+    def read(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self._tensors])
+
+    def write(self, values: torch.Tensor) -> None:
+        for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def weights(self, before: torch.Tensor, number: int, num_micro_batches: int) -> torch.Tensor:
+        """How much of micro-batch `number`'s change remains after the later ones."""
+        weights = self._keep ** (num_micro_batches - 1 - number)
+        if self._has_averages:
+            count = before[self._counter.clamp(min=0)]
+            averaged = (count + 1.0) / (count + num_micro_batches)
+            weights = torch.where(self._counter >= 0, averaged, weights)
+        return weights
+
+
+class _Unmanaged:
+    """A buffer whose meaning only the model knows. Most never change, and then cost a comparison."""
+
+    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+        self.name = name
+        self._buffers = cast("dict[str, torch.Tensor]", module._buffers)
+        self._key = key
+        self._tensor = self._buffers[key]
+        self._before = self._tensor.clone()
+        self._version = self._tensor._version
+        self._last: torch.Tensor | None = None
+        self._has_warned = False
+        self.is_changed = False
+
+    def begin_step(self) -> None:
+        self.is_changed = False
+        self._last = None
+        current = self._buffers[self._key]
+        if current is not self._tensor or current._version != self._version:
+            # Changed between steps, by the optimizer's hooks or the user: that is the new beginning.
+            self._tensor, self._before = current, current.clone()
+            self._version = current._version
+
+    def end_micro_batch(self, *, keep: bool) -> None:
+        current = self._buffers[self._key]
+        if current is self._tensor and current._version == self._version:
+            return
+        if current.shape != self._before.shape or current.dtype != self._before.dtype:
+            # A cache that grew with its input: every worker keeps its own.
+            self._tensor, self._before, self._version = current, current.clone(), current._version
+            return
+        self._warn_once()
+        self.is_changed = True
+        if keep:
+            self._last = current.clone()
+        self._put(self._before)
+
+    def take(self, communicator: Communicator, owner: int) -> None:
+        value = self._before.clone() if self._last is None else self._last
+        if value.dtype == torch.bool:
+            carrier = value.to(torch.uint8)
+            communicator.broadcast(carrier, owner).wait()
+            value = carrier.to(torch.bool)
+        else:
+            communicator.broadcast(value, owner).wait()
+        self._before = value
+        self._put(value)
+
+    def _put(self, value: torch.Tensor) -> None:
+        self._tensor.copy_(value)
+        self._buffers[self._key] = self._tensor
+        self._version = self._tensor._version
+
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"buffer {self.name!r} changes during forward and is no statistic that Paceline knows: "
+                "after each step it holds what the step's last micro-batch left in it",
+                stacklevel=2,
+            )

@@ -1,0 +1,26 @@
+"""fp16 loss scaling: small gradients would vanish in half precision, so the loss is multiplied first."""
+
+from __future__ import annotations
+
+
+class LossScale:
+    """A power of two that grows while gradients are finite and halves when they overflow.
+
+    Always a power of two, so that scaling and unscaling round nothing.
+    """
+
+    def __init__(self, initial: float = 65536.0, growth_interval: int = 2000) -> None:
+        self.value = initial
+        self._growth_interval = growth_interval
+        self._steps_since_change = 0
+
+    def update(self, *, is_finite: bool) -> None:
+        """Once per step, with the same answer on every worker."""
+        if not is_finite:
+            self.value = max(self.value / 2.0, 1.0)
+            self._steps_since_change = 0
+            return
+        self._steps_since_change += 1
+        if self._steps_since_change == self._growth_interval:
+            self.value *= 2.0
+            self._steps_since_change = 0

@@ -1,0 +1,81 @@
+"""Every example runs as a user would run it and finds its own result right."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Importing torch costs seconds, so an example with one worker runs in this process, as `python FILE` would.
+IN_PROCESS = ["array_loader_loop", "dp_train_iris", "dp_train_matrix", "first_steps", "low_level"]
+SHARED_MODULES = ["iris_like"]
+
+
+@pytest.fixture
+def script_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python does for a script: its folder is where imports look first. Modules found there are dropped after."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    yield
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(EXAMPLES)):
+            del sys.modules[name]
+
+
+def run(*arguments: str, timeout_s: float, cwd: Path) -> str:
+    """Run an example in a process of its own; its output. Fails with that output unless it exits with 0."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, f"{arguments} exited with {done.returncode}:\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.usefixtures("script_path")
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_example_with_one_worker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = EXAMPLES / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 0
+
+
+@pytest.mark.timeout(120)
+def test_regression_example(tmp_path: Path) -> None:
+    output = run(str(EXAMPLES / "dp_train_regression.py"), timeout_s=110, cwd=tmp_path)
+    assert "weights equal True, losses equal True" in output
+
+
+@pytest.mark.timeout(240)
+def test_tiny_stories_give_the_same_weights_on_one_and_two_workers(tmp_path: Path) -> None:
+    script = str(EXAMPLES / "tiny_stories" / "train.py")
+    outputs = [
+        run(script, "--quick", "--exact", "--workers", workers, "--out", workers, timeout_s=110, cwd=tmp_path)
+        for workers in ("1", "2")
+    ]
+    digests = [line for output in outputs for line in output.splitlines() if line.startswith("weights SHA-256")]
+    assert len(digests) == 2
+    assert digests[0] == digests[1]
+    for output, workers in zip(outputs, ("1", "2"), strict=True):
+        assert "A story by the trained model:" in output
+        assert f"workers          {workers} (" in output
+        assert (tmp_path / workers / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_example_is_run_here() -> None:
+    scripts = {path.stem for path in EXAMPLES.glob("*.py")} - set(SHARED_MODULES)
+    assert scripts == {*IN_PROCESS, "dp_train_regression"}

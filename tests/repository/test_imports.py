@@ -1,0 +1,46 @@
+"""`import paceline` costs what `import torch` costs: it brings in nothing else of weight.
+
+Counted by module, not by the clock, so that the result is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+# Small, or standard library; everything else that torch and numpy have not imported already is too much.
+ALLOWED_PACKAGES = {"paceline", *sys.stdlib_module_names}
+MAX_MODULES_RATIO = 1.10
+
+LIST_MODULES = """
+import json, sys
+import torch, numpy
+before = set(sys.modules)
+import paceline
+print(json.dumps([sorted(before), sorted(set(sys.modules) - before)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> tuple[list[str], list[str]]:
+    """The modules after `import torch, numpy`, and those that `import paceline` adds, in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_MODULES], stdout=subprocess.PIPE, text=True, timeout=60, check=True
+    )
+    before, added = json.loads(done.stdout)
+    return before, added
+
+
+def test_nothing_but_ours_and_the_standard_library(imported: tuple[list[str], list[str]]) -> None:
+    _, added = imported
+    assert "paceline" in added
+    foreign = [name for name in added if name.partition(".")[0] not in ALLOWED_PACKAGES]
+    assert not foreign, f"import paceline also imports {foreign}: import them where they are used"
+
+
+def test_within_a_tenth_of_torch(imported: tuple[list[str], list[str]]) -> None:
+    before, added = imported
+    assert len(before) + len(added) <= MAX_MODULES_RATIO * len(before)
