@@ -41,7 +41,7 @@ def main() -> int:
                 trainer.backward(F.cross_entropy(trainer.model(batch.x), batch.y))
                 record = trainer.step()
                 if record:
-                    step_sizes.append(record.num_samples)
+                    step_sizes.append(int(record.weight))
                     losses.append(record.loss)
         correct = trainer.evaluate((x[120:], y[120:]), accuracy)
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import paceline as pl
 
-NUM_STEPS, LEARNING_RATE = 200, 1e-2
+NUM_STEPS, LEARNING_RATE = 300, 5e-2
 Sample = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -37,7 +37,7 @@ def make_model() -> nn.Module:
     return model
 
 
-def with_paceline(data: list[Sample], num_replicas: int, *, exact: bool = False, workers: int = 1) -> pl.DPResult:
+def with_paceline(data: list[Sample], num_replicas: int, *, exact: bool = False, workers: int = 1) -> pl.DpResult:
     return pl.dp_train(
         make_model,
         data,

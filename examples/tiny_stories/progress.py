@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Report(Protocol):
-    def __call__(self, step: int, loss: float, samples_per_s: float) -> None: ...
+    def __call__(self, step: int, loss: float, words_per_s: float) -> None: ...
 
 
 @contextmanager
@@ -25,14 +25,14 @@ def progress(num_steps: int, *, enabled: bool, every: int = 25) -> Iterator[Repo
         yield _plain_lines(num_steps, every)
 
 
-def _report_nothing(step: int, loss: float, samples_per_s: float) -> None:
+def _report_nothing(step: int, loss: float, words_per_s: float) -> None:
     """For the workers that stay silent."""
 
 
 def _plain_lines(num_steps: int, every: int) -> Report:
-    def report(step: int, loss: float, samples_per_s: float) -> None:
+    def report(step: int, loss: float, words_per_s: float) -> None:
         if step == 1 or step % every == 0 or step == num_steps:
-            print(f"step {step:>4}/{num_steps}  loss {loss:.3f}  {samples_per_s:.0f} stories/s", flush=True)
+            print(f"step {step:>4}/{num_steps}  loss {loss:.3f}  {words_per_s:.0f} words/s", flush=True)
 
     return report
 
@@ -46,13 +46,13 @@ def _live_bar(num_steps: int) -> Iterator[Report]:
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[samples_per_s]:.0f} stories/s"),
+        TextColumn("{task.fields[words_per_s]:.0f} words/s"),
         TimeRemainingColumn(),
     ]
     with Progress(*columns) as bar:
-        task = bar.add_task("training", total=num_steps, loss=float("nan"), samples_per_s=0.0)
+        task = bar.add_task("training", total=num_steps, loss=float("nan"), words_per_s=0.0)
 
-        def report(step: int, loss: float, samples_per_s: float) -> None:
-            bar.update(task, completed=step, loss=loss, samples_per_s=samples_per_s)
+        def report(step: int, loss: float, words_per_s: float) -> None:
+            bar.update(task, completed=step, loss=loss, words_per_s=words_per_s)
 
         yield report

@@ -48,18 +48,9 @@ def num_words(batch: Batch) -> int:
     return int((batch.targets != PAD).sum())
 
 
-def word_loss(model: StoryModel, batch: Batch, reduction: str = "mean") -> torch.Tensor:
-    scores = model(batch.tokens)
-    return F.cross_entropy(scores.flatten(0, 1), batch.targets.flatten(), ignore_index=PAD, reduction=reduction)
-
-
-def per_story(model: StoryModel, batch: Batch) -> dict[str, torch.Tensor]:
-    """Means over stories, whose quotient is the mean over words."""
-    num_stories = len(batch.tokens)
-    return {
-        "loss": word_loss(model, batch, reduction="sum") / num_stories,
-        "words": (batch.targets != PAD).sum() / num_stories,
-    }
+def word_loss(model: StoryModel, batch: Batch) -> torch.Tensor:
+    """The mean over the batch's words, in nats."""
+    return F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.targets.flatten(), ignore_index=PAD)
 
 
 def train(options: argparse.Namespace) -> Report:
@@ -88,7 +79,7 @@ def train(options: argparse.Namespace) -> Report:
     )
     with trainer:
         losses: list[float] = []
-        num_samples = 0
+        words = 0.0
         start_s = time.perf_counter()
         with progress(num_steps, enabled=trainer.is_main) as report_step:
             for epoch in trainer.epochs(options.epochs):
@@ -97,18 +88,18 @@ def train(options: argparse.Namespace) -> Report:
                     record = trainer.step()
                     if record:
                         losses.append(record.loss)
-                        num_samples += record.num_samples
-                        report_step(record.step, record.loss, num_samples / (time.perf_counter() - start_s))
+                        words += record.weight
+                        report_step(record.step, record.loss, words / (time.perf_counter() - start_s))
         training_s = time.perf_counter() - start_s
-        evaluation = trainer.evaluate(held_out, per_story, micro_batch=MICRO_BATCH)
+        evaluation_loss = trainer.evaluate(held_out, word_loss, collate_fn=collate)
         return Report(
             num_workers=trainer.world.size,
             device=device_name(trainer.world.device),
             num_parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
-            num_samples=num_samples,
+            num_samples=options.epochs * len(training),
             training_s=training_s,
             losses=losses,
-            evaluation_loss=evaluation["loss"] / evaluation["words"],
+            evaluation_loss=evaluation_loss,
             unigram_entropy=unigram_entropy(stories),
             story=vocabulary.decode(write_story(trainer.model, seed=options.seed)),
             weights_sha256=weights_sha256(trainer.model),

@@ -17,7 +17,7 @@ EPOCHS = 2
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model with its data and loss. 87 samples divide by neither the micro-batch (4) nor the global batch (8 x 4)."""
+    """A model with its data and loss."""
 
     build: Callable[[], torch.nn.Module]
     data: Any
@@ -41,7 +41,8 @@ def _warm_up(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
 
 
-# 331 = 10 * 32 + 11: eleven steps an epoch, the last of three micro-batches, the last of those of three samples.
+# Divides by neither the micro-batch (4) nor the global batch (8 x 4): 331 = 10 * 32 + 11 makes eleven steps an epoch,
+# the last of three micro-batches, the last of those of three samples.
 NUM_SAMPLES = 331
 
 SCENARIOS = {
@@ -57,7 +58,7 @@ SCENARIOS = {
         SmallResNet,
         images(NUM_SAMPLES),
         _class_loss,
-        lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
     ),
     "mlp": Scenario(mlp, vectors(NUM_SAMPLES), _class_loss, lambda params: torch.optim.Adam(params, lr=3e-3)),
 }

@@ -9,6 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from paceline.core.errors import WorkerError
+from paceline.run import launch, worker
+
 _RUN_EXAMPLE = """\
 example:
   paceline run train.py --epochs 3              one worker per device
@@ -40,18 +43,21 @@ def _parser() -> _Parser:
         epilog=_RUN_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    run.add_argument("--workers", type=int, metavar="N", help="number of workers (default: one per device)")
+    run.add_argument("--workers", type=_count, metavar="N", help="number of workers (default: one per device)")
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     return parser
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: choose an integer >= 1")
+    return int(text)
+
+
 def _run(parser: _Parser, options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         parser.error(f"no such file: {options.script}")
-    from paceline.core.errors import WorkerError  # torch: not for --help
-    from paceline.run import launch, worker
-
     try:
         launch.workers_to_start(options.workers)
     except ValueError as error:

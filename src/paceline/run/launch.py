@@ -91,7 +91,9 @@ def _run_workers(folder: Path, count: int, script: tuple[str, list[str]] | None 
         "path": [str(entry) for entry in sys.path],
         "argv": sys.argv,
         # Source lines that come from no file (notebook cells), so that tracebacks can show them.
-        "sources": {name: entry[2] for name, entry in list(linecache.cache.items()) if entry[1:2] == (None,)},
+        "sources": {
+            name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None
+        },
     }
     worker.write_atomically(folder / worker.START_FILE, json.dumps(start))
     with Workers(folder, count) as workers:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 
 _MAX_DEPTH = 6
 _REGISTRY_LOCK = threading.Lock()
