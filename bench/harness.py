@@ -64,6 +64,8 @@ class TorchSettings:
         )
 
     def apply(self) -> None:
+        if self == TorchSettings.current():
+            return  # the setters are not free: one of them imports torch's compiler
         torch.set_num_threads(self.num_threads)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = self.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -107,12 +109,18 @@ class Spread:
         return cls(min(values), q1, median, q3, max(values))
 
 
+def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Turn by turn."""
+    return [value / other for value, other in zip(values, base, strict=True)]
+
+
 @dataclass(frozen=True)
 class Result:
     """What a benchmark found. `ratio` is ours over the limit, both in `unit`.
 
-    `detail["spread"]` has every contestant's quartiles, `detail["ratio_by_turn"]` those of its ratio to the limit
-    within a turn, which the machine's drift from turn to turn does not touch.
+    `detail["spread"]` has every contestant's quartiles. `detail["ratio_by_turn"]` has those of its ratio to the limit
+    within a turn, which the machine's drift from turn to turn does not touch, and `detail["ours_over_by_turn"]` those
+    of our ratio to it.
     """
 
     bench: str
@@ -147,10 +155,8 @@ class Result:
         only show up in the detail.
         """
         spread = {name: Spread.of(values) for name, values in measurements.items()}
-        by_turn = {
-            name: Spread.of([value / base for value, base in zip(values, measurements[limit], strict=True)])
-            for name, values in measurements.items()
-        }
+        by_turn = {name: Spread.of(ratios(values, measurements[limit])) for name, values in measurements.items()}
+        ours_over = {name: Spread.of(ratios(measurements[ours], values)) for name, values in measurements.items()}
         detail = {
             "ours": ours,
             "limit": limit,
@@ -158,6 +164,7 @@ class Result:
             "turns": len(measurements[limit]),
             "spread": {name: asdict(value) for name, value in spread.items()},
             "ratio_by_turn": {name: asdict(value) for name, value in by_turn.items()},
+            "ours_over_by_turn": {name: asdict(value) for name, value in ours_over.items()},
             "skipped": dict(skipped or {}),
             "settings": dict(settings),
             "versions": versions("paceline", "torch", *packages),
@@ -176,13 +183,15 @@ class Result:
         roles = {detail["limit"]: "limit", detail["ours"]: "ours"}
         lines = [
             f"{self.bench}: {self.unit}, {detail['better']} is better; medians of {detail['turns']} turns",
-            f"{'':<26} {'median':>10} {'quartiles':>23} {'ratio':>7}   {'quartiles by turn':<15}",
+            f"{'':<26} {'median':>9} {'quartiles':>20} {'/ limit':>8} {'by turn':>16} {'ours/it':>10} {'by turn':>16}",
         ]
         for name, spread in sorted(detail["spread"].items(), key=lambda item: item[1]["median"]):
-            by_turn = detail["ratio_by_turn"][name]
+            to_limit, ours_over = detail["ratio_by_turn"][name], detail["ours_over_by_turn"][name]
+            quartiles = f"{_short(spread['q1'])} .. {_short(spread['q3'])}"
             lines.append(
-                f"{name:<26} {_short(spread['median']):>10} {_short(spread['q1']):>11} {_short(spread['q3']):>11} "
-                f"{spread['median'] / self.limit:>7.3f}   {by_turn['q1']:.3f} .. {by_turn['q3']:.3f}   "
+                f"{name:<26} {_short(spread['median']):>9} {quartiles:>20} "
+                f"{spread['median'] / self.limit:>8.3f} {to_limit['q1']:>7.3f} .. {to_limit['q3']:.3f} "
+                f"{self.ours / spread['median']:>10.3f} {ours_over['q1']:>7.3f} .. {ours_over['q3']:.3f}   "
                 f"{roles.get(name, '')}".rstrip()
             )
         lines += [f"{name:<26} skipped: {reason}" for name, reason in detail["skipped"].items()]

@@ -14,9 +14,10 @@ import argparse
 import gc
 import itertools
 import logging
+import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,18 +47,20 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Task:
-    """The samples, how a DataLoader reads them, and how many steps of a turn are timed."""
+    """The samples, how a DataLoader reads them, how many steps of a turn are timed, and where a tool may write."""
 
     x: Tensor
     y: Tensor
     num_steps: int
     by_sample: bool
+    folder: str
 
     @classmethod
-    def make(cls, num_steps: int, *, by_sample: bool) -> Task:
+    def make(cls, num_steps: int, *, by_sample: bool, folder: str) -> Task:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(NUM_SAMPLES, WIDTHS[0], generator=generator)
-        return cls(x, torch.randint(WIDTHS[-1], (NUM_SAMPLES,), generator=generator), num_steps, by_sample)
+        y = torch.randint(WIDTHS[-1], (NUM_SAMPLES,), generator=generator)
+        return cls(x, y, num_steps, by_sample, folder)
 
     def dataset(self) -> Dataset[Any]:
         return TensorDataset(self.x, self.y) if self.by_sample else Columns(self.x, self.y)
@@ -108,7 +111,7 @@ class StepClock:
 
     def step_ended(self, step: int) -> None:
         if step == WARMUP_STEPS:
-            self.start = time.perf_counter()
+            self.start, self.end = time.perf_counter(), math.nan  # a fit that ends early has no result
         elif step == self.last_step:
             self.end = time.perf_counter()
 
@@ -153,15 +156,15 @@ def bare_with_loader(task: Task) -> Contestant:
 def paceline(task: Task) -> Contestant:
     import paceline as pl
 
-    trainer = pl.Trainer.setup(make_model, make_optimizer, data=(task.x, task.y), global_batch=BATCH, threads=1)
-
     def loop() -> Iterator[None]:
-        for epoch in trainer.epochs(ENDLESS):
-            for batch in epoch:
-                loss = functional.cross_entropy(trainer.model(batch.x), batch.y)
-                trainer.backward(loss)
-                trainer.step()
-                yield
+        setup = pl.Trainer.setup(make_model, make_optimizer, data=(task.x, task.y), global_batch=BATCH, threads=1)
+        with setup as trainer:
+            for epoch in trainer.epochs(ENDLESS):
+                for batch in epoch:
+                    loss = functional.cross_entropy(trainer.model(batch.x), batch.y)
+                    trainer.backward(loss)
+                    trainer.step()
+                    yield
 
     return task.timed(loop())
 
@@ -254,22 +257,21 @@ def hugging_face(task: Task) -> Contestant:
 
     clock = StepClock(task.num_steps)
     model = WithLoss()
-    with tempfile.TemporaryDirectory() as folder:  # it wants a name for one, and writes nothing with all saving off
-        arguments = TrainingArguments(
-            folder,
-            max_steps=clock.last_step,
-            per_device_train_batch_size=BATCH,
-            use_cpu=True,
-            max_grad_norm=0.0,
-            lr_scheduler_type="constant",
-            logging_strategy="no",
-            logging_nan_inf_filter=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            remove_unused_columns=False,
-        )
+    arguments = TrainingArguments(
+        task.folder,  # it insists on one, although nothing is saved
+        max_steps=clock.last_step,
+        per_device_train_batch_size=BATCH,
+        use_cpu=True,
+        max_grad_norm=0.0,
+        lr_scheduler_type="constant",
+        logging_strategy="no",
+        logging_nan_inf_filter=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+    )
     trainer = Trainer(
         model,
         arguments,
@@ -313,23 +315,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="default: all")
 
 
-def run(options: argparse.Namespace) -> Result:
-    torch.set_num_threads(1)
-    task = Task.make(options.steps, by_sample=options.loader == "samples")
-    skipped = {name: reason for name in options.peers if (reason := missing_package(*PEERS[name].packages))}
-    builders = {"bare loop": bare, "paceline": paceline}
-    builders |= {name: PEERS[name].build for name in options.peers if name not in skipped}
-    contestants = {name: isolated(partial(build, task)) for name, build in builders.items()}
-    alternate(contestants, 1)  # lazy imports and first-time allocations happen here
-    # The peers' imports leave a million objects that a run with one tool would not have: keep them out of the
+def measure(builders: Mapping[str, Callable[[], Contestant]], num_turns: int) -> dict[str, list[float]]:
+    contestants = {name: isolated(build) for name, build in builders.items()}
+    alternate(contestants, 1)  # lazy imports and first allocations happen here
+    # The peers' imports leave 250,000 objects that a run with one tool would not have: keep them out of the
     # collections that a turn triggers.
     gc.collect()
     gc.freeze()
+    try:
+        return alternate(contestants, num_turns)
+    finally:
+        gc.unfreeze()
+
+
+def run(options: argparse.Namespace) -> Result:
+    torch.set_num_threads(1)
+    skipped = {name: reason for name in options.peers if (reason := missing_package(*PEERS[name].packages))}
+    builders = {"bare loop": bare, "paceline": paceline}
+    builders |= {name: PEERS[name].build for name in options.peers if name not in skipped}
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task.make(options.steps, by_sample=options.loader == "samples", folder=folder)
+        measurements = measure({name: partial(build, task) for name, build in builders.items()}, options.turns)
 
     return Result.of(
         "overhead",
         "microseconds per step",
-        alternate(contestants, options.turns),
+        measurements,
         ours="paceline",
         limit="bare loop",
         better="lower",

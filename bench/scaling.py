@@ -101,7 +101,7 @@ def torch_ddp(task: Task, rank: int) -> Loop:
 def paceline(task: Task, rank: int, *, exact: bool = False) -> Loop:  # noqa: ARG001 - it knows its rank
     import paceline as pl
 
-    trainer = pl.Trainer.setup(
+    with pl.Trainer.setup(
         make_model,
         make_optimizer,
         data=make_tokens(),
@@ -109,12 +109,12 @@ def paceline(task: Task, rank: int, *, exact: bool = False) -> Loop:  # noqa: AR
         micro_batch=task.micro_batch,
         threads=1,
         exact=exact,
-    )
-    for epoch in trainer.epochs(ENDLESS):
-        for batch in epoch:
-            trainer.backward(trainer.model(batch))
-            if trainer.step():
-                yield
+    ) as trainer:
+        for epoch in trainer.epochs(ENDLESS):
+            for batch in epoch:
+                trainer.backward(trainer.model(batch))
+                if trainer.step():
+                    yield
 
 
 def contestant(task: Task, rank: int, make_loop: Callable[[Task, int], Loop]) -> Contestant:
@@ -145,7 +145,9 @@ def worker(task: Task) -> dict[str, list[float]]:
         }
         rank = distributed.get_rank()
         contestants = {name: isolated(partial(contestant, task, rank, loop)) for name, loop in loops.items()}
-        return alternate(contestants, task.num_turns)
+        measurements = alternate(contestants, task.num_turns)
+        contestants.clear()  # the loops end here, while the group they talk over is still there
+        return measurements
 
 
 def samples_per_s(name: str, step_s: tuple[float, ...], task: Task) -> float:
@@ -157,8 +159,8 @@ def samples_per_s(name: str, step_s: tuple[float, ...], task: Task) -> float:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=9, help="alternations (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of a turn (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=15, help="alternations (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples in a micro-batch (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=1, help="per worker and step (default: %(default)s)")
 
@@ -189,5 +191,5 @@ def run(options: argparse.Namespace) -> Result:
         },
         not_peers=(EXACT,),
     )
-    result.detail["ratio_to_ddp"] = result.ours / result.peers[DDP]
+    result.detail["ratio_to_ddp"] = result.ours / result.peers[DDP]  # the goal: at least 0.98
     return result

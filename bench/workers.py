@@ -57,6 +57,7 @@ def run_workers(function: Callable[..., Any], num_workers: int, *arguments: Any)
             process.join()
         for receiver in results:
             receiver.close()
+        del store  # which closes its port, also while a traceback keeps this frame
 
 
 def _gather(receivers: list[Connection]) -> list[Any]:

@@ -121,7 +121,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     default_workers = pl.device_count() if torch.cuda.is_available() else 2
     parser = argparse.ArgumentParser(description="Train a small transformer to tell stories.")
     parser.add_argument("--workers", type=int, default=default_workers, help="worker processes (here: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=8, help="passes over the stories (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=7, help="passes over the stories (default: %(default)s)")
     parser.add_argument("--stories", type=int, default=4000, help="stories to train on (default: %(default)s)")
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of stories, weights and dropout (default: %(default)s)"
@@ -132,7 +132,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.held_out, options.width = 400, 128
     if options.quick:
-        options.epochs, options.stories, options.held_out, options.width = 2, 300, 40, 32
+        options.epochs, options.stories, options.held_out, options.width = 3, 800, 80, 48
     return options
 
 

@@ -10,6 +10,7 @@ import enum
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -38,10 +39,15 @@ def mix64(value: int) -> int:
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
     """A 63-bit seed for one use, from the run's seed and the numbers that name the use."""
-    state = mix64(mix64(seed & _MASK) ^ int(purpose))
+    state = _stream(seed, purpose)
     for number in numbers:
         state = mix64(state ^ (number & _MASK))
     return state >> 1
+
+
+@lru_cache(maxsize=64)
+def _stream(seed: int, purpose: Purpose) -> int:
+    return mix64(mix64(seed & _MASK) ^ int(purpose))
 
 
 def seed_device(device: torch.device, seed: int) -> None:

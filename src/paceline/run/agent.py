@@ -109,6 +109,7 @@ class Workers:
             self._kill()
             while not self._ended_within(POLL_S) and time.monotonic() < deadline_s:
                 self._kill()  # again: the agent may have been about to start them
+            del self._agent, self._rendezvous  # and with them the store's ports, though an error may hold this object
 
     def _ended_within(self, timeout_s: float) -> bool:
         return bool(wait([self._result], timeout_s).done)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import linecache
 import os
+import runpy
 import shutil
 import signal
 import sys
@@ -54,13 +55,19 @@ def launch(
 
 
 def run_script(path: str, argv: Sequence[str] = (), num_workers: int | None = None) -> None:
-    """Run a script like `python path *argv` on the workers that `launch` would use; same rules, same errors."""
+    """Run `python path *argv` on the workers that `launch` would use; same rules, same errors.
+
+    This process becomes the script's, also where it only starts the workers: they take over its argv and path.
+    """
     count = workers_to_start(num_workers)
+    sys.argv[:] = [path, *argv]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(path).resolve().parent)
     if count == 1:
-        worker.run_script(path, argv)
+        runpy.run_path(path, run_name="__main__")
         return
     with _run_folder() as folder:
-        _run_workers(folder, count, script=(path, list(argv)))
+        _run_workers(folder, count, script=path)
 
 
 def workers_to_start(num_workers: int | None) -> int:
@@ -78,7 +85,7 @@ def workers_to_start(num_workers: int | None) -> int:
     return device_count() if num_workers is None else num_workers
 
 
-def _run_workers(folder: Path, count: int, script: tuple[str, list[str]] | None = None) -> None:
+def _run_workers(folder: Path, count: int, script: str | None = None) -> None:
     """Start the workers, wait for all, raise the first failure."""
     from paceline.run.agent import Workers  # torch's elastic modules: only those who start workers pay for them
 

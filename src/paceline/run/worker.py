@@ -24,7 +24,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -59,13 +58,6 @@ def write_atomically(path: Path, text: str) -> None:
     unfinished = path.with_name(path.name + ".new")
     unfinished.write_text(text)
     unfinished.replace(path)
-
-
-def run_script(path: str, argv: Sequence[str]) -> None:
-    """Run a script in this process as `python path *argv` would."""
-    sys.argv = [path, *argv]
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    runpy.run_path(path, run_name="__main__")
 
 
 def user_traceback(error: BaseException, *also_launching: str) -> str:
@@ -121,7 +113,7 @@ def _work(start: dict[str, Any], folder: Path, rank: int) -> None:
     result = None
     try:
         if start["script"] is not None:
-            run_script(*start["script"])
+            runpy.run_path(start["script"], run_name="__main__")
         else:
             result = _call(folder)
     except SystemExit as exit_request:

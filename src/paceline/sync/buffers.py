@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.base import Communicator
-from paceline.sync.buckets import add_exactly
+from paceline.sync.buckets import add_exactly, largest_magnitude
 from paceline.sync.grid import Grid
 
 
@@ -70,8 +70,7 @@ class Buffers:
             self._space.add_(change)
         else:
             add_exactly(self._space, change, 1.0, self._grid, first=False)
-        peak: torch.Tensor = torch.linalg.vector_norm(change, float("inf"))
-        return peak
+        return largest_magnitude(change)
 
     def changed_unmanaged(self) -> Sequence[bool]:
         return [other.is_changed for other in self._others]

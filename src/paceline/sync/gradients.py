@@ -15,7 +15,7 @@ import torch
 
 from paceline.comm.base import Communicator, Pending
 from paceline.core.errors import GradientError
-from paceline.sync.buckets import BUCKET_BYTES, Bucket, ExactBucket, assign, sum_dtype
+from paceline.sync.buckets import BUCKET_BYTES, Bucket, ExactBucket, assign, largest_magnitude, sum_dtype
 from paceline.sync.buffers import Buffers
 from paceline.sync.grid import Grid
 from paceline.sync.numbers import Layout, OneLoss, StepNumbers, pad
@@ -239,7 +239,7 @@ class BucketedGradients:
 
     def _note_peak(self, slot: _Slot, gradient: torch.Tensor) -> None:
         peak = self._peak(slot.bucket_number)
-        largest = torch.linalg.vector_norm(gradient, math.inf, dtype=torch.float64)
+        largest = largest_magnitude(gradient)
         if slot.firings == 1:
             torch.maximum(peak, largest, out=peak)
         else:

@@ -1,0 +1,66 @@
+"""Exact mode outside of its grid: the step is taken again on a wider one, and nobody can tell afterwards."""
+
+from __future__ import annotations
+
+import torch
+from models import digest
+from torch import nn
+from worker_pool import WorkerPool
+
+import paceline as pl
+
+X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+
+
+def run(burst_at: int | None = 3, factor: float = 1e9) -> dict[str, object]:
+    """At one step the loss is `factor` times as large; BatchNorm and momentum would show a step taken twice."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+    seen: list[tuple[int, int]] = []
+    losses: list[float] = []
+    with pl.Trainer.setup(
+        build,
+        lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+        data=X,
+        global_batch=8,
+        micro_batch=2,
+        exact=True,
+        max_grad_norm=1.0,
+    ) as trainer:
+        trainer.every(1, lambda record: losses.append(record.loss))
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                step = trainer.position.step
+                loss = trainer.model(batch).square().mean() * (factor if step == burst_at else 1.0)
+                trainer.backward(loss)
+                completed = trainer.step()
+                seen.append((step, 0 if completed is None else completed.step))
+        return {
+            "digest": digest(trainer.model.state_dict(), trainer.optimizer.state_dict(), losses),
+            "seen": seen,
+            "steps": trainer.position.step,
+            "batches": int(trainer.model[1].num_batches_tracked),
+        }
+
+
+def test_the_step_is_repeated_and_the_split_still_does_not_show(pool: WorkerPool) -> None:
+    alone = run()
+    of_burst = [completed for step, completed in alone["seen"] if step == 3]
+    assert of_burst == [0] * 7 + [4], "four micro-batches, abandoned, and the same four again"
+    assert alone["steps"] == 10
+    assert alone["batches"] == 40  # the abandoned pass left no trace in BatchNorm
+    for size in (2, 3):
+        assert {outcome["digest"] for outcome in pool.run(run, size)} == {alone["digest"]}
+
+
+def test_a_gradient_far_below_the_grid_is_repeated_on_a_finer_one(pool: WorkerPool) -> None:
+    tiny = run(3, 1e-12)
+    assert len([step for step, _ in tiny["seen"] if step == 3]) == 8
+    assert {outcome["digest"] for outcome in pool.run(run, 2, 3, 1e-12)} == {tiny["digest"]}
+
+
+def test_ordinary_steps_are_taken_once() -> None:
+    calm = run(None)
+    assert len(calm["seen"]) == 40
