@@ -16,6 +16,12 @@ from worker_pool import WorkerPool
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """The same tests everywhere: on the CPU. `pytest -m gpu` runs the GPU's own tests, where there is one."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def private_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Everything that asks for a temporary folder, here or in a child process, gets it inside this one."""

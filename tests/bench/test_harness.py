@@ -164,14 +164,14 @@ def own_rank(offset: int) -> tuple[int, int]:
     return int(os.environ["RANK"]) + offset, torch.get_num_threads()
 
 
-def fail_on_rank_1() -> None:
-    if os.environ["RANK"] == "1":
+def fail_on_rank_0() -> None:
+    if os.environ["RANK"] == "0":
         raise KeyError("what went wrong")
     time.sleep(60)
 
 
-def die_on_rank_0() -> None:
-    if os.environ["RANK"] == "0":
+def die_on_rank_1() -> None:
+    if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 
@@ -182,15 +182,15 @@ def test_workers_return_by_rank() -> None:
 
 def test_one_worker_failing_ends_the_others_with_its_traceback() -> None:
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"(?s)worker 1 of 2 failed: .*fail_on_rank_1.*KeyError: 'what went wrong'"):
-        run_workers(fail_on_rank_1, 2)
+    with pytest.raises(RuntimeError, match=r"(?s)worker 0 of 2 failed: .*fail_on_rank_0.*KeyError: 'what went wrong'"):
+        run_workers(fail_on_rank_0, 2)
     assert time.monotonic() - start < 50
 
 
 def test_one_worker_killed_ends_the_others() -> None:
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="worker 0 of 2 failed: it was killed"):
-        run_workers(die_on_rank_0, 2)
+    with pytest.raises(RuntimeError, match="worker 1 of 2 failed: it was killed"):
+        run_workers(die_on_rank_1, 2)
     assert time.monotonic() - start < 50
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from paceline.run.payload import load, save_call, save_result
+from paceline.run.payload import save_call, save_result
+from paceline.run.worker import load
 
 
 class Sampler:

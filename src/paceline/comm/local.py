@@ -10,12 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S, Pending
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
+
+# An exchange, given the replicas' tensors in rank order.
+Operation = Callable[[list[torch.Tensor]], None]
 
 
 class LocalGroup:
@@ -27,30 +31,37 @@ class LocalGroup:
         size = len(devices)
         self._lock = threading.Lock()
         self._meetings: dict[int, _Meeting] = {}
+        self._left: set[int] = set()
         self.members = tuple(
             LocalCommunicator(self, World(i, size, i, size, "local", torch.device(device)), timeout_s)
             for i, device in enumerate(devices)
         )
 
-    def arrive(self, number: int, rank: int, operation: str, tensor: torch.Tensor) -> _Meeting:
+    def arrive(self, number: int, rank: int, name: str, operation: Operation, tensor: torch.Tensor) -> _Meeting:
         """Rank's contribution to exchange `number`; the last to arrive carries it out."""
+        call = f"{name} on {tuple(tensor.shape)} of {tensor.dtype}"
         with self._lock:
-            meeting = self._meetings.setdefault(number, _Meeting(operation))
+            meeting = self._meetings.setdefault(number, _Meeting(rank, call))
             meeting.tensors[rank] = tensor
-            if operation != meeting.operation or {t.numel() for t in meeting.tensors.values()} != {tensor.numel()}:
-                meeting.error = CommunicationError(
-                    f"exchange {number}: rank {rank} calls {operation} on {tensor.numel()} elements, "
-                    f"others {meeting.operation} on {[t.numel() for t in meeting.tensors.values()]}: "
+            if call != meeting.call:
+                meeting.fail(
+                    f"exchange {number}: rank {rank} calls {call}, rank {meeting.caller} {meeting.call}: "
                     "every replica must make the same calls in the same order"
                 )
+            elif absent := self._left - set(meeting.tensors):
+                meeting.fail(_gone(min(absent), meeting))
             if len(meeting.tensors) == len(self.members):
                 del self._meetings[number]
-                if meeting.error is None:
-                    _OPERATIONS[operation.partition(" ")[0]](meeting)
-                meeting.done.set()
-            elif meeting.error is not None:
-                meeting.done.set()
+                meeting.carry_out(operation)
             return meeting
+
+    def leave(self, rank: int) -> None:
+        """Rank makes no more calls: whoever waits for one, or will, is told."""
+        with self._lock:
+            self._left.add(rank)
+            for meeting in self._meetings.values():
+                if rank not in meeting.tensors:
+                    meeting.fail(_gone(rank, meeting))
 
 
 class LocalCommunicator:
@@ -63,29 +74,47 @@ class LocalCommunicator:
         self._calls = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self._arrive("all_reduce", tensor)
+        return self._arrive("all_reduce", _all_reduce, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
-        return self._arrive(f"broadcast from {source}", tensor)
+        if not 0 <= source < self.world.size:
+            raise ValueError(f"source={source} is not a rank in a world of {self.world.size}")
+        return self._arrive(f"broadcast from {source}", partial(_broadcast, source), tensor)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
-        return
+        self._group.leave(self.world.rank)
 
-    def _arrive(self, operation: str, tensor: torch.Tensor) -> Pending:
+    def _arrive(self, name: str, operation: Operation, tensor: torch.Tensor) -> Pending:
         number, self._calls = self._calls, self._calls + 1
-        meeting = self._group.arrive(number, self.world.rank, operation, tensor)
+        meeting = self._group.arrive(number, self.world.rank, name, operation, tensor)
         return _PendingMeeting(meeting, self)
 
 
 @dataclass
 class _Meeting:
-    operation: str
+    """One exchange: `caller` was the first to come, and `call` is what everybody must call then."""
+
+    caller: int
+    call: str
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
-    error: CommunicationError | None = None
+    error: str | None = None
+
+    def fail(self, error: str) -> None:
+        self.error = self.error or error
+        self.done.set()
+
+    def carry_out(self, operation: Operation) -> None:
+        try:
+            if self.error is None:
+                # In rank order, whoever came last: the result must not depend on the threads' timing.
+                operation([self.tensors[rank] for rank in sorted(self.tensors)])
+        except RuntimeError as error:
+            self.fail(f"{self.call} failed: {error}")
+        self.done.set()
 
 
 @dataclass(frozen=True)
@@ -98,17 +127,20 @@ class _PendingMeeting:
         if not self.meeting.done.wait(me.timeout_s):
             missing = sorted(set(range(me.world.size)) - set(self.meeting.tensors))
             raise CommunicationTimeout(
-                f"rank {me.world.rank} waited timeout_s={me.timeout_s:g} s in {self.meeting.operation}: "
+                f"rank {me.world.rank} waited timeout_s={me.timeout_s:g} s in {self.meeting.call}: "
                 f"replicas {missing} did not call it"
             )
         if self.meeting.error is not None:
-            raise self.meeting.error
+            raise CommunicationError(self.meeting.error)
+
+
+def _gone(rank: int, meeting: _Meeting) -> str:
+    return f"replica {rank} closed its communicator before {meeting.call}, which rank {meeting.caller} waits for"
 
 
 @torch.no_grad()
-def _all_reduce(meeting: _Meeting) -> None:
-    # In rank order, whoever came last: the sum must not depend on the threads' timing.
-    first, *others = (meeting.tensors[rank] for rank in sorted(meeting.tensors))
+def _all_reduce(tensors: list[torch.Tensor]) -> None:
+    first, *others = tensors
     for other in others:
         first.add_(other.to(first.device))
     for other in others:
@@ -116,11 +148,7 @@ def _all_reduce(meeting: _Meeting) -> None:
 
 
 @torch.no_grad()
-def _broadcast(meeting: _Meeting) -> None:
-    source = int(meeting.operation.rpartition(" ")[2])
-    for rank, tensor in meeting.tensors.items():
+def _broadcast(source: int, tensors: list[torch.Tensor]) -> None:
+    for rank, tensor in enumerate(tensors):
         if rank != source:
-            tensor.copy_(meeting.tensors[source])
-
-
-_OPERATIONS: dict[str, Callable[[_Meeting], None]] = {"all_reduce": _all_reduce, "broadcast": _broadcast}
+            tensor.copy_(tensors[source])

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S, Pending
-from paceline.core.errors import CommunicationError, CommunicationTimeout
+from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
+
+# Workers may reach their first meeting far apart: importing, or building the data, takes one longer than another.
+JOIN_TIMEOUT_S = 300.0
 
 
 class ProcessGroupCommunicator:
@@ -27,33 +30,45 @@ class ProcessGroupCommunicator:
         self._started_default_group = not dist.is_initialized()
         try:
             if self._started_default_group:
-                _start_default_group(world, self.backend, timeout)
-            self._group = dist.new_group(backend=self.backend, timeout=timeout)
-        except (RuntimeError, ValueError) as error:
-            raise _translate(error, "joining the world", self) from error
+                _start_default_group(world, self.backend, timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)))
+            group = dist.new_group(backend=self.backend, timeout=timeout)
+        except RuntimeError as error:
+            if self._started_default_group and dist.is_initialized():
+                dist.destroy_process_group()
+            raise _translate(error, "joining the world", self) from None
+        self._group: dist.ProcessGroup | None = group
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        group = self._open_group()
         try:
-            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
         except RuntimeError as error:
-            raise _translate(error, "all_reduce", self) from error
+            raise _translate(error, "all_reduce", self) from None
         return _PendingWork(work, "all_reduce", self)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
+        group = self._open_group()
         try:
-            work = dist.broadcast(tensor, src=source, group=self._group, async_op=True)
+            work = dist.broadcast(tensor, src=source, group=group, async_op=True)
         except RuntimeError as error:
-            raise _translate(error, "broadcast", self) from error
+            raise _translate(error, "broadcast", self) from None
         return _PendingWork(work, "broadcast", self)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        # Let go of the group: its connections and threads end with the last reference, not with its destruction.
+        group, self._group = self._group, None
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
             if self._started_default_group:
                 dist.destroy_process_group()
+
+    def _open_group(self) -> dist.ProcessGroup:
+        if self._group is None:
+            raise MisuseError("the communicator is closed: nothing can be exchanged any more")
+        return self._group
 
 
 class _PendingWork:
@@ -66,7 +81,7 @@ class _PendingWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise _translate(error, self._operation, self._communicator) from error
+            raise _translate(error, self._operation, self._communicator) from None
 
 
 def default_backend(world: World) -> str:
@@ -78,7 +93,7 @@ def _start_default_group(world: World, backend: str, timeout: timedelta) -> None
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ValueError(
-            f"RANK and WORLD_SIZE are set but {' and '.join(missing)} is not: start the script with torchrun, "
+            f"RANK and WORLD_SIZE are set but not {' and '.join(missing)}: start the script with torchrun, "
             "`paceline run` or paceline.launch, or unset RANK and WORLD_SIZE to train alone"
         )
     if world.local_size == world.size:
@@ -87,15 +102,13 @@ def _start_default_group(world: World, backend: str, timeout: timedelta) -> None
     dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
-def _translate(error: Exception, operation: str, communicator: ProcessGroupCommunicator) -> Exception:
+def _translate(error: RuntimeError, operation: str, communicator: ProcessGroupCommunicator) -> CommunicationError:
     """torch.distributed reports time-outs and lost peers as plain RuntimeErrors; callers need to tell them apart."""
-    if isinstance(error, ValueError):
-        return error
     text = str(error)
     world = communicator.world
     if "imed out" in text or "imeout" in text:
         return CommunicationTimeout(
-            f"rank {world.rank} waited timeout_s={communicator.timeout_s:g} s in {operation} and some of the other "
-            f"{world.size - 1} workers did not arrive: they hang, or their work takes longer than the time-out"
+            f"rank {world.rank} waited timeout_s={communicator.timeout_s:g} s in {operation} and not all {world.size} "
+            "workers arrived: the others hang, or their work takes longer than the time-out"
         )
     return CommunicationError(f"rank {world.rank} lost contact with the other workers in {operation}: {text}")

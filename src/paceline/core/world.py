@@ -25,6 +25,8 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
+        if self.size < 1 or self.local_size < 1:
+            raise ValueError(f"size={self.size}, local_size={self.local_size}: a world has at least 1 worker")
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank={self.rank} is not in a world of {self.size}: choose 0 <= rank < {self.size}")
         if not 0 <= self.local_rank < self.local_size:
@@ -53,9 +55,9 @@ class World:
         env = os.environ if environment is None else environment
         if "RANK" not in env or "WORLD_SIZE" not in env:
             return cls(host=socket.gethostname(), device=choose_device(0, device))
-        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        local_rank = int(env.get("LOCAL_RANK", rank))
-        local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+        rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+        local_rank = _integer(env, "LOCAL_RANK", rank)
+        local_size = _integer(env, "LOCAL_WORLD_SIZE", size)
         return cls(rank, size, local_rank, local_size, socket.gethostname(), choose_device(local_rank, device))
 
 
@@ -73,10 +75,23 @@ def device_count() -> int:
 
 def choose_device(local_rank: int, requested: torch.device | str | None = None) -> torch.device:
     """The device of the worker with this local rank; more workers than accelerators share them in turn."""
-    if requested is not None:
-        device = torch.device(requested)
-        if device.type == "cuda" and device.index is None:
-            return torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
-        return device
     available = devices()
-    return available[local_rank % len(available)]
+    if requested is None:
+        return available[local_rank % len(available)]
+    device = torch.device(requested)
+    if device.type != "cuda":
+        return device
+    if available[0].type != "cuda" or (device.index or 0) >= len(available):
+        raise ValueError(
+            f"device={str(requested)!r} is not there: torch sees {', '.join(map(str, available))}. "
+            "Choose one of these, and look at CUDA_VISIBLE_DEVICES"
+        )
+    return available[local_rank % len(available)] if device.index is None else device
+
+
+def _integer(environment: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = environment.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment variable {name}={text!r} is not an integer: torchrun sets it") from None

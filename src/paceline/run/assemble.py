@@ -83,8 +83,9 @@ def _explain_one_sample_tail(model: Any, steps: Steps) -> Callable[[], None]:
         x = inputs[0]
         if module.training and x.ndim > 1 and x.numel() == x.shape[1]:
             raise ValueError(
-                f"the epoch of {steps.num_samples} samples ends with a micro-batch of 1 sample, and BatchNorm needs more "
-                f"than one value per channel: choose another micro_batch than {steps.micro_batch}, or drop_last=True"
+                f"the epoch of {steps.num_samples} samples ends with a micro-batch of 1 sample, and BatchNorm needs "
+                "more than one value per channel: "
+                f"choose another micro_batch than {steps.micro_batch}, or drop_last=True"
             )
 
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

@@ -46,12 +46,12 @@ def launch(
     count = workers_to_start(num_workers)
     if count == 1:
         return fn(*args, **(kwargs or {}))
-    from paceline.run.payload import load, save_call
+    from paceline.run.payload import save_call  # cloudpickle: only those who start workers pay for it
 
     with _run_folder() as folder:
         save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs or {})
         _run_workers(folder, count)
-        return load(folder / worker.RESULT_FILE)
+        return worker.load(folder / worker.RESULT_FILE)
 
 
 def run_script(path: str, argv: Sequence[str] = (), num_workers: int | None = None) -> None:
@@ -87,7 +87,7 @@ def workers_to_start(num_workers: int | None) -> int:
 
 def _run_workers(folder: Path, count: int, script: str | None = None) -> None:
     """Start the workers, wait for all, raise the first failure."""
-    from paceline.run.agent import Workers  # torch's elastic modules: only those who start workers pay for them
+    from paceline.run.agent import Workers  # torch's elastic modules, likewise
 
     start = {
         "launcher_pid": os.getpid(),

@@ -1,13 +1,9 @@
-"""Functions, arguments and results on their way between launcher and workers: by value, with cloudpickle.
-
-The files lie in a private folder that the launcher made; no pickle from anywhere else is ever loaded.
-"""
+"""Functions, arguments and results on their way between launcher and workers: by value, with cloudpickle."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -35,11 +31,6 @@ def save_result(path: Path, value: Any) -> None:
     _save(
         path, value, {"the return value of rank 0": value}, "to the caller: return plain data, tensors or state dicts"
     )
-
-
-def load(path: Path) -> Any:
-    with path.open("rb") as file:
-        return pickle.load(file)
 
 
 def _save(path: Path, value: Any, parts: Mapping[str, Any], remedy: str) -> None:

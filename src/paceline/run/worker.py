@@ -18,6 +18,7 @@ import faulthandler
 import json
 import linecache
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -58,6 +59,12 @@ def write_atomically(path: Path, text: str) -> None:
     unfinished = path.with_name(path.name + ".new")
     unfinished.write_text(text)
     unfinished.replace(path)
+
+
+def load(path: Path) -> Any:
+    """What `payload.py` saved. The launch made the folder, for itself alone: no pickle from elsewhere is loaded."""
+    with path.open("rb") as file:
+        return pickle.load(file)
 
 
 def user_traceback(error: BaseException, *also_launching: str) -> str:
@@ -115,7 +122,8 @@ def _work(start: dict[str, Any], folder: Path, rank: int) -> None:
         if start["script"] is not None:
             runpy.run_path(start["script"], run_name="__main__")
         else:
-            result = _call(folder)
+            fn, args, kwargs = load(folder / CALL_FILE)
+            result = fn(*args, **kwargs)
     except SystemExit as exit_request:
         if exit_request.code not in (None, 0):
             raise
@@ -126,13 +134,6 @@ def _work(start: dict[str, Any], folder: Path, rank: int) -> None:
         from paceline.run.payload import save_result
 
         save_result(folder / RESULT_FILE, result)
-
-
-def _call(folder: Path) -> Any:
-    from paceline.run.payload import load
-
-    fn, args, kwargs = load(folder / CALL_FILE)
-    return fn(*args, **kwargs)
 
 
 def _finish_like_python() -> None:

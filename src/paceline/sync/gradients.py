@@ -196,11 +196,6 @@ class BucketedGradients:
         for hook in self._hooks:
             hook.remove()
 
-    @property
-    def grid_state(self) -> list[int]:
-        """Exact mode's grids: part of the run's state, since they decide how sums round."""
-        return [grid.top for grid in self._grids]
-
     def _hook(self, slot: _Slot) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
             if not self._is_open:

@@ -112,6 +112,8 @@ class OneLoss:
     changed_buffers: tuple[float, ...] = ()
 
     def __init__(self, loss: torch.Tensor | None, weight: float, seconds: float) -> None:
+        if not weight:
+            loss = None  # a mean over nothing, 0/0 perhaps
         on_cpu = loss is None or loss.device.type == "cpu"
         self.on_device = None if on_cpu else loss
         self.total_weight = weight
