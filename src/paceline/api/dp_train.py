@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from paceline.core.errors import NonFiniteError
-from paceline.core.world import World, device_count
+from paceline.core.seeding import host_randomness
+from paceline.core.world import World
 from paceline.data.sharded import to_device
-from paceline.data.sources import Cycle
+from paceline.data.sources import Cycle, Source
 from paceline.observe.progress import StepLines
 from paceline.run.assemble import assemble
 from paceline.run.config import RunConfig
-from paceline.run.launch import launch
+from paceline.run.launch import launch, workers_to_start
 from paceline.run.loop import StepRecord
 from paceline.run.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
 
@@ -72,13 +74,17 @@ def dp_train(
     lr: Adam's learning rate, unless `optimizer` (a function from parameters to a torch optimizer) is given.
     verbose: print iteration 1 and every so-many; True: each, False or 0: none.
     """
-    replicas = device_count() if n_gpu is None else n_gpu
-    processes = min(replicas, device_count()) if workers is None else workers
-    _check_arguments(replicas, processes, n_iter, lr, max_norm, verbose, data, optimizer)
+    to_start = workers_to_start(None)
+    # A worker of an existing world starts no others; alone it starts one per device. So one of these is 1.
+    num_devices = World.from_environment("cpu").size * to_start
+    replicas = num_devices if n_gpu is None else n_gpu
+    _check_arguments(make_model, data, replicas, workers, n_iter, lr, max_norm, verbose, optimizer)
+    processes = min(to_start, replicas) if workers is None else workers
+    source = Cycle(data, n_iter * replicas, seed)
     loss_of = partial(_loss_of, loss_fn, forward_fn, target_fn)
-    model = build_model(make_model, torch.device("cpu"), seed)
-    _check_independent(model, make_model())
-    _check_loss(loss_of, model, data[0])
+    model, trial = (build_model(make_model, torch.device("cpu"), seed) for _ in range(2))
+    _check_independent(model, trial)
+    _check_loss(loss_of, trial, source)
     if n_iter == 0:
         return DpResult(model, named_parameters(model), [])
 
@@ -93,7 +99,7 @@ def dp_train(
     train = partial(
         _train,
         config=config,
-        data=data,
+        source=source,
         loss_of=loss_of,
         n_iter=n_iter,
         optimizer=optimizer or partial(_adam, lr=lr),
@@ -111,7 +117,7 @@ def _train(
     model: Any,
     *,
     config: RunConfig,
-    data: Sequence[Any],
+    source: Source,
     loss_of: Callable[[Any, Any], torch.Tensor],
     n_iter: int,
     optimizer: OptimizerFactory,
@@ -119,7 +125,6 @@ def _train(
     print_interval: int,
 ) -> DpResult:
     world = World.from_environment()
-    source = Cycle(data, n_iter * config.global_batch)
     run = assemble(config, world, model, optimizer, source, scheduler=scheduler)
     lines = StepLines(n_iter, print_interval if world.is_main else 0, label="iteration")
     history: list[float] = []
@@ -137,7 +142,7 @@ def _train(
         loop = run.loop
         loop.every(1, after_iteration)
         try:
-            for sample in loop.micro_batches():
+            for sample in loop.micro_batches(epoch=0):
                 loop.backward(loss_of(loop.replica.model, sample))
                 loop.step()
         except NonFiniteError as error:
@@ -192,29 +197,42 @@ def _loss_of(
 
 
 def _check_arguments(
+    make_model: Callable[[], Any],
+    data: Sequence[Any],
     replicas: int,
-    processes: int,
+    workers: int | None,
     n_iter: int,
     lr: float,
     max_norm: float,
     verbose: int | bool,
-    data: Sequence[Any],
     optimizer: OptimizerFactory | None,
 ) -> None:
-    if replicas < 1:
-        raise ValueError(f"n_gpu={replicas}: choose at least 1 replica, or None for one per device")
-    if not 1 <= processes <= replicas:
-        raise ValueError(f"workers={processes} cannot share {replicas} replicas: choose 1 <= workers <= {replicas}")
-    if n_iter < 0:
-        raise ValueError(f"n_iter={n_iter} is negative: choose the number of optimizer steps, at least 0")
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm={max_norm} is no bound: choose a number >= 0, or math.inf not to clip")
-    if verbose < 0:
-        raise ValueError(f"verbose={verbose}: choose how many iterations lie between two lines, or False for none")
+    if isinstance(make_model, nn.Module) or not callable(make_model):
+        raise TypeError(
+            f"make_model is a {type(make_model).__name__}: pass a function that builds a new model on every call"
+        )
+    if isinstance(data, Mapping) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise TypeError(f"data is a {type(data).__name__}: pass a list of samples, or of batches")
     if len(data) == 0:
         raise ValueError("data is empty: there is nothing to train on")
+    if not _is_int(replicas) or replicas < 1:
+        raise ValueError(f"n_gpu={replicas!r}: choose at least 1 replica, or None for one per device")
+    if workers is not None and not (_is_int(workers) and 1 <= workers <= replicas):
+        raise ValueError(f"workers={workers!r} cannot share {replicas} replicas: choose 1 <= workers <= {replicas}")
+    if not _is_int(n_iter) or n_iter < 0:
+        raise ValueError(f"n_iter={n_iter!r}: choose the number of optimizer steps, an integer >= 0")
+    if not lr >= 0:
+        raise ValueError(f"lr={lr} is no learning rate: choose a number >= 0")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm={max_norm} is no bound: choose a number >= 0, or math.inf not to clip")
+    if not isinstance(verbose, int) or verbose < 0:
+        raise ValueError(f"verbose={verbose!r}: choose how many iterations lie between two lines, or False for none")
     if optimizer is not None and lr != DEFAULT_LR:
         raise ValueError(f"lr={lr} would be ignored, since optimizer is given: set the learning rate in optimizer")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_independent(first: Any, second: Any) -> None:
@@ -228,19 +246,17 @@ def _check_independent(first: Any, second: Any) -> None:
             )
 
 
-def _check_loss(loss_of: Callable[[Any, Any], Any], model: Any, sample: Any) -> None:
-    """One trial, so that a loss of the wrong form is an error before anything starts. Leaves the model as it was."""
-    buffers = {name: b.clone() for name, b in model.named_buffers()} if isinstance(model, nn.Module) else {}
-    state = torch.default_generator.get_state()
-    with torch.no_grad():
+def _check_loss(loss_of: Callable[[Any, Any], Any], model: Any, source: Source) -> None:
+    """One trial, on a model that nobody needs, so that a loss of the wrong form is an error before anything starts."""
+    with host_randomness():
+        sample = source.read(np.zeros(1, np.int64), 0, 0)
         loss = loss_of(model, to_device(sample, torch.device("cpu")))
-    torch.default_generator.set_state(state)
-    for name, buffer in model.named_buffers() if isinstance(model, nn.Module) else ():
-        buffer.copy_(buffers[name])
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
     if loss.numel() != 1:
         raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean(); "
-            + ("without loss_fn, what the model returns is taken as the loss" if loss.numel() else "it is empty")
+            f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean(). "
+            "Without loss_fn, what the model returns is taken as the loss"
         )
+    if not loss.requires_grad:
+        raise ValueError("the loss has no gradient: it must be computed from the model's parameters, by torch")

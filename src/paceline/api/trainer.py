@@ -17,19 +17,20 @@ from paceline.plan.steps import Position
 from paceline.run.assemble import Run, assemble
 from paceline.run.config import Precision, RunConfig
 from paceline.run.evaluate import evaluate
-from paceline.run.loop import StepRecord
+from paceline.run.loop import Loop, StepRecord
 from paceline.run.replica import OptimizerFactory, SchedulerFactory
 
 
 class Epoch:
-    """One pass over the data: iterate over it for this worker's micro-batches."""
+    """One pass over the data: iterate over it for this worker's micro-batches. `number` counts from 0."""
 
-    def __init__(self, number: int, micro_batches: Iterator[Any]) -> None:
+    def __init__(self, number: int, loop: Loop) -> None:
         self.number = number
-        self._micro_batches = micro_batches
+        self._loop = loop
 
     def __iter__(self) -> Iterator[Any]:
-        return self._micro_batches
+        # Made here, not kept: a `break` then ends the generator at once, and with it the step that was under way.
+        return self._loop.micro_batches(self.number)
 
 
 class Trainer:
@@ -39,9 +40,6 @@ class Trainer:
         self._run = run
         self._config = config
         self._weight_fn = weight_fn
-        # Bound once: these are the calls of the hot loop.
-        self.backward = run.loop.backward
-        self.step = run.loop.step
 
     @classmethod
     def setup(
@@ -143,9 +141,20 @@ class Trainer:
         """The run's epochs up to number `count`, from wherever it stands."""
         while self.position.epoch < count:
             number = self.position.epoch
-            yield Epoch(number, self._run.loop.micro_batches())
+            yield Epoch(number, self._run.loop)
             if self.position.epoch == number:
                 return  # the epoch was left with `break`
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Backward of a micro-batch's loss, which is a mean over its samples. Several calls add up.
+
+        A bare `loss.backward()` is legal too, except with fp16; the run then does not know the loss.
+        """
+        self._run.loop.backward(loss)
+
+    def step(self) -> StepRecord | None:
+        """End this micro-batch. If it was this worker's last of the step, complete the step and return its record."""
+        return self._run.loop.step()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes in the run's precision."""

@@ -1,6 +1,7 @@
 """The exceptions users see.
 
-Bad arguments raise `ValueError` or `TypeError`; what goes wrong while a run is under way raises one of these.
+Bad arguments raise `ValueError` or `TypeError`; what goes wrong while a run is under way raises one of these. They
+travel between processes: every argument but the message has a default, and what was given is restored by pickle.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class NonFiniteError(PacelineError):
     `step` counts from 1; `micro_batch` and `rank` tell who computed it, None if that is not known.
     """
 
-    def __init__(self, message: str, *, step: int, micro_batch: int | None = None, rank: int | None = None) -> None:
+    def __init__(self, message: str, *, step: int = 0, micro_batch: int | None = None, rank: int | None = None) -> None:
         super().__init__(message)
         self.step = step
         self.micro_batch = micro_batch
@@ -45,7 +46,7 @@ class WorkerError(PacelineError):
     `rank` is the worker that failed first, `traceback_text` what it printed (empty if it was killed).
     """
 
-    def __init__(self, message: str, *, rank: int, traceback_text: str = "") -> None:
+    def __init__(self, message: str, *, rank: int = 0, traceback_text: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.traceback_text = traceback_text

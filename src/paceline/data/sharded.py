@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from paceline.data.sources import Source
 from paceline.plan.order import EpochOrder
@@ -49,8 +51,11 @@ class ShardedFeed:
 
 def checked_weight(value: Any) -> int:
     """weight_fn's answer as a whole number."""
-    weight = int(value)
-    if weight != value or weight < 0:
+    try:
+        weight = int(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # None, nan, inf, a tensor with several numbers
+        weight = -1
+    if weight < 0 or weight != value:
         raise ValueError(f"weight_fn returned {value!r}: it must be a whole number of at least 0, such as valid tokens")
     return weight
 
@@ -59,6 +64,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """Every tensor in nested tuples, lists and dicts, moved; anything else as it is."""
     if isinstance(batch, torch.Tensor):
         return batch if batch.device == device else batch.to(device, non_blocking=True)
+    if isinstance(batch, PackedSequence):  # a tuple, but one of its tensors stays on the host
+        return batch.to(device=device, non_blocking=True)  # type: ignore[call-arg]
+    if isinstance(batch, MutableMapping):
+        moved = copy(batch)  # keeps what the type holds beside its items, such as a defaultdict's factory
+        moved.update({key: to_device(value, device) for key, value in batch.items()})
+        return moved
     if isinstance(batch, Mapping):
         return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_make"):

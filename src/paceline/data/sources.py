@@ -73,7 +73,7 @@ class Samples:
         self._samples = samples
         self._collate = collate_fn or collate
         self._seed = seed
-        self._runs_user_code = collate_fn is not None or not isinstance(samples, list | tuple)
+        self._runs_user_code = collate_fn is not None or not _is_plain(samples)
         self._fetch_together = getattr(samples, "__getitems__", None)
 
     def __len__(self) -> int:
@@ -82,42 +82,56 @@ class Samples:
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         wanted = indices.tolist()
         if not self._runs_user_code:
-            return self._collate([self._samples[i] for i in wanted])
+            return self._join([self._samples[i] for i in wanted], wanted)
+        block_seed = derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position)
         with host_randomness() as randomness:
-            block_seed = derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position)
             if self._fetch_together is not None:
                 randomness.seed(block_seed)
-                return self._collate(self._fetch_together(wanted))
-            fetched = []
-            for i in wanted:
-                randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, i))
-                try:
-                    fetched.append(self._samples[i])
-                except Exception as error:
-                    error.add_note(f"while reading sample {i} of the data set")
-                    raise
-            randomness.seed(block_seed)
+                fetched = _fetch(self._fetch_together, wanted, "samples")
+            else:
+                fetched = []
+                for i in wanted:
+                    randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, i))
+                    fetched.append(_fetch(self._samples.__getitem__, i))
+                randomness.seed(block_seed)
+            return self._join(fetched, wanted)
+
+    def _join(self, fetched: list[Any], wanted: list[int]) -> Any:
+        try:
             return self._collate(fetched)
+        except Exception as error:
+            error.add_note(f"while joining samples {wanted} of the data set to a micro-batch")
+            raise
 
 
 class Cycle:
-    """Whole batches, or samples used singly, in fixed order, over and over up to `length`; nothing is collated."""
+    """Whole batches, or samples used singly, in fixed order, over and over up to `length`; nothing is collated.
 
-    def __init__(self, items: Sequence[Any], length: int) -> None:
+    Reading draws random numbers as in `Samples`; every pass over the items counts as an epoch.
+    """
+
+    def __init__(self, items: Sequence[Any], length: int, seed: int) -> None:
         self._items = items
         self._length = length
+        self._seed = seed
+        self._runs_user_code = not _is_plain(items)
 
     def __len__(self) -> int:
         return self._length
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         (index,) = indices.tolist()
-        return self._items[index % len(self._items)]
+        pass_number, item = divmod(index, len(self._items))
+        if not self._runs_user_code:
+            return self._items[item]
+        with host_randomness() as randomness:
+            randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, pass_number, item))
+            return _fetch(self._items.__getitem__, item)
 
 
 def as_source(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, seed: int = 0) -> Source:
     """The source for what the user passed as `data`."""
-    if isinstance(data, TensorDataset) and collate_fn is None:
+    if type(data) is TensorDataset and collate_fn is None:  # a subclass may do more than index
         data = tuple(data.tensors)
     if _is_columns(data):
         if collate_fn is not None:
@@ -140,18 +154,37 @@ def as_source(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None
 def collate(samples: list[Any]) -> Any:
     """torch's default collation; pairs come out as `Pair`."""
     batch = default_collate(samples)
-    return Pair._make(batch) if type(batch) in (list, tuple) and len(batch) == 2 else batch
+    first = samples[0]
+    return Pair._make(batch) if type(first) in (list, tuple) and len(first) == 2 else batch
+
+
+def _fetch(get: Callable[[Any], Any], wanted: int | list[int], what: str = "sample") -> Any:
+    try:
+        return get(wanted)
+    except Exception as error:
+        error.add_note(f"while reading {what} {wanted} of the data set")
+        raise
+
+
+def _is_plain(samples: Any) -> bool:
+    """Whether indexing only looks up: no code of the user's runs, so no random numbers are drawn."""
+    return type(samples) in (list, tuple, torch.Tensor, np.ndarray)
 
 
 def _is_columns(data: Any) -> bool:
     if isinstance(data, torch.Tensor | np.ndarray):
         return True
-    parts: Sequence[Any] = ()
-    if isinstance(data, tuple):
-        parts = data
-    elif isinstance(data, Mapping):
-        parts = list(data.values())
-    return len(parts) > 0 and all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim > 0 for part in parts)
+    if not isinstance(data, tuple | Mapping):
+        return False
+    parts = list(data.values()) if isinstance(data, Mapping) else data
+    are_columns = [isinstance(part, torch.Tensor | np.ndarray) and part.ndim > 0 for part in parts]
+    if not all(are_columns) and (any(are_columns) or isinstance(data, Mapping)):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        raise TypeError(
+            f"data is a {type(data).__name__} of {kinds}: columns must all be tensors or arrays with one row per "
+            "sample; to give single samples, put them in a list"
+        )
+    return bool(parts)
 
 
 def _as_tensor(column: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:

@@ -34,6 +34,8 @@ class RunConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
+        if type(self.seed) is not int:
+            raise ValueError(f"seed={self.seed!r} is a {type(self.seed).__name__}: choose an int")
         if self.precision not in get_args(Precision):
             raise ValueError(f"precision={self.precision!r} is unknown: choose one of {', '.join(get_args(Precision))}")
         if self.max_grad_norm is not None and not self.max_grad_norm >= 0:

@@ -56,13 +56,12 @@ class Loop:
         self._is_open = False
         self.is_inside_epoch = False
 
-    def micro_batches(self) -> Iterator[Any]:
-        """This worker's micro-batches until the epoch ends; `step` must be called after each.
+    def micro_batches(self, epoch: int) -> Iterator[Any]:
+        """This worker's micro-batches until this epoch ends; `step` must be called after each.
 
         A worker without a share in a step still takes part: the step is completed here. A step that exact mode has
         to repeat leaves the position where it was, and its micro-batches come again.
         """
-        epoch = self.position.epoch
         self.is_inside_epoch = True
         try:
             while self.position.epoch == epoch:
@@ -87,7 +86,7 @@ class Loop:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
-        reported = loss.detach()
+        reported = loss.detach().reshape(())
         self._loss = reported if self._loss is None else self._loss + reported
 
     def step(self) -> StepRecord | None:

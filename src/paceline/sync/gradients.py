@@ -62,6 +62,7 @@ class DirectGradients:
         return
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
+        self.clear()  # of a backward of the user's own, between micro-batches
         self._weight = weight
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
