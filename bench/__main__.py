@@ -42,8 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     module.add_options(options_parser)
     options = options_parser.parse_args(chosen.rest)
 
+    from bench.harness import CpuMeter  # not above: the listing needs no torch
+
+    meter = CpuMeter()
     result = module.run(options)
+    result.detail["others_cores"] = meter.others_cores()
     print(result.table())
+    print(f"other processes used {result.detail['others_cores']:.2f} cores meanwhile")
     if options.json:
         print(result.to_json(), flush=True)
 

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -208,6 +209,29 @@ def _short(value: float) -> str:
 
 def _joined(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in fields.items())
+
+
+class CpuMeter:
+    """How busy others kept the machine since this was made: whether a figure deserves trust."""
+
+    def __init__(self) -> None:
+        self._busy_s, self._own_s, self._time_s = self._now()
+
+    def others_cores(self) -> float:
+        """Cores that other processes used, on average. Our workers count as ours once they have ended."""
+        busy_s, own_s, time_s = self._now()
+        return max(0.0, (busy_s - self._busy_s) - (own_s - self._own_s)) / (time_s - self._time_s)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        busy_s = busy_seconds(Path("/proc/stat").read_text(), os.sysconf("SC_CLK_TCK"))
+        return busy_s, sum(os.times()[:4]), time.monotonic()
+
+
+def busy_seconds(proc_stat: str, ticks_per_s: int) -> float:
+    """Core-seconds since the machine started in which a core had something to do, or was taken by the hypervisor."""
+    user, nice, system, _idle, _waiting, *interrupts_and_steal = map(int, proc_stat.split("\n", 1)[0].split()[1:9])
+    return (user + nice + system + sum(interrupts_and_steal)) / ticks_per_s
 
 
 def missing_package(*packages: str) -> str | None:

@@ -18,7 +18,17 @@ import torch
 
 from bench import overhead, scaling
 from bench.__main__ import BENCHMARKS, main
-from bench.harness import Contestant, Result, Spread, TorchSettings, alternate, isolated, missing_package, turn_order
+from bench.harness import (
+    Contestant,
+    Result,
+    Spread,
+    TorchSettings,
+    alternate,
+    busy_seconds,
+    isolated,
+    missing_package,
+    turn_order,
+)
 from bench.models import LanguageModel
 from bench.workers import run_workers
 
@@ -136,6 +146,11 @@ def test_table_names_everybody_and_says_who_was_skipped() -> None:
     assert lines[5].endswith("skipped: nobody built it")
 
 
+def test_busy_time_leaves_out_idling_and_waiting_for_disks() -> None:
+    proc_stat = "cpu  100 20 30 5000 700 1 2 4 50 60\ncpu0 9 9 9 9 9 9 9 9 9 9\n"
+    assert busy_seconds(proc_stat, ticks_per_s=100) == 1.57
+
+
 def test_missing_packages_have_a_reason() -> None:
     assert missing_package("torch") is None
     reason = missing_package("torch", "no-such-package")
@@ -240,6 +255,7 @@ def test_short_run(name: str) -> None:
     assert fields["ratio"] == pytest.approx(fields["ours"] / fields["limit"])
     assert set(fields["peers"]) == PEERS[name]
     assert not fields["detail"]["skipped"]
+    assert fields["detail"]["others_cores"] >= 0
 
 
 @pytest.mark.slow

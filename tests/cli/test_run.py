@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -42,7 +41,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "paceline.cli.main", *map(str, arguments)]
+    return [sys.executable, "-m", "paceline", *map(str, arguments)]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -64,12 +63,12 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "nowhere.py"], "paceline: no such file: nowhere.py\n"),
-        (["run", "--workers", "0", "x.py"], "paceline run: argument --workers: '0': choose an integer >= 1\n"),
-        (["run", "--workers", "two", "x.py"], "paceline run: argument --workers: 'two': choose an integer >= 1\n"),
-        (["run"], "paceline run: the following arguments are required: SCRIPT, ...\n"),
-        (["walk"], "paceline: argument COMMAND: invalid choice: 'walk' (choose from 'run')\n"),
-        ([], "paceline: the following arguments are required: COMMAND\n"),
+        (["run", "nowhere.py"], "paceline: no such file: nowhere.py"),
+        (["run", "--workers", "0", "x.py"], "paceline run: argument --workers: '0': choose an integer >= 1"),
+        (["run", "--workers", "two", "x.py"], "paceline run: argument --workers: 'two': choose an integer >= 1"),
+        (["run"], "paceline run: the following arguments are required: SCRIPT"),
+        (["walk"], "paceline: argument COMMAND: invalid choice: 'walk'"),
+        ([], "paceline: the following arguments are required: COMMAND"),
     ],
 )
 def test_a_bad_command_line_is_one_line_and_code_2(
@@ -78,7 +77,10 @@ def test_a_bad_command_line_is_one_line_and_code_2(
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
-    assert capsys.readouterr() == ("", message)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(message)
+    assert err.index("\n") == len(err) - 1
 
 
 def test_a_number_that_is_not_the_worlds_is_code_2(
@@ -109,15 +111,13 @@ def test_two_workers_run_the_script_and_its_error_is_printed_once(script: Path) 
     ended = run("run", "--workers", 2, script, "--lr", 3, "fail")
     assert ended.returncode == 1
     assert ended.stdout == "__main__ 0 ['--lr', '3', 'fail'] True\n"
-    assert ended.stderr == textwrap.dedent(f"""\
-        paceline run: rank 1 failed: ValueError: bad sample 7
-
-        Traceback (most recent call last):
-          File "{script}", line 11, in <module>
-            raise ValueError("bad sample 7")  # the user's line
-            ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^
-        ValueError: bad sample 7
-        """)
+    assert [line for line in ended.stderr.splitlines() if line.strip(" ^")] == [
+        "paceline run: rank 1 failed: ValueError: bad sample 7",
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 11, in <module>',
+        '    raise ValueError("bad sample 7")  # the user\'s line',
+        "ValueError: bad sample 7",
+    ]
 
 
 def test_ctrl_c_is_code_130_and_silent(script: Path) -> None:
@@ -128,10 +128,13 @@ def test_ctrl_c_is_code_130_and_silent(script: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while not all((script.parent / f"up-{rank}").exists() for rank in (0, 1)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(launcher.pid, signal.SIGINT)
-    _, err = launcher.communicate(timeout=10)
+    try:
+        deadline = time.monotonic() + 60
+        while not all((script.parent / f"up-{rank}").exists() for rank in (0, 1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        launcher.send_signal(signal.SIGINT)
+        _, err = launcher.communicate(timeout=10)
+    finally:
+        launcher.kill()
     assert (launcher.returncode, err) == (130, "")

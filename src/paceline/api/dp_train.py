@@ -82,9 +82,9 @@ def dp_train(
     processes = min(to_start, replicas) if workers is None else workers
     source = Cycle(data, n_iter * replicas, seed)
     loss_of = partial(_loss_of, loss_fn, forward_fn, target_fn)
-    model, trial = (build_model(make_model, torch.device("cpu"), seed) for _ in range(2))
-    _check_independent(model, trial)
-    _check_loss(loss_of, trial, source)
+    build = partial(build_model, make_model, torch.device("cpu"), seed)
+    model = build()
+    _try_out(model, build(), loss_of, source)
     if n_iter == 0:
         return DpResult(model, named_parameters(model), [])
 
@@ -235,6 +235,15 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _try_out(model: Any, another: Any, loss_of: Callable[[Any, Any], Any], source: Source) -> None:
+    """One forward pass, of a model that nobody needs, so that what cannot work is an error before anything starts."""
+    _check_independent(model, another)
+    with host_randomness():
+        sample = source.read(np.zeros(1, np.int64), 0, 0)
+        loss = loss_of(another, to_device(sample, torch.device("cpu")))
+    _check_loss(loss)
+
+
 def _check_independent(first: Any, second: Any) -> None:
     if first is second:
         raise ValueError("make_model returned the same object twice: it must build a new model on every call")
@@ -246,11 +255,7 @@ def _check_independent(first: Any, second: Any) -> None:
             )
 
 
-def _check_loss(loss_of: Callable[[Any, Any], Any], model: Any, source: Source) -> None:
-    """One trial, on a model that nobody needs, so that a loss of the wrong form is an error before anything starts."""
-    with host_randomness():
-        sample = source.read(np.zeros(1, np.int64), 0, 0)
-        loss = loss_of(model, to_device(sample, torch.device("cpu")))
+def _check_loss(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
     if loss.numel() != 1:

@@ -73,7 +73,3 @@ def _run(parser: _Parser, options: argparse.Namespace) -> int:
         print(worker.user_traceback(error, __file__, launch.__file__), file=sys.stderr, end="")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

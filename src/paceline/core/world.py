@@ -53,12 +53,17 @@ class World:
         This is the only reader of the rank variables.
         """
         env = os.environ if environment is None else environment
-        if "RANK" not in env or "WORLD_SIZE" not in env:
+        if not is_worker(env):
             return cls(host=socket.gethostname(), device=choose_device(0, device))
         rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
         local_rank = _integer(env, "LOCAL_RANK", rank)
         local_size = _integer(env, "LOCAL_WORLD_SIZE", size)
         return cls(rank, size, local_rank, local_size, socket.gethostname(), choose_device(local_rank, device))
+
+
+def is_worker(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether somebody started this process as a worker of a world."""
+    return {"RANK", "WORLD_SIZE"} <= (os.environ if environment is None else environment).keys()
 
 
 def devices() -> list[torch.device]:

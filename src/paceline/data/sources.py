@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -190,4 +191,9 @@ def _is_columns(data: Any) -> bool:
 def _as_tensor(column: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:
     if column.ndim == 0:
         raise ValueError("data is a single number: it needs one row per sample")
-    return column if isinstance(column, torch.Tensor) else torch.from_numpy(column)
+    if isinstance(column, torch.Tensor):
+        return column
+    with warnings.catch_warnings():
+        # A memory-mapped file may be read-only: rows are copied out of it, nothing is written.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(column)

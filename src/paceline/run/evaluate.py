@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from numbers import Number
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ from paceline.data.sources import Source
 from paceline.plan.steps import Steps
 from paceline.run.loop import plan_step
 
-Scalars = Mapping[str, Any]
+# What eval_fn's result is called if it is one number.
+UNNAMED = ""
 
 
 @torch.no_grad()
@@ -32,52 +35,72 @@ def evaluate(
     """The mean of `eval_fn(model, batch)` over all samples, weighted like training.
 
     eval_fn returns a mean over its micro-batch: one number, or a dict of them. The model is in evaluation mode
-    meanwhile. Each micro-batch's result has a slot of its own, so the mean is added up in one order everywhere.
+    meanwhile, and torch's random streams go on afterwards as if nothing had been drawn. Each micro-batch's result has
+    a slot of its own, so the mean is added up in one order everywhere.
     """
+    if not isinstance(micro_batch, int) or micro_batch < 1:
+        raise ValueError(f"micro_batch={micro_batch!r}: choose how many samples eval_fn gets at once, at least 1")
     world = communicator.world
     steps = Steps(len(source), micro_batch, micro_batch)
     feed = ShardedFeed(source, steps, world.device, seed=seed, shuffle=False, weight_fn=weight_fn)
     mine = plan_step(steps.num_steps, (1.0,) * world.size)[world.rank]
-    names: list[str] | None = None
-    rows: list[torch.Tensor] = []
+    results: list[dict[str, torch.Tensor]] = []
     weights: list[int] = []
-    with _evaluation_mode(model):
+    with _evaluation_mode(model), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for number in mine:
             batch, weight = feed.micro_batch(0, number, 0)
             seed_device(world.device, derive_seed(seed, Purpose.EVALUATION, number))
-            result = eval_fn(model, batch)
-            scalars: Scalars = result if isinstance(result, Mapping) else {"": result}
-            names = names or list(scalars)
-            values = [torch.as_tensor(scalars[name], dtype=torch.float64, device=world.device) for name in names]
-            # Without weight a mean may be 0/0, and counts for nothing.
-            rows.append(torch.stack(values) if weight else torch.zeros(len(values)).to(values[0]))
+            results.append(_as_scalars(eval_fn(model, batch), world.device))
             weights.append(weight)
-    names = _agree_on_names(names, communicator)
+    names = _agree_on_names(results, communicator)
     table = torch.zeros(steps.num_steps, len(names) + 1, dtype=torch.float64, device=world.device)
-    if rows:
+    if results:
+        rows = [torch.stack([scalars[name] for name in names]) for scalars in results]
         table[mine.start : mine.stop, :-1] = torch.stack(rows)
         table[mine.start : mine.stop, -1] = torch.tensor(weights, dtype=torch.float64)
     communicator.all_reduce(table).wait()
     on_host = table.cpu()
-    results, weight_column = on_host[:, :-1], on_host[:, -1:]
-    means = ((results * weight_column).sum(0) / weight_column.sum()).tolist()
-    return means[0] if names == [""] else dict(zip(names, means, strict=True))
+    weight_column = on_host[:, -1:]
+    # Without weight a mean may be 0/0, and counts for nothing.
+    values = torch.where(weight_column > 0, on_host[:, :-1], 0.0)
+    means = ((values * weight_column).sum(0) / weight_column.sum()).tolist()
+    return means[0] if names == [UNNAMED] else dict(zip(names, means, strict=True))
 
 
-def _agree_on_names(names: list[str] | None, communicator: Communicator) -> list[str]:
-    """A worker without a micro-batch has not seen what eval_fn returns: rank 0, which always has one, tells."""
-    if communicator.world.size == 1:
-        assert names is not None
-        return names
-    device = communicator.world.device
-    text = "\n".join(names or []).encode()
-    size = torch.tensor([len(text)], device=device)
-    communicator.broadcast(size, 0).wait()
-    content = torch.zeros(int(size), dtype=torch.uint8, device=device)
-    if communicator.world.is_main:
-        content.copy_(torch.tensor(list(text), dtype=torch.uint8))
-    communicator.broadcast(content, 0).wait()
-    return bytes(content.tolist()).decode().split("\n")
+def _as_scalars(result: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    named = result if isinstance(result, Mapping) and result else {UNNAMED: result}
+    scalars = {}
+    for name, value in named.items():
+        if not (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Number)):
+            shown = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(
+                f"eval_fn returned {shown}{f' as {name!r}' if name else ''}: it must return one number, the mean over "
+                "its micro-batch, or a dict of such numbers"
+            )
+        scalars[name] = torch.as_tensor(value, dtype=torch.float64, device=device).reshape(())
+    return scalars
+
+
+def _agree_on_names(results: list[dict[str, torch.Tensor]], communicator: Communicator) -> list[str]:
+    """What eval_fn calls its results. A worker without a micro-batch cannot know: rank 0 always has one, and tells."""
+    world = communicator.world
+    names = list(results[0]) if world.is_main else []
+    if world.size > 1:
+        text = json.dumps(names).encode()
+        size = torch.tensor([len(text)], device=world.device)
+        communicator.broadcast(size, 0).wait()
+        content = torch.zeros(int(size), dtype=torch.uint8, device=world.device)
+        if world.is_main:
+            content.copy_(torch.tensor(list(text), dtype=torch.uint8))
+        communicator.broadcast(content, 0).wait()
+        names = json.loads(bytes(content.tolist()))
+    for scalars in results:
+        if set(scalars) != set(names):
+            raise ValueError(
+                f"eval_fn returned {list(scalars)} for one micro-batch and {names} for another: it must always return "
+                "the same names"
+            )
+    return names
 
 
 class _evaluation_mode:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paceline.core.world import World, device_count
+from paceline.core.world import World, device_count, is_worker
 from paceline.run import worker
 
 FOLDER_PREFIX = "paceline-run-"
@@ -74,7 +74,7 @@ def workers_to_start(num_workers: int | None) -> int:
     """How many workers a launch starts; 1 means none: the work is done in this process."""
     if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
         raise ValueError(f"num_workers={num_workers!r}: choose an integer >= 1, or None for all devices")
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+    if is_worker():
         size = World.from_environment("cpu").size
         if num_workers not in (None, size):
             raise ValueError(

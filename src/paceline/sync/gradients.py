@@ -175,7 +175,7 @@ class BucketedGradients:
             self._send_next()
         for pending in self._pending:
             pending.wait()
-        numbers = StepNumbers.from_tail(self._layout, self._tail)
+        numbers = StepNumbers(self._layout, self._tail)
         if self._grids and not self._fit_grids(numbers):
             self._buffers.restore()
             return None

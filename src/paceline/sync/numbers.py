@@ -37,26 +37,45 @@ class Layout:
         return sum(self.counts)
 
 
+class HostCopy:
+    """A few numbers on their way from the device to the host, without making either wait."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._values: list[float] | None = None
+        if numbers.device.type == "cpu":
+            self._values = numbers.tolist()
+            return
+        self._pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._pinned.copy_(numbers, non_blocking=True)
+        self._arrival = torch.cuda.Event()
+        self._arrival.record()
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._values is not None or self._arrival.query()
+
+    def values(self) -> list[float]:
+        """Waits for this copy, and for nothing that was queued on the device after it."""
+        if self._values is None:
+            self._arrival.synchronize()
+            self._values = self._pinned.tolist()
+        return self._values
+
+
 class StepNumbers:
-    """The numbers of one step after the exchange; on a GPU they stay there until one is asked for.
+    """The numbers of one step after the exchange."""
 
-    `on_device` is where they are then: losses first.
-    """
-
-    def __init__(self, layout: Layout, source: list[float] | torch.Tensor) -> None:
+    def __init__(self, layout: Layout, tail: torch.Tensor) -> None:
         self._layout = layout
-        self._source = source
-        self.on_device = source if isinstance(source, torch.Tensor) else None
+        self._copy = HostCopy(tail)
 
-    @classmethod
-    def from_tail(cls, layout: Layout, tail: torch.Tensor) -> StepNumbers:
-        # The tail is overwritten by the next step. On the CPU, reading it now is cheaper than copying it.
-        return cls(layout, tail.tolist() if tail.device.type == "cpu" else tail.clone())
+    @property
+    def has_arrived(self) -> bool:
+        return self._copy.has_arrived
 
     @cached_property
     def _parts(self) -> list[list[float]]:
-        values = self._source if isinstance(self._source, list) else self._source.tolist()
-        parts, start = [], 0
+        values, parts, start = self._copy.values(), [], 0
         for count in self._layout.counts:
             parts.append(values[start : start + count])
             start += count
@@ -109,26 +128,21 @@ def pad(values: Sequence[float], count: int) -> list[float]:
 class OneLoss:
     """The numbers of a world of one with one micro-batch: they need no layout and no exchange."""
 
-    changed_buffers: tuple[float, ...] = ()
-
     def __init__(self, loss: torch.Tensor | None, weight: float, seconds: float) -> None:
-        if not weight:
-            loss = None  # a mean over nothing, 0/0 perhaps
-        on_cpu = loss is None or loss.device.type == "cpu"
-        self.on_device = None if on_cpu else loss
         self.total_weight = weight
         self.weights = [weight]
         self.seconds = [seconds]
-        self._loss = 0.0 if loss is None else loss.item() if on_cpu else loss
+        # Without weight the loss is a mean over nothing, 0/0 perhaps.
+        self._copy = None if loss is None or not weight else HostCopy(loss.reshape(1))
 
     @property
-    def loss(self) -> float:
-        if not self.total_weight:
-            return float("nan")
-        if isinstance(self._loss, torch.Tensor):
-            self._loss = self._loss.item()
-        return self._loss
+    def has_arrived(self) -> bool:
+        return self._copy is None or self._copy.has_arrived
 
     @property
     def losses(self) -> list[float]:
-        return [self.loss if self.total_weight else 0.0]
+        return [0.0] if self._copy is None else self._copy.values()
+
+    @property
+    def loss(self) -> float:
+        return self.losses[0] if self.total_weight else float("nan")

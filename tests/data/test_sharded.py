@@ -1,0 +1,204 @@
+"""A worker's own reading: the right samples, their weight, on the right device."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from paceline.data.sharded import ShardedFeed, checked_weight, to_device
+from paceline.data.sources import as_source
+from paceline.plan.steps import Steps
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def feed(
+    num_samples: int, global_batch: int, micro_batch: int, *, drop_last: bool = False, shuffle: bool = True, **rest: Any
+) -> tuple[ShardedFeed, Steps]:
+    steps = Steps(num_samples, global_batch, micro_batch, drop_last)
+    source = as_source(torch.arange(num_samples))
+    return ShardedFeed(source, steps, CPU, shuffle=shuffle, **{"seed": 0, **rest}), steps
+
+
+def epoch_of(shards: tuple[ShardedFeed, Steps], epoch: int) -> list[list[int]]:
+    reader, steps = shards
+    return [
+        reader.micro_batch(epoch, step, number)[0].tolist()
+        for step in range(steps.num_steps)
+        for number in range(steps.num_micro_batches(step))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "global_batch", "micro_batch", "drop_last", "sizes"),
+    [
+        (12, 4, 2, False, [2] * 6),
+        (13, 6, 2, False, [2] * 6 + [1]),
+        (13, 6, 2, True, [2] * 6),
+        (5, 8, 4, False, [4, 1]),
+        (1, 1, 1, False, [1]),
+    ],
+)
+def test_every_sample_exactly_once_per_epoch(
+    num_samples: int, global_batch: int, micro_batch: int, drop_last: bool, sizes: list[int]
+) -> None:
+    shards = feed(num_samples, global_batch, micro_batch, drop_last=drop_last)
+    for epoch in range(3):
+        batches = epoch_of(shards, epoch)
+        assert [len(batch) for batch in batches] == sizes
+        seen = Counter(index for batch in batches for index in batch)
+        assert set(seen.values()) == {1}
+        assert len(seen) == sum(sizes)
+        assert set(seen) <= set(range(num_samples))
+
+
+def test_epochs_differ_and_can_be_read_in_any_order() -> None:
+    shards = feed(50, 10, 5)
+    first, second = epoch_of(shards, 0), epoch_of(shards, 1)
+    assert first != second
+    assert epoch_of(shards, 0) == first
+    assert epoch_of(feed(50, 10, 5), 1) == second
+    assert epoch_of(feed(50, 10, 5, seed=1), 0) != first
+    # The order belongs to the epoch, not to how it is cut.
+    assert [i for batch in epoch_of(feed(50, 25, 25), 0) for i in batch] == [i for batch in first for i in batch]
+
+
+def test_without_shuffling_the_data_keeps_its_order() -> None:
+    shards = feed(7, 4, 2, shuffle=False)
+    for epoch in range(2):
+        assert epoch_of(shards, epoch) == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+def test_weights_count_samples_unless_the_user_counts() -> None:
+    shards, _ = feed(5, 4, 2, shuffle=False)
+    assert [shards.micro_batch(0, step, k)[1] for step, k in [(0, 0), (0, 1), (1, 0)]] == [2, 2, 1]
+    shards, _ = feed(5, 4, 2, shuffle=False, weight_fn=lambda batch: (batch > 1).sum())
+    weights = [shards.micro_batch(0, step, k)[1] for step, k in [(0, 0), (0, 1), (1, 0)]]
+    assert weights == [0, 2, 1]
+    assert all(type(weight) is int for weight in weights)
+
+
+def test_the_user_weighs_on_the_host() -> None:
+    asked = []
+    steps = Steps(4, 2, 2)
+    shards = ShardedFeed(
+        as_source(torch.arange(4)), steps, META, seed=0, shuffle=True, weight_fn=lambda b: asked.append(b.device) or 1
+    )
+    assert shards.micro_batch(0, 0, 0)[0].device == META
+    assert asked == [CPU]
+
+
+@pytest.mark.parametrize("value", [3, 3.0, np.int64(3), np.float32(3), torch.tensor(3), torch.tensor([3.0])])
+def test_whole_numbers_are_weights(value: Any) -> None:
+    assert checked_weight(value) == 3
+    assert type(checked_weight(value)) is int
+    assert checked_weight(0 * value) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (-1, "-1"),
+        (2.5, "2.5"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (None, "None"),
+        ("3", "'3'"),
+        (torch.tensor(0.5), "tensor(0.5000)"),
+        (torch.tensor([1, 2]), "tensor([1, 2])"),
+        ([3], "[3]"),
+    ],
+)
+def test_anything_else_is_no_weight(value: Any, shown: str) -> None:
+    shards, _ = feed(4, 2, 2, weight_fn=lambda _: value)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole text follows
+        shards.micro_batch(0, 0, 0)
+    assert str(caught.value) == (
+        f"weight_fn returned {shown}: it must be a whole number of at least 0, such as valid tokens"
+    )
+
+
+# Moving to the device. The meta device stands for a GPU.
+
+
+class Nested(NamedTuple):
+    tokens: Any
+    rest: Any
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.tensor = torch.ones(1)
+
+
+def test_tensors_move_wherever_they_are_nested() -> None:
+    opaque = Opaque()
+    batch = {
+        "named": Nested(torch.ones(2), [torch.ones(3), (torch.ones(4), "text")]),
+        "deep": {"list": [{"x": torch.ones(5)}]},
+        "number": 7,
+        "nothing": None,
+        "array": np.ones(2),
+        "opaque": opaque,
+    }
+    moved = to_device(batch, META)
+    assert list(moved) == list(batch)
+    assert type(moved["named"]) is Nested
+    assert moved["named"].tokens.device == META
+    assert type(moved["named"].rest) is list
+    assert moved["named"].rest[0].device == META
+    assert type(moved["named"].rest[1]) is tuple
+    assert moved["named"].rest[1][0].device == META
+    assert moved["named"].rest[1][1] == "text"
+    assert moved["deep"]["list"][0]["x"].device == META
+    assert moved["number"] == 7
+    assert moved["nothing"] is None
+    assert moved["array"] is batch["array"]
+    assert moved["opaque"] is opaque
+    assert opaque.tensor.device == CPU
+    assert batch["named"].tokens.device == CPU, "the batch that was given stays as it was"
+    assert batch["deep"]["list"][0]["x"].device == CPU
+
+
+class Annotated(UserDict[str, Any]):
+    note: str = ""
+
+
+def annotated(items: dict[str, Any]) -> Annotated:
+    made = Annotated(items)
+    made.note = "kept"
+    return made
+
+
+@pytest.mark.parametrize(
+    "make", [dict, OrderedDict, lambda items: defaultdict(list, items), annotated, MappingProxyType]
+)
+def test_mappings_keep_their_type(make: Callable[..., Any]) -> None:
+    batch = make({"x": torch.ones(2), "y": 1})
+    moved = to_device(batch, META)
+    assert type(moved) is type(batch)
+    assert moved["x"].device == META
+    assert moved["y"] == 1
+    assert batch["x"].device == CPU
+    assert getattr(moved, "default_factory", None) is getattr(batch, "default_factory", None)
+    assert getattr(moved, "note", None) == getattr(batch, "note", None)
+
+
+def test_a_packed_sequence_keeps_its_lengths_on_the_host() -> None:
+    moved = to_device([pack_sequence([torch.ones(3), torch.ones(2)])], META)[0]
+    assert type(moved) is PackedSequence
+    assert moved.data.device == META
+    assert moved.batch_sizes.tolist() == [2, 2, 1]
+
+
+def test_what_is_there_already_is_not_copied() -> None:
+    tensor = torch.ones(3)
+    assert to_device(tensor, CPU) is tensor
+    assert to_device((tensor,), CPU)[0] is tensor
