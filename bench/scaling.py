@@ -2,7 +2,8 @@
 
 The limit is as many independent processes: the same model and loop at the same time, without any exchange, their
 rates summed. The workers are started once and the contestants take turns inside them, behind a barrier; the time of
-a turn is that of the slowest worker. Everyone has one intra-op thread, AdamW, and shuffled tokens in memory.
+a turn is that of the slowest worker. Turns are short and many, so that a burst of other work on the machine meets
+all contestants of a turn or spoils one of many. Everyone has one intra-op thread, AdamW, and shuffled tokens in memory.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ def samples_per_s(name: str, step_s: tuple[float, ...], task: Task) -> float:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=2, help="worker processes (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=15, help="alternations (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=41, help="alternations (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.6, help="length of a turn (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples in a micro-batch (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=1, help="per worker and step (default: %(default)s)")
 

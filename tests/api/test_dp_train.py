@@ -98,7 +98,7 @@ def test_a1_the_signature_is_that_of_the_table() -> None:
 def test_a1_by_default_there_is_one_replica_per_device(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "devices", lambda: [torch.device("cpu")] * num_devices)
     seen: list[int] = []
-    train(data=range(100), forward_fn=recorder(seen), target_fn=float, n_gpu=None, n_iter=4, workers=1)
+    train(data=range(100), forward_fn=recorder(seen), target_fn=no_target, n_gpu=None, n_iter=4, workers=1)
     assert seen[1:] == list(range(4 * num_devices))
 
 
@@ -115,9 +115,8 @@ def replicas_in_this_world(**settings: Any) -> pl.DpResult:
 
 def test_a1_replica_0_gives_its_weights_to_the_others(pool: WorkerPool) -> None:
     expected = digest(replicas_in_this_world(exact=True).params)
-    assert [digest(result.params) for result in pool.run(lambda: replicas_in_this_world(exact=True), 2)] == [
-        expected
-    ] * 2
+    for result in pool.run(lambda: replicas_in_this_world(exact=True), 2):
+        assert digest(result.params) == expected
 
 
 def test_a1_in_a_world_that_exists_its_workers_are_the_devices(pool: WorkerPool) -> None:
@@ -128,6 +127,10 @@ def test_a1_in_a_world_that_exists_its_workers_are_the_devices(pool: WorkerPool)
 
 
 # A2: who gets which sample
+
+
+def no_target(_: Any) -> torch.Tensor:
+    return torch.zeros(1)
 
 
 def recorder(seen: list[Any]) -> Callable[[nn.Module, Any], torch.Tensor]:
@@ -152,7 +155,7 @@ def test_a2_replica_i_takes_its_sample_of_each_iteration(
     n_gpu: int, num_samples: int, n_iter: int, placement: list[list[int]]
 ) -> None:
     seen: list[int] = []
-    train(data=range(num_samples), forward_fn=recorder(seen), target_fn=float, n_gpu=n_gpu, n_iter=n_iter)
+    train(data=range(num_samples), forward_fn=recorder(seen), target_fn=no_target, n_gpu=n_gpu, n_iter=n_iter)
     trial, *used = seen
     assert trial == 0  # the one that checks the loss, before anything starts
     assert used == [index for iteration in placement for index in iteration]
@@ -161,7 +164,7 @@ def test_a2_replica_i_takes_its_sample_of_each_iteration(
 
 def placed_here(n_gpu: int, num_samples: int, n_iter: int) -> list[int]:
     seen: list[int] = []
-    train(data=range(num_samples), forward_fn=recorder(seen), target_fn=float, n_gpu=n_gpu, n_iter=n_iter)
+    train(data=range(num_samples), forward_fn=recorder(seen), target_fn=no_target, n_gpu=n_gpu, n_iter=n_iter)
     return seen[1:]
 
 
@@ -331,8 +334,8 @@ def test_a4_a_loss_may_take_gradients_itself() -> None:
         (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return (out - sample[1]).square().mean() + gradient.square().sum()
 
-    result = train(forward_fn=penalised, loss_fn=None, target_fn=None, n_iter=50)
-    assert result.loss < result.loss_history[0]
+    history = train(forward_fn=penalised, loss_fn=None, target_fn=None, n_iter=60).loss_history
+    assert sum(history[-6:]) < 0.8 * sum(history[:6])  # six iterations are one pass
 
 
 # A5: the step
@@ -355,10 +358,9 @@ def test_a5_clipping_bounds_the_norm_of_the_mean() -> None:
         params, _ = train_by_hand(3, 10, sgd, max_norm)
         assert_close(train(n_gpu=3, n_iter=10, lr=1e-3, optimizer=sgd, max_norm=max_norm).params, params)
     one_step = train(n_gpu=3, n_iter=1, lr=1e-3, optimizer=sgd, max_norm=0.25)
-    moved = [
-        after.detach() - before for after, before in zip(one_step.params.values(), linear().parameters(), strict=True)
-    ]
-    assert math.hypot(*(part.norm().item() for part in moved)) == pytest.approx(0.1 * 0.25, rel=1e-4)
+    before = dict(linear().named_parameters())
+    moved = [(after - before[name]).norm().item() for name, after in one_step.params.items()]
+    assert math.hypot(*moved) == pytest.approx(0.1 * 0.25, rel=1e-4)
     assert_close(train(max_norm=0.0).params, dict(linear().named_parameters()), 0.0)
 
 
@@ -388,19 +390,19 @@ class Branches(nn.Module):
         return (2.0 + sample) * self.branches[sample]
 
 
-def train_branches(exact: bool) -> list[float]:
+def train_branches(exact: bool) -> dict[str, float]:
     def sgd(params: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(params, lr=1.0, weight_decay=0.5)
 
     # Samples 0, 1, 2, 0: branch 0 is used by two of four replicas, branches 1 and 2 by one.
     result = pl.dp_train(Branches, [0, 1, 2, 0], n_gpu=4, n_iter=1, optimizer=sgd, verbose=0, exact=exact)
-    return [parameter.item() for parameter in result.params.values()]
+    return {name: parameter.item() for name, parameter in result.params.items()}
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a5_a_parameter_that_some_replicas_use_gets_the_right_mean(exact: bool, pool: WorkerPool) -> None:
     # Weight decay tells a zero gradient from none: the unused parameter does not move at all.
-    expected = [1.0 - 0.5 - gradient / 4 for gradient in (2 + 2, 3, 4)] + [1.0]
+    expected = {"unused": 1.0} | {f"branches.{i}": 1.0 - 0.5 - sum_ / 4 for i, sum_ in enumerate((2 + 2, 3, 4))}
     assert train_branches(exact) == pytest.approx(expected)
     for size in (2, 3, 4):
         for params in pool.run(train_branches, size, exact):
@@ -438,11 +440,11 @@ def test_a6_long_histories_are_complete() -> None:
     assert history == [history[i % 12] for i in range(600)]
 
 
-def train_on_one_bad_sample(value: float, n_gpu: int) -> tuple[str, int, int | None, int | None]:
+def train_on_one_bad_sample(value: float, n_gpu: int, verbose: int = 0) -> tuple[str, int, int | None, int | None]:
     data = [(x.clone(), y) for x, y in PAIRS]
     data[5][0][0] = value
     with pytest.raises(pl.NonFiniteError) as caught:
-        train(data=data, n_gpu=n_gpu)
+        train(data=data, n_gpu=n_gpu, verbose=verbose)
     error = caught.value
     return str(error), error.step, error.micro_batch, error.rank
 
@@ -500,7 +502,7 @@ def test_a7_a_terminal_shows_a_bar_and_is_left_clean(fails: bool, monkeypatch: p
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     if fails:
-        train_on_one_bad_sample(math.nan, 2)
+        train_on_one_bad_sample(math.nan, 2, verbose=10)
     else:
         train(n_iter=20, verbose=10)
     shown = terminal.getvalue()
@@ -545,15 +547,26 @@ def test_a9_a_cosine_reaches_its_minimum(minimum: float) -> None:
         (lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.1), 0.05 * 0.1**3),
         (lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step)), 0.05 / 8),
         (lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.05, total_steps=8), None),
-        (lambda opt: torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0, threshold=1e9), 0.05 * 0.1**6),
     ],
-    ids=["StepLR", "LambdaLR", "OneCycleLR", "ReduceLROnPlateau"],
+    ids=["StepLR", "LambdaLR", "OneCycleLR"],
 )
 def test_a9_any_scheduler_works(scheduler: Callable[[Any], Any], last: float | None) -> None:
     made: list[torch.optim.Optimizer] = []
     train(n_iter=7, scheduler=lambda optimizer: made.append(optimizer) or scheduler(optimizer))
     if last is not None:
         assert made[0].param_groups[0]["lr"] == pytest.approx(last, rel=1e-6)
+
+
+def test_a9_a_scheduler_that_watches_the_loss_gets_it() -> None:
+    watched: list[float] = []
+
+    class Watching(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            watched.append(metrics)
+            super().step(metrics, epoch)
+
+    assert train(scheduler=Watching).loss_history == watched
+    assert len(watched) == 7
 
 
 # A10: bad input
@@ -617,7 +630,7 @@ def sharing() -> nn.Module:
         ({"make_model": 3}, TypeError, "make_model is a int: pass a function that builds a new model on every call"),
         ({"make_model": object}, TypeError, "the model is a object without a parameters() method: return an nn.Modu"),
         (
-            {"make_model": lambda: Matrix(lambda tensors: {"w": 1.0})},
+            {"make_model": lambda: Matrix(lambda _: {"w": 1.0})},
             TypeError,
             "parameters() gave float for 'w': it must give tensors",
         ),

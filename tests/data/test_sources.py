@@ -292,6 +292,12 @@ def test_what_is_handled_together_belongs_to_its_place(data: Any, settings: dict
     assert not torch.equal(first[0], read_in_groups(data, [4], epoch=1, **settings)[0])
 
 
+def test_joining_draws_by_place_whichever_samples_were_read_before() -> None:
+    source = as_source(Noisy(), collate_fn=lambda _: torch.rand(()).item())
+    assert source.read(indices(0, 1), 0, 4) == source.read(indices(7, 8, 9), 0, 4)
+    assert source.read(indices(0, 1), 0, 4) != source.read(indices(0, 1), 0, 6)
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_users_random_streams_go_on_undisturbed(fails: bool) -> None:
     def draw() -> list[float]:

@@ -70,7 +70,8 @@ def dp_train(
     make_model: returns a new model each time: an nn.Module, or any object with forward(x) and parameters().
     forward_fn(model, sample): default, the model applied to the sample. loss_fn(output, target): default, the output
     is the loss. target_fn(sample): default, the sample itself.
-    n_gpu: default, the number of devices. max_norm: bound on the mean gradient's norm.
+    n_gpu: default, the number of devices; under torchrun or `paceline run`, of workers.
+    max_norm: bound on the mean gradient's norm.
     lr: Adam's learning rate, unless `optimizer` (a function from parameters to a torch optimizer) is given.
     verbose: print iteration 1 and every so-many; True: each, False or 0: none.
     """

@@ -30,6 +30,7 @@ class ShardedFeed:
         self._source = source
         self._steps = steps
         self._device = device
+        self._is_on_host = device.type == "cpu"
         self._seed = seed
         self._shuffle = shuffle
         self._weight_fn = weight_fn
@@ -46,7 +47,7 @@ class ShardedFeed:
         batch = self._source.read(indices, epoch, positions.start)
         # Weighed on the host: asking a GPU would wait for it.
         weight = len(positions) if self._weight_fn is None else checked_weight(self._weight_fn(batch))
-        return to_device(batch, self._device), weight
+        return (batch if self._is_on_host else to_device(batch, self._device)), weight
 
 
 def checked_weight(value: Any) -> int:

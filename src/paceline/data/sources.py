@@ -43,6 +43,7 @@ class Columns:
             self._names = None
             tensors = list(columns) if isinstance(columns, tuple) else [columns]
         self._tensors = [_as_tensor(t) for t in tensors]
+        self._is_on_device = any(t.device.type != "cpu" for t in self._tensors)
         lengths = [len(t) for t in self._tensors]
         if len(set(lengths)) > 1:
             raise ValueError(f"the columns of data have {lengths} rows: they must have equally many")
@@ -60,7 +61,9 @@ class Columns:
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         index = torch.from_numpy(indices)
-        return self._pack([t.index_select(0, index.to(t.device)) for t in self._tensors])
+        if self._is_on_device:
+            return self._pack([t.index_select(0, index.to(t.device)) for t in self._tensors])
+        return self._pack([t.index_select(0, index) for t in self._tensors])
 
 
 class Samples:

@@ -23,6 +23,9 @@ class FiniteWatch:
         self._unseen: deque[tuple[int, Plan, StepNumbers | OneLoss]] = deque()
 
     def check(self, step: int, plan: Plan, numbers: StepNumbers | OneLoss) -> None:
+        if not self._unseen and numbers.has_arrived:
+            _raise_if_not_finite(step, plan, numbers.losses)
+            return
         self._unseen.append((step, plan, numbers))
         while self._unseen and self._unseen[0][2].has_arrived:
             self._look_at_oldest()

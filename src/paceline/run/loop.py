@@ -86,7 +86,7 @@ class Loop:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
-        reported = loss.detach().reshape(())
+        reported = loss.detach()
         self._loss = reported if self._loss is None else self._loss + reported
 
     def step(self) -> StepRecord | None:

@@ -88,17 +88,24 @@ def named_parameters(model: Any) -> dict[str, torch.Tensor]:
 
 def build_model(model: Any, device: torch.device, seed: int) -> Any:
     """Move a model that exists; call a factory with the generators seeded, so that every worker builds the same."""
-    if isinstance(model, nn.Module):
-        return model.to(device)
-    if not callable(model) or (hasattr(model, "parameters") and not isinstance(model, type)):
-        return model
+    is_factory = isinstance(model, type) or (callable(model) and not hasattr(model, "parameters"))
+    if not is_factory:
+        return _move(model, device)
     state = torch.default_generator.get_state()
     try:
         seed_device(device, derive_seed(seed, Purpose.MODEL_INIT))
         built = model()
     finally:
         torch.default_generator.set_state(state)
-    return built.to(device) if isinstance(built, nn.Module) else built
+    return _move(built, device)
+
+
+def _move(model: Any, device: torch.device) -> Any:
+    if isinstance(model, nn.Module):
+        return model.to(device)
+    for parameter in named_parameters(model).values():
+        parameter.data = parameter.data.to(device)
+    return model
 
 
 def _check_modules(model: Any) -> None:

@@ -161,7 +161,7 @@ class BucketedGradients:
             slot.expected = max(slot.expected, slot.firings)
         self._is_open = False
         if loss is not None and self._factor:
-            self._tail[self._number].copy_(loss)
+            self._tail[self._number].copy_(loss.reshape(()))
         peak = self._buffers.end_micro_batch(self._number)
         if peak is not None and self._grids:
             self._peak(len(self._buckets)).copy_(peak)

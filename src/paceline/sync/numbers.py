@@ -41,10 +41,6 @@ class HostCopy:
     """A few numbers on their way from the device to the host, without making either wait."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._values: list[float] | None = None
-        if numbers.device.type == "cpu":
-            self._values = numbers.tolist()
-            return
         self._pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         self._pinned.copy_(numbers, non_blocking=True)
         self._arrival = torch.cuda.Event()
@@ -52,14 +48,13 @@ class HostCopy:
 
     @property
     def has_arrived(self) -> bool:
-        return self._values is not None or self._arrival.query()
+        return bool(self._arrival.query())
 
-    def values(self) -> list[float]:
+    def tolist(self) -> list[float]:
         """Waits for this copy, and for nothing that was queued on the device after it."""
-        if self._values is None:
-            self._arrival.synchronize()
-            self._values = self._pinned.tolist()
-        return self._values
+        self._arrival.synchronize()
+        values: list[float] = self._pinned.tolist()
+        return values
 
 
 class StepNumbers:
@@ -67,15 +62,16 @@ class StepNumbers:
 
     def __init__(self, layout: Layout, tail: torch.Tensor) -> None:
         self._layout = layout
-        self._copy = HostCopy(tail)
+        self._source: list[float] | HostCopy = tail.tolist() if tail.is_cpu else HostCopy(tail)
 
     @property
     def has_arrived(self) -> bool:
-        return self._copy.has_arrived
+        return isinstance(self._source, list) or self._source.has_arrived
 
     @cached_property
     def _parts(self) -> list[list[float]]:
-        values, parts, start = self._copy.values(), [], 0
+        values = self._source if isinstance(self._source, list) else self._source.tolist()
+        parts, start = [], 0
         for count in self._layout.counts:
             parts.append(values[start : start + count])
             start += count
@@ -133,15 +129,20 @@ class OneLoss:
         self.weights = [weight]
         self.seconds = [seconds]
         # Without weight the loss is a mean over nothing, 0/0 perhaps.
-        self._copy = None if loss is None or not weight else HostCopy(loss.reshape(1))
+        if loss is None or not weight:
+            self._source: list[float] | HostCopy = [0.0]
+        else:
+            self._source = [loss.item()] if loss.is_cpu else HostCopy(loss.reshape(1))
 
     @property
     def has_arrived(self) -> bool:
-        return self._copy is None or self._copy.has_arrived
+        return isinstance(self._source, list) or self._source.has_arrived
 
     @property
     def losses(self) -> list[float]:
-        return [0.0] if self._copy is None else self._copy.values()
+        if not isinstance(self._source, list):
+            self._source = self._source.tolist()
+        return self._source
 
     @property
     def loss(self) -> float:

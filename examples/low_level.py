@@ -1,0 +1,127 @@
+"""The parts under `dp_train`, used by hand: two replicas on two devices share every batch 3:1.
+
+Shows one step from the inside, layer by layer:
+- plan: which samples make a micro-batch (`EpochOrder`, `Steps`), and who takes which (`shares`, `ranges`);
+- comm: how replicas of one process reach each other (`LocalGroup`);
+- sync: the exchange that gives all of them the mean gradient of the whole batch (`BucketedGradients`).
+The result is checked against one model that plain PyTorch trains on whole batches.
+
+    python examples/low_level.py
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from paceline.comm.local import LocalCommunicator, LocalGroup
+from paceline.plan.order import EpochOrder
+from paceline.plan.shares import ranges, shares
+from paceline.plan.steps import Steps
+from paceline.sync.buffers import Buffers
+from paceline.sync.gradients import BucketedGradients
+
+NUM_EPOCHS, LEARNING_RATE, SEED = 10, 0.1, 0
+SPEEDS = (3.0, 1.0)  # as if the first device were three times as fast as the second
+# 75 samples: four steps of 16 in four micro-batches, and a last one of 11 in three, the last of those with 3 samples.
+STEPS = Steps(num_samples=75, global_batch=16, micro_batch=4)
+
+
+def make_data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    x = torch.randn(STEPS.num_samples, 6, generator=generator)
+    return x, torch.tanh(x[:, :1]) - 0.5 * x[:, 1:2]
+
+
+def make_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def train_replica(model: nn.Module, communicator: LocalCommunicator, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """One replica's run; the others do the same at the same time. Returns the loss of every step."""
+    rank, device = communicator.world.rank, communicator.world.device
+    model, x, y = model.to(device), x.to(device), y.to(device)
+    for parameter in model.parameters():
+        communicator.broadcast(parameter.detach(), source=0).wait()  # all start with replica 0's weights
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    exchange = BucketedGradients(
+        dict(model.named_parameters()),
+        communicator,
+        Buffers(model, communicator),
+        max_micro_batches=STEPS.max_micro_batches,
+    )
+    losses = []
+    for epoch in range(NUM_EPOCHS):
+        order = EpochOrder(STEPS.num_samples, seed=SEED, epoch=epoch)
+        for step in range(STEPS.num_steps):
+            num_micro_batches = STEPS.num_micro_batches(step)
+            plan = ranges(shares(num_micro_batches, SPEEDS))  # a pure function: no message is needed to agree on it
+            exchange.begin_step(num_micro_batches)
+            for number in plan[rank]:
+                positions = STEPS.sample_range(step, number)
+                rows = torch.from_numpy(order.indices(positions.start, positions.stop)).to(device)
+                # The weight is what the loss is a mean over: a short micro-batch counts less.
+                exchange.begin_micro_batch(number, weight=len(rows), is_last=number == plan[rank][-1])
+                loss = F.mse_loss(model(x[rows]), y[rows])
+                loss.backward()
+                exchange.end_micro_batch(loss.detach())
+            # Here the replicas meet. Afterwards every parameter's .grad is the mean over the whole batch.
+            owner_of_last = max(owner for owner, numbers in enumerate(plan) if numbers)
+            numbers = exchange.finish(seconds=0.0, owner_of_last=owner_of_last)
+            optimizer.step()
+            exchange.clear()
+            losses.append(numbers.loss)
+    exchange.close()
+    return losses
+
+
+def train_whole_batches(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """The same run in plain PyTorch: one model, whole batches."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for epoch in range(NUM_EPOCHS):
+        order = EpochOrder(STEPS.num_samples, seed=SEED, epoch=epoch).indices(0, STEPS.num_samples)
+        for rows in torch.from_numpy(order).split(STEPS.global_batch):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x[rows]), y[rows])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+def main() -> int:
+    devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
+    x, y = make_data()
+    models = [make_model(seed) for seed in range(2)]
+    alone = copy.deepcopy(models[0])
+
+    # Replicas wait for each other, so each has a thread. One that fails closes its end, which ends the others' waiting.
+    def run(model: nn.Module, communicator: LocalCommunicator) -> list[float]:
+        with closing(communicator):
+            return train_replica(model, communicator, x, y)
+
+    with ThreadPoolExecutor(len(models)) as threads:
+        losses, others_losses = threads.map(run, models, LocalGroup(devices, timeout_s=60.0).members)
+    expected_losses = train_whole_batches(alone, x, y)
+
+    pairs = list(zip(*(model.cpu().parameters() for model in models), strict=True))
+    are_equal = all(torch.equal(first, second) for first, second in pairs) and losses == others_losses
+    off = max((p - q).abs().max().item() for p, q in zip(models[0].parameters(), alone.parameters(), strict=True))
+    loss_off = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
+    print(f"shares of a full step on {devices}: {shares(STEPS.max_micro_batches, SPEEDS)} micro-batches")
+    first, last = (sum(part) / len(part) for part in (losses[: STEPS.num_steps], losses[-STEPS.num_steps :]))
+    print(f"mean loss of the first epoch {first:.4f}, of the last {last:.4f}; replicas equal to the bit: {are_equal}")
+    print(f"off one model on whole batches: weights {off:.1e}, losses {loss_off:.1e}")
+    return 0 if are_equal and off < 1e-5 and loss_off < 1e-5 and last < 0.2 * first else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
