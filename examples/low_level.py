@@ -22,7 +22,7 @@ from torch import nn
 
 from paceline.comm.local import LocalCommunicator, LocalGroup
 from paceline.plan.order import EpochOrder
-from paceline.plan.shares import ranges, shares
+from paceline.plan.shares import owner, ranges, shares
 from paceline.plan.steps import Steps
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients import BucketedGradients
@@ -73,8 +73,8 @@ def train_replica(model: nn.Module, communicator: LocalCommunicator, x: torch.Te
                 loss.backward()
                 exchange.end_micro_batch(loss.detach())
             # Here the replicas meet. Afterwards every parameter's .grad is the mean over the whole batch.
-            owner_of_last = max(owner for owner, numbers in enumerate(plan) if numbers)
-            numbers = exchange.finish(seconds=0.0, owner_of_last=owner_of_last)
+            exchange.send()
+            numbers = exchange.finish(owner_of_last=owner(plan, num_micro_batches - 1))
             optimizer.step()
             exchange.clear()
             losses.append(numbers.loss)

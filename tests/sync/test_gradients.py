@@ -267,13 +267,10 @@ def one_step(replicas: list[tuple[nn.Module, BucketedGradients]], work: Callable
         exchange.begin_micro_batch(rank, 1, is_last=True)
         work(model, rank)
         exchange.end_micro_batch(None)
-    import threading
-
-    threads = [threading.Thread(target=exchange.finish, args=(0.0, 1)) for _, exchange in replicas]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for _, exchange in replicas:
+        exchange.send()
+    for _, exchange in replicas:
+        exchange.finish(owner_of_last=1)
 
 
 def test_buckets_leave_during_the_last_backward_once_its_pattern_is_known() -> None:

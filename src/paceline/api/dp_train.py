@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.core.errors import NonFiniteError
 from paceline.core.seeding import host_randomness
-from paceline.core.world import World
+from paceline.core.world import World, devices
 from paceline.data.sharded import to_device
 from paceline.data.sources import Cycle, Source
 from paceline.observe.progress import StepLines
@@ -111,6 +111,7 @@ def dp_train(
         return train(model)
     state, loss_history = launch(partial(_train_in_worker, make_model, train), processes)
     _load(model, state)
+    model = build_model(model, devices()[0], seed)  # where a single worker would have left it
     return DpResult(model, named_parameters(model), loss_history)
 
 

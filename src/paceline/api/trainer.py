@@ -186,7 +186,7 @@ class Trainer:
             source,
             eval_fn,
             self._run.communicator,
-            micro_batch=micro_batch or self._config.micro_batch or self._config.global_batch,
+            micro_batch=self._run.loop.steps.micro_batch if micro_batch is None else micro_batch,
             seed=self._config.seed,
             weight_fn=self._weight_fn,
         )

@@ -30,7 +30,8 @@ class ShardedFeed:
         self._source = source
         self._steps = steps
         self._device = device
-        self._is_on_host = device.type == "cpu"
+        # Where there is no other device, nothing needs moving.
+        self._is_on_host = device.type == "cpu" and not torch.cuda.is_available()
         self._seed = seed
         self._shuffle = shuffle
         self._weight_fn = weight_fn

@@ -46,6 +46,11 @@ def ranges(counts: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
+def owner(plan: Sequence[range], number: int) -> int:
+    """The rank whose micro-batch this is."""
+    return next(rank for rank, numbers in enumerate(plan) if number in numbers)
+
+
 def _as_integers(speeds: Sequence[float]) -> list[int]:
     """Whole numbers in exactly the proportion of the speeds."""
     for rank, speed in enumerate(speeds):

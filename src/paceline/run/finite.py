@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from paceline.core.errors import NonFiniteError
+from paceline.plan.shares import owner
 from paceline.sync.numbers import OneLoss, StepNumbers
 
 Plan = Sequence[range]
@@ -42,7 +43,7 @@ class FiniteWatch:
 def _raise_if_not_finite(step: int, plan: Plan, losses: list[float]) -> None:
     for number, loss in enumerate(losses):
         if not math.isfinite(loss):
-            rank = next(rank for rank, numbers in enumerate(plan) if number in numbers)
+            rank = owner(plan, number)
             raise NonFiniteError(
                 f"loss is {loss} at step {step}, micro-batch {number}, rank {rank}: look at that micro-batch's data, "
                 "lower the learning rate or clip gradients",

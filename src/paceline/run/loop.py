@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.world import World
 from paceline.data.sharded import ShardedFeed
-from paceline.plan.shares import ranges, shares
+from paceline.plan.shares import owner, ranges, shares
 from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
 from paceline.run.finite import FiniteWatch
 from paceline.run.replica import Replica
+from paceline.run.stopwatch import stopwatch_for
 from paceline.sync.gradients import GradientExchange
 from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import OneLoss, StepNumbers
@@ -50,6 +50,7 @@ class Loop:
         self._exchange = exchange
         self._feed = feed
         self._watch = FiniteWatch()
+        self._stopwatch = stopwatch_for(world.device)
         self._loss_scale = LossScale() if config.precision == "fp16" else None
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._loss: torch.Tensor | None = None
@@ -97,7 +98,7 @@ class Loop:
             raise MisuseError("step() was called before backward(): this micro-batch has no gradient")
         self._is_open = False
         self._exchange.end_micro_batch(self._loss)
-        self._seconds += perf_counter() - self._started
+        self._stopwatch.stop()
         return self._finish_step() if self._is_last else None
 
     def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
@@ -109,12 +110,11 @@ class Loop:
     def _begin_step(self) -> range:
         num_micro_batches = self.steps.num_micro_batches(self.position.step_in_epoch)
         self._plan = plan_step(num_micro_batches, self._speeds)
-        self._seconds = 0.0
         self._exchange.begin_step(num_micro_batches, self._loss_scale.value if self._loss_scale else 1.0)
         return self._plan[self._world.rank]
 
     def _begin_micro_batch(self, number: int, *, is_last: bool) -> Any:
-        self._started = perf_counter()
+        self._stopwatch.start()
         position = self.position
         batch, self._weight = self._feed.micro_batch(position.epoch, position.step_in_epoch, number)
         self._exchange.begin_micro_batch(number, self._weight, is_last=is_last)
@@ -127,8 +127,8 @@ class Loop:
 
     def _finish_step(self) -> StepRecord | None:
         position = self.position
-        owner_of_last = max(rank for rank, numbers in enumerate(self._plan) if numbers)
-        numbers = self._exchange.finish(self._seconds, owner_of_last)
+        self._exchange.send(self._stopwatch.reading())
+        numbers = self._exchange.finish(owner(self._plan, self._plan[-1].stop - 1))
         if numbers is None:
             return None
         # From here on every worker does the same, drawing the same random numbers.
@@ -206,7 +206,7 @@ class StepRecord:
 
     @property
     def seconds(self) -> list[float]:
-        """What each worker spent on its micro-batches, by rank."""
+        """What each worker takes for a micro-batch, by rank; 0 where it was not measured."""
         return self._numbers.seconds
 
     @property

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError
-from paceline.core.seeding import Purpose, derive_seed, seed_device
+from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
 
 OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
@@ -91,12 +91,11 @@ def build_model(model: Any, device: torch.device, seed: int) -> Any:
     is_factory = isinstance(model, type) or (callable(model) and not hasattr(model, "parameters"))
     if not is_factory:
         return _move(model, device)
-    state = torch.default_generator.get_state()
-    try:
-        seed_device(device, derive_seed(seed, Purpose.MODEL_INIT))
+    with host_randomness() as randomness:
+        model_seed = derive_seed(seed, Purpose.MODEL_INIT)
+        randomness.seed(model_seed)
+        seed_device(device, model_seed)
         built = model()
-    finally:
-        torch.default_generator.set_state(state)
     return _move(built, device)
 
 

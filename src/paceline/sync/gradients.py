@@ -1,8 +1,8 @@
 """The gradients strategy: every step, the weighted mean of all micro-batches' gradients, on every worker.
 
 Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker `begin_micro_batch` and
-`end_micro_batch`, then `finish`, and after the optimizer's step `clear`. A step may be given up before `finish` with
-`abandon` and begun again.
+`end_micro_batch`, then `send` and `finish`, and after the optimizer's step `clear`. A step may be given up before
+`send` with `abandon` and begun again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ class GradientExchange(Protocol):
     def has_gradient(self) -> bool:
         """Whether this micro-batch has produced any gradient yet."""
 
-    def finish(self, seconds: float, owner_of_last: int) -> StepNumbers | OneLoss | None:
-        """Exchange. Afterwards every parameter has its mean gradient, and everybody the step's numbers.
+    def send(self, seconds: float = 0.0) -> None:
+        """Start exchanging what has not left yet. `seconds`: what this worker takes for a micro-batch, if measured."""
 
-        `seconds`: what this worker spent on its micro-batches. `owner_of_last`: the rank of the last micro-batch.
+    def finish(self, owner_of_last: int) -> StepNumbers | OneLoss | None:
+        """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
+
+        `owner_of_last` is the rank that ran the step's last micro-batch.
         None: the sums did not fit their grid. Nothing was published, the grid is wider now; begin the step again.
         """
 
@@ -71,10 +74,13 @@ class DirectGradients:
     def has_gradient(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters)
 
-    def finish(self, seconds: float, owner_of_last: int) -> OneLoss:
+    def send(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+
+    def finish(self, owner_of_last: int) -> OneLoss:
         if not self._weight:
             self.clear()
-        return OneLoss(self._loss, self._weight, seconds)
+        return OneLoss(self._loss, self._weight, self._seconds)
 
     def clear(self) -> None:
         for parameter in self._parameters:
@@ -169,10 +175,12 @@ class BucketedGradients:
     def has_gradient(self) -> bool:
         return any(slot.firings or slot.parameter.grad is not None for slot in self._slots)
 
-    def finish(self, seconds: float, owner_of_last: int) -> StepNumbers | None:
+    def send(self, seconds: float = 0.0) -> None:
         self._write_host_numbers(seconds)
         while len(self._pending) < len(self._buckets):
             self._send_next()
+
+    def finish(self, owner_of_last: int) -> StepNumbers | None:
         for pending in self._pending:
             pending.wait()
         numbers = StepNumbers(self._layout, self._tail)
@@ -244,7 +252,7 @@ class BucketedGradients:
     def _send_finished(self) -> None:
         """Start the exchange of every bucket that is complete, in the one order all workers share.
 
-        The last bucket waits for `finish`: it carries the step's numbers.
+        The last bucket waits for `send`: it carries the step's numbers.
         """
         while len(self._pending) < len(self._buckets) - 1:
             if not all(0 < slot.expected <= slot.firings for slot in self._slots_by_bucket[len(self._pending)]):

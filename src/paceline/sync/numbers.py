@@ -88,7 +88,7 @@ class StepNumbers:
 
     @property
     def seconds(self) -> list[float]:
-        """What each worker spent on its micro-batches, waiting for data included."""
+        """What each worker takes for a micro-batch, waiting for data included; 0 where it was not measured."""
         return self._parts[3]
 
     @property
