@@ -72,7 +72,7 @@ def _traces(temporary: Path, pool: WorkerPool) -> set[str]:
         for p in me.children(recursive=True)
         if p.pid not in pool.pids and "resource_tracker" not in " ".join(_command(p))
     }
-    shared_memory = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
+    shared_memory = {str(path) for path in Path("/dev/shm").iterdir()}
     ports = {f"port {c.laddr.port}" for c in me.net_connections() if c.status == psutil.CONN_LISTEN}
     files = {str(path) for path in temporary.iterdir()}
     return processes | shared_memory | ports | files
