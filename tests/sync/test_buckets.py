@@ -47,7 +47,7 @@ def test_weighted_mean_reaches_the_parameter_in_its_own_type_and_layout(
     second = torch.randn(4, 3, 5, 5, dtype=dtype)  # not the parameter's layout
     bucket.add(0, first, 3.0, first=True)
     bucket.add(0, second, 5.0, first=False)
-    bucket.publish(8.0, [True])
+    bucket.publish([True], torch.tensor(8.0))
     gradient = bucket.parameters[0].grad
     assert gradient is not None
     assert gradient.dtype == dtype
@@ -67,5 +67,5 @@ def test_exact_addition_over_several_blocks_is_elementwise() -> None:
 
 def test_unused_parameters_keep_none() -> None:
     bucket = Bucket(parameters((2,), (2,)), torch.float32, COMMUNICATOR, 0)
-    bucket.publish(1.0, [True, False])
+    bucket.publish([True, False])
     assert [p.grad is None for p in bucket.parameters] == [False, True]

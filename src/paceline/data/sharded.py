@@ -38,6 +38,10 @@ class ShardedFeed:
         self._order = EpochOrder(steps.num_samples, seed=seed, epoch=0, shuffle=shuffle)
         self._epoch = 0
 
+    def total_weight(self, step: int) -> int | None:
+        """What the weights of the step's micro-batches add up to, if that is known before they are read."""
+        return self._steps.samples_in_step(step) if self._weight_fn is None else None
+
     def micro_batch(self, epoch: int, step: int, number: int) -> tuple[Any, int]:
         """The micro-batch, on the device, and its weight in the step's mean."""
         if epoch != self._epoch:

@@ -110,7 +110,11 @@ class Loop:
     def _begin_step(self) -> range:
         num_micro_batches = self.steps.num_micro_batches(self.position.step_in_epoch)
         self._plan = plan_step(num_micro_batches, self._speeds)
-        self._exchange.begin_step(num_micro_batches, self._loss_scale.value if self._loss_scale else 1.0)
+        self._exchange.begin_step(
+            num_micro_batches,
+            total_weight=self._feed.total_weight(self.position.step_in_epoch),
+            loss_scale=self._loss_scale.value if self._loss_scale else 1.0,
+        )
         return self._plan[self._world.rank]
 
     def _begin_micro_batch(self, number: int, *, is_last: bool) -> Any:

@@ -50,11 +50,16 @@ class Bucket:
         else:
             view.copy_(gradient).mul_(weight)
 
-    def publish(self, total_weight: float | torch.Tensor, used: list[bool]) -> None:
-        """Give every used parameter its mean gradient; the others keep None."""
-        self.payload.div_(total_weight)
-        for parameter, view, is_used in zip(self.parameters, self.views, used, strict=True):
-            parameter.grad = view.to(parameter.dtype) if is_used else None
+    def publish(self, used: list[bool], divisor: torch.Tensor | None = None) -> None:
+        """Give every used parameter its gradient, divided if the weights did not do that; the others keep None."""
+        if divisor is not None:
+            self.payload.div_(divisor)
+        for parameter, gradient, is_used in zip(self.parameters, self._gradients(), used, strict=True):
+            parameter.grad = gradient if is_used else None
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The sums in the parameters' own type; where that is the bucket's, without a copy."""
+        return [view.to(parameter.dtype) for parameter, view in zip(self.parameters, self.views, strict=True)]
 
 
 class ExactBucket(Bucket):
@@ -65,6 +70,11 @@ class ExactBucket(Bucket):
     ) -> None:
         super().__init__(parameters, torch.float64, communicator, tail_numel)
         self.grid = Grid()
+        # Kept from step to step: fresh memory for every step's gradients would cost more than the conversion.
+        self._rounded = torch.empty_like(self.payload, dtype=self.parameters[0].dtype)
+        self._rounded_views = [
+            torch.as_strided(self._rounded, view.shape, view.stride(), view.storage_offset()) for view in self.views
+        ]
 
     def add(self, index: int, gradient: torch.Tensor, weight: float, *, first: bool) -> None:
         view = self.views[index]
@@ -72,19 +82,23 @@ class ExactBucket(Bucket):
             gradient = torch.empty_like(view, dtype=gradient.dtype).copy_(gradient)
         add_exactly(_memory_order(view), _memory_order(gradient), weight, self.grid, first=first)
 
+    def _gradients(self) -> list[torch.Tensor]:
+        self._rounded.copy_(self.payload)
+        return self._rounded_views
 
-def add_exactly(
-    total: torch.Tensor, term: torch.Tensor, weight: float | torch.Tensor, grid: Grid, *, first: bool
-) -> None:
-    """total += weight * term, rounded to the grid after weighting. All one-dimensional; `total` is float64."""
+
+def add_exactly(total: torch.Tensor, term: torch.Tensor, weight: float, grid: Grid, *, first: bool) -> None:
+    """total += weight * term, rounded to the grid after weighting. All one-dimensional; `total` is float64.
+
+    `first` overwrites the total instead.
+    """
     anchor = grid.anchor
     for start, stop in _blocks(total):
-        factor = weight[start:stop] if isinstance(weight, torch.Tensor) else weight
-        rounded = term[start:stop].to(torch.float64, copy=True).mul_(factor).add_(anchor).sub_(anchor)
-        if first:
-            total[start:stop].copy_(rounded)
-        else:
-            total[start:stop].add_(rounded)
+        part = total[start:stop]
+        rounded = part.copy_(term[start:stop]) if first else term[start:stop].to(torch.float64, copy=True)
+        rounded.mul_(weight).add_(anchor).sub_(anchor)
+        if not first:
+            part.add_(rounded)
 
 
 def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,9 @@ from paceline.sync.numbers import Layout, OneLoss, StepNumbers, pad
 class GradientExchange(Protocol):
     """What the loop needs of it; see the module's docstring for the order of the calls."""
 
-    def begin_step(self, num_micro_batches: int, loss_scale: float = 1.0) -> None:
-        """`loss_scale` is what the user's losses are multiplied by before backward (fp16)."""
+    def begin_step(self, num_micro_batches: int, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        """`total_weight` is what the step's weights will add up to, where that is known beforehand; `loss_scale` what
+        the losses are multiplied by before backward (fp16)."""
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         """`is_last`: this worker has no further micro-batch in this step, so exchanging may start during backward."""
@@ -61,7 +62,7 @@ class DirectGradients:
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = list(parameters.values())
 
-    def begin_step(self, num_micro_batches: int, loss_scale: float = 1.0) -> None:
+    def begin_step(self, num_micro_batches: int, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         return
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
@@ -138,9 +139,11 @@ class BucketedGradients:
         self._is_open = False
         self._pending: list[Pending] = []
 
-    def begin_step(self, num_micro_batches: int, loss_scale: float = 1.0) -> None:
+    def begin_step(self, num_micro_batches: int, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         self._num_micro_batches = num_micro_batches
-        self._loss_scale = loss_scale
+        # Dividing by a known total while adding saves a pass over all gradients afterwards.
+        self._must_divide = total_weight is None
+        self._scale = loss_scale * (total_weight or 1)
         self._weights = [0.0] * num_micro_batches
         self._pending = []
         self._tail.zero_()
@@ -154,7 +157,7 @@ class BucketedGradients:
             slot.firings = 0
         self._number = number
         self._weights[number] = weight
-        self._factor = weight / self._loss_scale
+        self._factor = weight / self._scale
         self._may_send = is_last and self._overlap
         self._is_open = True
 
@@ -284,8 +287,8 @@ class BucketedGradients:
         for i, grid in enumerate(self._grids):
             peaks = numbers.peaks(i)[:m]
             if i < len(self._buckets):
-                # Peaks were taken before weighting, and of the scaled gradients.
-                peaks = [p * w / self._loss_scale for p, w in zip(peaks, numbers.weights, strict=False)]
+                # Peaks were taken before weighting.
+                peaks = [p * (w / self._scale) for p, w in zip(peaks, numbers.weights, strict=False)]
             if all(map(math.isfinite, peaks)):
                 fits = grid.fits(peaks) and fits
                 grid.follow(peaks)
@@ -297,10 +300,10 @@ class BucketedGradients:
         if not all(used):
             used = [count > 0 for count in numbers.used]
         m, start = self._layout.num_micro_batches, self._layout.num_device
-        total_weight = self._tail[start : start + m].sum()
+        total_weight = self._tail[start : start + m].sum() if self._must_divide else None
         flags = iter(used)
         for bucket in self._buckets:
-            bucket.publish(total_weight, [next(flags) for _ in bucket.views])
+            bucket.publish([next(flags) for _ in bucket.views], total_weight)
 
 
 class _Slot:

@@ -17,8 +17,9 @@ HEADROOM_BITS = 6
 COMFORT_BITS = (2, 12)
 # A sum this far below the limit keeps 27 bits, still more than float32. Further down the grid is too coarse.
 COARSEST_BITS = 24
-# Before anything was seen: gradients times samples of ordinary models lie between 2**-14 and 2**10.
-INITIAL_TOP = 10
+# Before anything was seen: gradients of ordinary models, times tokens where those are counted, have their largest
+# between 2**-10 and 2**14. Others cost one repeated step.
+INITIAL_TOP = 14
 
 
 class Grid:

@@ -1,0 +1,225 @@
+"""El Che: how many batches each worker does between syncs, so that syncs cost little and nobody waits."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.plan.balance import hinted_speeds
+from paceline.plan.shares import shares
+from paceline.plan.smoothing import Smoothed, check_entries, from_entries, to_entries
+
+_LEAST_TARGET, _LARGEST_TARGET = 0.01, 0.5
+# Counts that would move by less stay as they are.
+_DEAD_BAND = 0.1
+
+_KNOBS = ("num_workers", "initial_anchor", "overhead_target", "max_anchor", "max_batch_diff", "speed_hint")
+_STATE = ("anchor", "ceiling", "batch_counts", "ms_per_batch")
+
+
+class ElChe:
+    """Batches per worker until the next sync. The slowest worker does `anchor` of them, faster ones more.
+
+    A function of the reported times alone: workers that report the same readings have the same counts.
+
+    Args:
+        anchor: batches of the slowest worker to start with, and the fewest that a cheap sync leads back to.
+        overhead_target: the sync's cost, as a part of the slowest worker's compute time, that the anchor grows to
+            keep; 0.01 to 0.5.
+        max_anchor: the most batches the slowest worker does without a sync; caps the initial anchor too.
+        max_batch_diff: by how much a count may change from one sync to the next; None for any amount.
+        speed_hint: (slow_rank, ratio): every other worker is about `ratio` times as fast. Used until the first sync.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        anchor: int = 10,
+        *,
+        overhead_target: float = 0.10,
+        max_anchor: int = 200,
+        max_batch_diff: int | None = None,
+        speed_hint: tuple[int, float] | None = None,
+    ) -> None:
+        for name, value in (("num_workers", num_workers), ("anchor", anchor), ("max_anchor", max_anchor)):
+            _check_positive(name, value)
+        if max_batch_diff is not None:
+            _check_positive("max_batch_diff", max_batch_diff)
+        if not overhead_target > 0:
+            raise ValueError(f"overhead_target={overhead_target} is not a part of compute time: choose 0.01 to 0.5")
+        self._overhead_target = min(max(float(overhead_target), _LEAST_TARGET), _LARGEST_TARGET)
+        if self._overhead_target != overhead_target:
+            warnings.warn(
+                f"overhead_target={overhead_target} is out of range and counts as {self._overhead_target}: "
+                "choose 0.01 to 0.5",
+                stacklevel=2,
+            )
+        self._num_workers = num_workers
+        self._max_anchor = max_anchor
+        self._max_batch_diff = max_batch_diff
+        self._speed_hint = None if speed_hint is None else (speed_hint[0], float(speed_hint[1]))
+        self._hinted = (1.0,) * num_workers if speed_hint is None else hinted_speeds(num_workers, *speed_hint)
+        self._initial_anchor = self._anchor = min(anchor, max_anchor)
+        self._ceiling = max_anchor
+        self._ms_per_batch: tuple[Smoothed | None, ...] = (None,) * num_workers
+        self._batch_counts = self._proportional_counts()
+
+    @property
+    def anchor(self) -> int:
+        return self._anchor
+
+    @property
+    def overhead_target(self) -> float:
+        return self._overhead_target
+
+    @property
+    def max_anchor(self) -> int:
+        return self._max_anchor
+
+    @property
+    def max_batch_diff(self) -> int | None:
+        return self._max_batch_diff
+
+    @property
+    def batch_counts(self) -> tuple[int, ...]:
+        """Batches per worker until the next sync."""
+        return self._batch_counts
+
+    @property
+    def total_batches(self) -> int:
+        return sum(self._batch_counts)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether every worker has been measured."""
+        return None not in self._ms_per_batch
+
+    @property
+    def anchor_wall_ms(self) -> float:
+        """How long the slowest worker computes between syncs; 0.0 until calibrated."""
+        return self._anchor * max(self._measured_ms()) if self.is_calibrated else 0.0
+
+    def clamp_total(self, num_batches: int) -> tuple[int, ...]:
+        """The counts where only `num_batches` are left, as at an epoch's end: in the same proportions, some maybe 0."""
+        if num_batches < 0:
+            raise ValueError(f"num_batches={num_batches} is negative: choose num_batches >= 0")
+        return self._batch_counts if self.total_batches <= num_batches else shares(num_batches, self._batch_counts)
+
+    def report_timing(self, compute_ms: Sequence[float], batches: Sequence[int], sync_ms: float) -> None:
+        """Take in a sync: each worker's compute time since the last one, the batches it did, and the sync's own time.
+
+        A worker that did no batch (0 ms, 0 batches) gives no reading.
+        """
+        self._check_report(compute_ms, batches, sync_ms)
+        was_calibrated = self.is_calibrated
+        readings = [ms / count if count else 0.0 for ms, count in zip(compute_ms, batches, strict=True)]
+        self._ms_per_batch = tuple(
+            smoothed if not ms else Smoothed(ms) if smoothed is None else smoothed.after(ms)
+            for smoothed, ms in zip(self._ms_per_batch, readings, strict=True)
+        )
+        if not self.is_calibrated:
+            return
+        measured = self._measured_ms()
+        if slowest_ms := readings[measured.index(max(measured))]:
+            self._tune_anchor(sync_ms / (self._anchor * slowest_ms))
+        targets = self._proportional_counts()
+        moves = [target - count for target, count in zip(targets, self._batch_counts, strict=True)]
+        if not was_calibrated:
+            self._batch_counts = targets
+        # All or none, so that the proportions stay those of one measurement.
+        elif any(abs(move) > _DEAD_BAND * count for move, count in zip(moves, self._batch_counts, strict=True)):
+            most = self._max_batch_diff or max(map(abs, moves))
+            self._batch_counts = tuple(
+                count + min(max(move, -most), most) for count, move in zip(self._batch_counts, moves, strict=True)
+            )
+
+    def nudge_anchor_down(self, factor: float) -> None:
+        """Sync more often at once, also below the initial anchor: replicas drift.
+
+        The anchor may then grow by one per sync only: a dear sync would otherwise undo this at the next report.
+        """
+        if not 0 < factor < 1:
+            raise ValueError(f"factor={factor} does not shrink the anchor: choose 0 < factor < 1")
+        self._anchor = self._ceiling = max(1, math.floor(self._anchor * factor))
+        self._batch_counts = self._proportional_counts()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Knobs and state; to resume with another knob, replace its entry."""
+        return {
+            "num_workers": self._num_workers,
+            "initial_anchor": self._initial_anchor,
+            "overhead_target": self._overhead_target,
+            "max_anchor": self._max_anchor,
+            "max_batch_diff": self._max_batch_diff,
+            "speed_hint": None if self._speed_hint is None else list(self._speed_hint),
+            "anchor": self._anchor,
+            "ceiling": self._ceiling,
+            "batch_counts": list(self._batch_counts),
+            "ms_per_batch": [to_entries(smoothed) for smoothed in self._ms_per_batch],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ElChe:
+        """What `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
+        check_entries("El Che's state", values, [*_KNOBS, *_STATE])
+        hint = values["speed_hint"]
+        el_che = cls(
+            values["num_workers"],
+            values["initial_anchor"],
+            overhead_target=values["overhead_target"],
+            max_anchor=values["max_anchor"],
+            max_batch_diff=values["max_batch_diff"],
+            speed_hint=None if hint is None else (hint[0], hint[1]),
+        )
+        for name in ("batch_counts", "ms_per_batch"):
+            if len(values[name]) != el_che._num_workers:
+                raise ValueError(
+                    f"El Che's {name} has {len(values[name])} entries for {el_che._num_workers} workers: "
+                    "it needs one per worker"
+                )
+        for name, value in (("anchor", values["anchor"]), ("ceiling", values["ceiling"])):
+            _check_positive(name, value)
+        for count in values["batch_counts"]:
+            _check_positive("batch count", count)
+        el_che._ceiling = min(values["ceiling"], el_che._max_anchor)
+        el_che._anchor = min(values["anchor"], el_che._ceiling)
+        el_che._batch_counts = tuple(values["batch_counts"])
+        el_che._ms_per_batch = tuple(from_entries(Smoothed, entries) for entries in values["ms_per_batch"])
+        return el_che
+
+    def _measured_ms(self) -> list[float]:
+        return [smoothed.value for smoothed in self._ms_per_batch if smoothed is not None]
+
+    def _proportional_counts(self) -> tuple[int, ...]:
+        """Counts with which all finish together and the slowest worker does `anchor` batches."""
+        ms = self._measured_ms() if self.is_calibrated else [1 / speed for speed in self._hinted]
+        return tuple(max(1, round(self._anchor * max(ms) / own)) for own in ms)
+
+    def _tune_anchor(self, overhead: float) -> None:
+        self._ceiling = min(self._ceiling + 1, self._max_anchor)
+        if overhead > self._overhead_target:
+            self._anchor = min(math.ceil(self._anchor * overhead / self._overhead_target), self._ceiling)
+        elif overhead < self._overhead_target / 2 and self._anchor > self._initial_anchor:
+            self._anchor -= 1
+
+    def _check_report(self, compute_ms: Sequence[float], batches: Sequence[int], sync_ms: float) -> None:
+        if not len(compute_ms) == len(batches) == self._num_workers:
+            raise ValueError(
+                f"{len(compute_ms)} compute times and {len(batches)} batch counts for {self._num_workers} workers: "
+                "give one of each per worker"
+            )
+        for rank, (ms, count) in enumerate(zip(compute_ms, batches, strict=True)):
+            if not (0 <= ms < math.inf and count >= 0 and (ms > 0) == (count > 0)):
+                raise ValueError(
+                    f"worker {rank} reports {ms} ms for {count} batches: give a time > 0 for batches > 0, "
+                    "or 0 and 0 for a worker without a batch"
+                )
+        if not 0 <= sync_ms < math.inf:
+            raise ValueError(f"sync_ms={sync_ms} is not a time: give milliseconds >= 0")
+
+
+def _check_positive(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r} is not a positive integer: choose {name} >= 1")
