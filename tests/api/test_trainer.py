@@ -168,7 +168,7 @@ def test_misuse_of_the_loop(backward: str) -> None:
 
 def test_a_nan_loss_stops_before_the_weights_are_spoilt(pool: WorkerPool) -> None:
     def run() -> None:
-        with setup(shuffle=False) as trainer:
+        with setup(shuffle=False, shares="equal") as trainer:
             for epoch in trainer.epochs(1):
                 for batch in epoch:
                     loss = loss_of(trainer, batch)
@@ -215,7 +215,10 @@ def test_an_infinite_gradient_under_a_finite_loss_is_found_when_clipping() -> No
         ({"timeout_s": 0}, ValueError, "timeout_s=0 is no time-out"),
         ({"threads": 0}, ValueError, "threads=0"),
         ({"seed": "7"}, ValueError, "seed='7' is a str"),
-        ({"shares": [1, 1]}, ValueError, "names 2 workers, the world has 1"),
+        ({"shares": [1, 1]}, ValueError, r"shares=\[1.0, 1.0\] names 2 workers, the world has 1"),
+        ({"shares": "fair"}, ValueError, "shares='fair' is unknown: choose 'measured', 'equal'"),
+        ({"speed_hints": [1, 1]}, ValueError, r"speed_hints=\[1.0, 1.0\] names 2 workers, the world has 1"),
+        ({"shares": "equal", "speed_hints": [1]}, ValueError, "speed_hints would be ignored"),
         ({"data": []}, ValueError, "data is empty"),
         ({"data": (X, Y[:10])}, ValueError, r"the columns of data have \[50, 10\] rows"),
         ({"data": iter([1])}, TypeError, "has no __getitem__ and __len__"),

@@ -72,7 +72,7 @@ class Outcome:
     num_steps: int
 
 
-def train(name: str, shares: list[float] | None = None, device: str | None = None, **settings: Any) -> Outcome:
+def train(name: str, shares: Any = "measured", device: str | None = None, **settings: Any) -> Outcome:
     """Run a scenario in the world this process is in."""
     scenario = SCENARIOS[name]
     settings = {"exact": True, "global_batch": 32, "micro_batch": 4, **settings}

@@ -34,7 +34,7 @@ def test_plain_mode_agrees_to_rounding(name: str, pool: WorkerPool) -> None:
     def plainly(*args: object) -> Outcome:
         return train(*args, exact=False)
 
-    reference = plainly(name, None)
+    reference = plainly(name)
     for split in SPLITS:
         for outcome in pool.run(plainly, len(split), name, split):
             for key, expected in reference.parameters.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -59,7 +59,8 @@ class Trainer:
         drop_last: bool = False,
         exact: bool = False,
         precision: Precision = "fp32",
-        shares: Sequence[float] | None = None,
+        shares: Sequence[float] | Literal["measured", "equal"] = "measured",
+        speed_hints: Sequence[float] | None = None,
         device: torch.device | str | None = None,
         backend: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -79,7 +80,9 @@ class Trainer:
             default: its samples.
         exact: weights that are bit-for-bit the same on any number of workers, for one kind of device.
         precision: what `trainer.autocast()` casts to; fp16 adds loss scaling.
-        shares: the workers' relative speeds (default: equal). overlap: exchange gradients while backward still runs.
+        shares: how workers divide a step. "measured": by the speed each was measured at, starting from speed_hints
+            if given; "equal"; or one relative speed per worker. No choice changes the result.
+        overlap: exchange gradients while backward still runs.
         timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
         """
         config = RunConfig(
@@ -91,7 +94,8 @@ class Trainer:
             precision=precision,
             max_grad_norm=max_grad_norm,
             exact=exact,
-            shares=None if shares is None else tuple(map(float, shares)),
+            shares=shares if isinstance(shares, str) else tuple(map(float, shares)),
+            speed_hints=None if speed_hints is None else tuple(map(float, speed_hints)),
             overlap=overlap,
             backend=backend,
             timeout_s=timeout_s,

@@ -59,7 +59,7 @@ class ElChe:
         self._num_workers = num_workers
         self._max_anchor = max_anchor
         self._max_batch_diff = max_batch_diff
-        self._speed_hint = None if speed_hint is None else (speed_hint[0], float(speed_hint[1]))
+        self._speed_hint = None if speed_hint is None else (speed_hint[0], max(float(speed_hint[1]), 1.0))
         self._hinted = (1.0,) * num_workers if speed_hint is None else hinted_speeds(num_workers, *speed_hint)
         self._initial_anchor = self._anchor = min(anchor, max_anchor)
         self._ceiling = max_anchor

@@ -5,7 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+# The micro-batch numbers of a step, by rank.
+Plan: TypeAlias = tuple[range, ...]
 
 
 def shares(num_micro_batches: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -39,14 +44,20 @@ def shares(num_micro_batches: int, speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def ranges(counts: Sequence[int]) -> tuple[range, ...]:
+def ranges(counts: Sequence[int]) -> Plan:
     """Consecutive micro-batch numbers per worker, in rank order: (3, 0, 2) gives 0..2, none, 3..4."""
     if any(count < 0 for count in counts):
         raise ValueError(f"shares {tuple(counts)} contain a negative one: choose shares >= 0")
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 
-def owner(plan: Sequence[range], number: int) -> int:
+@lru_cache(maxsize=256)
+def plan(num_micro_batches: int, speeds: tuple[float, ...]) -> Plan:
+    """The micro-batch numbers of each worker, for these speeds."""
+    return ranges(shares(num_micro_batches, speeds))
+
+
+def owner(plan: Plan, number: int) -> int:
     """The rank whose micro-batch this is."""
     return next(rank for rank, numbers in enumerate(plan) if number in numbers)
 

@@ -17,18 +17,20 @@ _T = TypeVar("_T", "Smoothed", "Steady")
 _LEAST_FACTOR, _LARGEST_FACTOR = 0.1, 0.8
 _JUMP = 1.5
 
-# The balancer's. A deviation of three standard deviations is not noise; a single reading never counts for more.
+# The balancer's, chosen by the simulation in tests/plan/test_balance.py. A reading that is three standard deviations off
+# is probably not noise, but it counts for no more than that.
 _SIGMAS = 3.0
-# Two readings that are each that far off, or six that are together: two follow a large change at once, six find one of
-# some 20% at 10% noise within as many steps. More windows, or a lower limit, would mostly find noise.
-_JUMP_WINDOW, _WINDOW = 2, 6
-_WINDOW_LIMIT = _SIGMAS * math.sqrt(_WINDOW)
-# When six readings speak, some of them may be from before the change: the later half is not.
-_FRESH = 3
-# Noise is learned over 256 readings (half of that makes the limits waver), from a guess worth 8 readings of 10% noise,
-# and never believed to be below 1%, so that differences too small to matter change nothing.
+# Two readings in a row that are each that far off follow a large change at once; six that are this many standard
+# deviations off in all find one of 20% in 10% noise. With a limit of 7.5 three workers' shares flutter, with 8.0 such
+# changes are missed more often.
+_TWO, _TWO_LIMIT = 2, 2 * _SIGMAS
+_SIX, _SIX_LIMIT = 6, 7.75
+# When six readings speak, the older ones may be from before the change: the mean starts again from the later half.
+_HALF = 3
+# Noise is learned over 256 readings (from half as many, changes of 20% are missed more often), beginning with a guess
+# of 10% that is worth 8 readings. Below 1% it does not matter. A difference of more than five standard deviations is a
+# change rather than noise, and raises the estimate no further.
 _NOISE_MEMORY, _GUESS_WEIGHT, _GUESS, _LEAST_NOISE = 256, 8, 0.1, 0.01
-# One difference raises the estimate of the noise by at most this many standard deviations: a change is not noise.
 _LARGEST_DIFFERENCE = 5.0
 
 
@@ -59,14 +61,15 @@ class Smoothed:
 
 @dataclass(frozen=True)
 class Steady:
-    """The level of noisy readings: it stays put until they contradict it, and then moves at once.
+    """The level of noisy readings: it rests until they contradict it, and then moves at once.
 
-    `level` is brought up to the mean of the readings since the last change whenever the two are further apart than
-    that mean's standard error, so it settles and then rests. It has changed when the last two readings are each three
-    standard deviations off, or the last six together: then the mean starts again from the last two or three. The
-    noise is estimated from the readings themselves: `variance` from successive differences, relative to the readings,
-    and `covariance` of neighbours, since noise that lasts for several readings moves a mean further than noise that
-    does not.
+    `level` is set to the mean of the readings since the last change whenever the two are further apart than that
+    mean's standard error, so it settles in ever rarer and smaller moves. A change is two readings in a row that are
+    each three standard deviations off, or six that are off in all; then the mean starts again from the latest.
+
+    The noise is estimated from the readings, relative to them: `variance` from successive differences, and the
+    `covariance` of neighbours, since noise that outlasts a reading moves a mean further. `recent` are the readings, at
+    most six, that are not yet known to be no change; the covariance is learned from those that leave.
     """
 
     level: float
@@ -83,11 +86,11 @@ class Steady:
         for name in ("count", "num_readings"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} of a steady level is not a count of readings: it must be >= 1")
+                raise ValueError(f"{name}={value!r} of a steady time is not a number of readings: it must be >= 1")
         if not (isinstance(self.covariance, int | float) and math.isfinite(self.covariance)):
-            raise ValueError(f"covariance={self.covariance!r} of a steady level is not a finite number")
-        if not 1 <= len(self.recent) <= _WINDOW:
-            raise ValueError(f"{len(self.recent)} recent readings of a steady level: it keeps 1 to {_WINDOW}")
+            raise ValueError(f"covariance={self.covariance!r} of a steady time is not a finite number")
+        if not 1 <= len(self.recent) <= _SIX:
+            raise ValueError(f"a steady time has {len(self.recent)} recent readings: it keeps 1 to {_SIX}")
         for reading in self.recent:
             _check_time("recent reading", reading)
 
@@ -98,31 +101,33 @@ class Steady:
     def after(self, reading: float) -> Steady:
         _check_time("reading", reading)
         variance, covariance = self._noise(reading)
-        # The variance of a mean of neighbours that are correlated by r is (1 + r) / (1 - r) times as large.
+        # The mean of neighbours that are correlated by r varies (1 + r) / (1 - r) times as much.
         lasting = max(covariance, 0.0)
         sigma = math.sqrt((variance + lasting) * (variance + 2 * lasting) / variance)
-        recent = (*self.recent, reading)[-_WINDOW:]
         count = self.count + 1
-        bound = _SIGMAS * sigma * self.mean
-        mean = self.mean + _clamp(reading - self.mean, bound) / count
+        mean = self.mean + _clamp(reading - self.mean, _SIGMAS * sigma * self.mean) / count
         level = mean if abs(mean - self.level) > sigma * self.level / math.sqrt(count) else self.level
-        if _contradiction(recent, _JUMP_WINDOW, level, sigma, count) >= _SIGMAS * _JUMP_WINDOW:
-            count = _JUMP_WINDOW
-            level = mean = math.fsum(recent[-count:]) / count
-        elif _contradiction(recent, _WINDOW, level, sigma, count) >= _WINDOW_LIMIT:
-            count = _FRESH
-            level = mean = math.fsum(recent[-count:]) / count
-        return Steady(level, mean, count, recent, variance, covariance, self.num_readings + 1)
+        recent = (*self.recent, reading)[-_SIX:]
+        if _contradiction(recent, _TWO, level, sigma, count) >= _TWO_LIMIT:
+            count = _TWO
+        elif _contradiction(recent, _SIX, level, sigma, count) >= _SIX_LIMIT:
+            count = _HALF
+        else:
+            return Steady(level, mean, count, recent, variance, covariance, self.num_readings + 1)
+        recent = recent[-count:]
+        mean = math.fsum(recent) / count
+        return Steady(mean, mean, count, recent, variance, covariance, self.num_readings + 1)
 
     def _noise(self, reading: float) -> tuple[float, float]:
-        last = self.recent[-1]
+        """Variance and covariance with this reading."""
         gain = 1 / min(self.num_readings + _GUESS_WEIGHT, _NOISE_MEMORY)
-        largest = _LARGEST_DIFFERENCE**2 * self.variance
-        square = min(_deviation(reading, last) ** 2 / 2, largest)
+        square = min(_deviation(reading, self.recent[-1]) ** 2 / 2, _LARGEST_DIFFERENCE**2 * self.variance)
         variance = max(self.variance + gain * (square - self.variance), _LEAST_NOISE**2)
+        if len(self.recent) < _SIX:
+            return variance, self.covariance
         bound = _SIGMAS * math.sqrt(variance)
-        product = _clamp(_deviation(reading, self.level), bound) * _clamp(_deviation(last, self.level), bound)
-        return variance, self.covariance + gain * (product - self.covariance)
+        leaving, following = (_clamp(_deviation(recent, self.level), bound) for recent in self.recent[:2])
+        return variance, self.covariance + gain * (leaving * following - self.covariance)
 
 
 def _deviation(reading: float, level: float) -> float:
@@ -135,8 +140,8 @@ def _clamp(value: float, bound: float) -> float:
 
 
 def _contradiction(recent: Sequence[float], window: int, level: float, sigma: float, count: int) -> float:
-    """By how many standard deviations in all the last readings are off a level that rests on `count` others."""
-    if count <= window:
+    """By how many standard deviations in all the last readings are off a level that rests on `count` readings."""
+    if count <= window or len(recent) < window:
         return 0.0
     scale = sigma * math.sqrt(1 + window / count)
     return abs(math.fsum(_clamp(_deviation(reading, level) / scale, _SIGMAS) for reading in recent[-window:]))
@@ -167,4 +172,5 @@ def from_entries(kind: type[_T], values: Mapping[str, Any] | None) -> _T | None:
     if values is None:
         return None
     check_entries(f"a {kind.__name__.lower()} time", values, [field.name for field in fields(kind)])
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return kind(**fixed)

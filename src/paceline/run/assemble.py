@@ -45,7 +45,7 @@ def assemble(
 ) -> Run:
     """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
     steps = Steps(len(source), config.global_batch, config.micro_batch or config.global_batch, config.drop_last)
-    config.speeds(world.size)
+    config.check_workers(world.size)
     with ExitStack() as stack:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)

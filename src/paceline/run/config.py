@@ -16,7 +16,7 @@ class RunConfig:
     """The settings of a run; the batch sizes are checked against the data when the run is put together.
 
     Course: global_batch, micro_batch, seed, shuffle, drop_last, precision, max_grad_norm, exact (and then threads).
-    Speed only: shares, overlap, backend, timeout_s, and threads outside of exact mode.
+    Speed only: shares, speed_hints, overlap, backend, timeout_s, and threads outside of exact mode.
     """
 
     global_batch: int
@@ -27,7 +27,8 @@ class RunConfig:
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
     exact: bool = False
-    shares: tuple[float, ...] | None = None
+    shares: tuple[float, ...] | Literal["measured", "equal"] = "measured"
+    speed_hints: tuple[float, ...] | None = None
     overlap: bool = True
     backend: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -42,18 +43,23 @@ class RunConfig:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} is no bound: choose a number >= 0, or None not to clip"
             )
+        if isinstance(self.shares, str) and self.shares not in ("measured", "equal"):
+            raise ValueError(
+                f"shares={self.shares!r} is unknown: choose 'measured', 'equal', or one relative speed per worker"
+            )
+        if self.speed_hints is not None and self.shares != "measured":
+            raise ValueError("speed_hints would be ignored, since shares is not 'measured': leave one of them out")
         if not (0 < self.timeout_s < math.inf):
             raise ValueError(f"timeout_s={self.timeout_s} is no time-out: choose a finite number of seconds > 0")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads}: choose at least 1 thread per worker, or None")
 
-    def speeds(self, num_workers: int) -> tuple[float, ...]:
-        """The relative speeds by which the workers of a world share every step."""
-        if self.shares is None:
-            return (1.0,) * num_workers
-        if len(self.shares) != num_workers:
-            raise ValueError(
-                f"shares={list(self.shares)} names {len(self.shares)} workers, the world has {num_workers}: "
-                "give one number per worker, or None for equal shares"
-            )
-        return self.shares
+    def check_workers(self, num_workers: int) -> None:
+        """Whether what names workers names as many as the world has."""
+        for name in ("shares", "speed_hints"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != num_workers:
+                raise ValueError(
+                    f"{name}={list(value)} names {len(value)} workers, the world has {num_workers}: "
+                    "give one number per worker"
+                )

@@ -14,8 +14,8 @@ from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.data.sharded import ShardedFeed
 from paceline.data.sources import Source
+from paceline.plan.shares import plan
 from paceline.plan.steps import Steps
-from paceline.run.loop import plan_step
 
 # What eval_fn's result is called if it is one number.
 UNNAMED = ""
@@ -43,7 +43,7 @@ def evaluate(
     world = communicator.world
     steps = Steps(len(source), micro_batch, micro_batch)
     feed = ShardedFeed(source, steps, world.device, seed=seed, shuffle=False, weight_fn=weight_fn)
-    mine = plan_step(steps.num_steps, (1.0,) * world.size)[world.rank]
+    mine = plan(steps.num_steps, (1.0,) * world.size)[world.rank]
     results: list[dict[str, torch.Tensor]] = []
     weights: list[int] = []
     with _evaluation_mode(model), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):

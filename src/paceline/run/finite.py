@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 
 from paceline.core.errors import NonFiniteError
-from paceline.plan.shares import owner
+from paceline.plan.shares import Plan, owner
 from paceline.sync.numbers import OneLoss, StepNumbers
-
-Plan = Sequence[range]
 
 
 class FiniteWatch:

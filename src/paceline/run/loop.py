@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.world import World
 from paceline.data.sharded import ShardedFeed
-from paceline.plan.shares import owner, ranges, shares
+from paceline.plan.shares import Plan, owner
 from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
 from paceline.run.finite import FiniteWatch
+from paceline.run.planner import planner_for
 from paceline.run.replica import Replica
 from paceline.run.stopwatch import stopwatch_for
 from paceline.sync.gradients import GradientExchange
@@ -46,7 +46,7 @@ class Loop:
         self.steps = steps
         self._config = config
         self._world = world
-        self._speeds = config.speeds(world.size)
+        self._planner = planner_for(config, world)
         self._exchange = exchange
         self._feed = feed
         self._watch = FiniteWatch()
@@ -109,7 +109,7 @@ class Loop:
 
     def _begin_step(self) -> range:
         num_micro_batches = self.steps.num_micro_batches(self.position.step_in_epoch)
-        self._plan = plan_step(num_micro_batches, self._speeds)
+        self._plan = self._planner.plan(num_micro_batches)
         self._exchange.begin_step(
             num_micro_batches,
             total_weight=self._feed.total_weight(self.position.step_in_epoch),
@@ -135,6 +135,7 @@ class Loop:
         numbers = self._exchange.finish(owner(self._plan, self._plan[-1].stop - 1))
         if numbers is None:
             return None
+        self._planner.observe(numbers)
         # From here on every worker does the same, drawing the same random numbers.
         seed_device(self._world.device, derive_seed(self._config.seed, Purpose.AFTER_STEP, position.step))
         norm = self._clip()
@@ -145,7 +146,9 @@ class Loop:
         else:
             is_skipped = True
         self._exchange.clear()
-        record = StepRecord(position.step + 1, position.epoch, self.replica.learning_rate, is_skipped, numbers, norm)
+        record = StepRecord(
+            position.step + 1, position.epoch, self.replica.learning_rate, is_skipped, self._plan, numbers, norm
+        )
         self.position = position.after_step(self.steps)
         for steps, hook in self._hooks:
             if record.step % steps == 0:
@@ -195,6 +198,7 @@ class StepRecord:
     epoch: int
     lr: float
     is_skipped: bool
+    _plan: Plan
     _numbers: StepNumbers | OneLoss
     _norm: torch.Tensor | None
 
@@ -209,6 +213,11 @@ class StepRecord:
         return self._numbers.total_weight
 
     @property
+    def shares(self) -> tuple[int, ...]:
+        """How many of the step's micro-batches each worker took, by rank."""
+        return tuple(map(len, self._plan))
+
+    @property
     def seconds(self) -> list[float]:
         """What each worker takes for a micro-batch, by rank; 0 where it was not measured."""
         return self._numbers.seconds
@@ -217,9 +226,3 @@ class StepRecord:
     def grad_norm(self) -> float | None:
         """The mean gradient's norm before clipping; None unless `max_grad_norm` is set (math.inf only measures)."""
         return None if self._norm is None else self._norm.item()
-
-
-@lru_cache(maxsize=256)
-def plan_step(num_micro_batches: int, speeds: tuple[float, ...]) -> tuple[range, ...]:
-    """The micro-batch numbers of each worker."""
-    return ranges(shares(num_micro_batches, speeds))
