@@ -205,6 +205,26 @@ def test_an_infinite_gradient_under_a_finite_loss_is_found_when_clipping() -> No
                 trainer.step()
 
 
+def test_exact_mode_names_the_micro_batch_of_an_infinite_gradient(pool: WorkerPool) -> None:
+    def run() -> None:
+        with setup(shuffle=False, shares="equal", exact=True) as trainer:
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(loss_of(trainer, batch))
+                    trainer.step() if trainer.position.step < 2 else poison(trainer, batch)
+
+    def poison(trainer: pl.Trainer, batch: Any) -> None:
+        if bool((batch.x == X[20]).all(1).any()):
+            trainer.model[0].weight.grad = torch.full_like(trainer.model[0].weight, math.inf)
+        trainer.step()
+
+    with pytest.raises(pl.NonFiniteError, match="gradient is inf at step 3, micro-batch 1, rank 0"):
+        run()
+    with pytest.raises(WorkersFailed) as failed:
+        pool.run(run, 2)
+    assert all("gradient is inf at step 3, micro-batch 1, rank 1" in str(e) for e in failed.value.errors.values())
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "text"),
     [

@@ -1,8 +1,7 @@
-"""Finding the loss that is no number, without making the device wait."""
+"""Finding the loss or gradient that is no number, without making the device wait."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 
 from paceline.core.errors import NonFiniteError
@@ -11,7 +10,7 @@ from paceline.sync.numbers import OneLoss, StepNumbers
 
 
 class FiniteWatch:
-    """Raises `NonFiniteError` for a step whose loss is inf or NaN.
+    """Raises `NonFiniteError` for a step whose loss is inf or NaN, in exact mode also for a gradient.
 
     On the CPU before the optimizer's step. On a GPU when the losses have arrived on the host, a step or so later;
     `flush` waits for the rest.
@@ -22,7 +21,7 @@ class FiniteWatch:
 
     def check(self, step: int, plan: Plan, numbers: StepNumbers | OneLoss) -> None:
         if not self._unseen and numbers.has_arrived:
-            _raise_if_not_finite(step, plan, numbers.losses)
+            _raise_if_not_finite(step, plan, numbers)
             return
         self._unseen.append((step, plan, numbers))
         while self._unseen and self._unseen[0][2].has_arrived:
@@ -33,18 +32,19 @@ class FiniteWatch:
             self._look_at_oldest()
 
     def _look_at_oldest(self) -> None:
-        step, plan, numbers = self._unseen.popleft()
-        _raise_if_not_finite(step, plan, numbers.losses)
+        _raise_if_not_finite(*self._unseen.popleft())
 
 
-def _raise_if_not_finite(step: int, plan: Plan, losses: list[float]) -> None:
-    for number, loss in enumerate(losses):
-        if not math.isfinite(loss):
-            rank = owner(plan, number)
-            raise NonFiniteError(
-                f"loss is {loss} at step {step}, micro-batch {number}, rank {rank}: look at that micro-batch's data, "
-                "lower the learning rate or clip gradients",
-                step=step,
-                micro_batch=number,
-                rank=rank,
-            )
+def _raise_if_not_finite(step: int, plan: Plan, numbers: StepNumbers | OneLoss) -> None:
+    found = numbers.non_finite()
+    if found is None:
+        return
+    what, value, number = found
+    rank = owner(plan, number)
+    raise NonFiniteError(
+        f"{what} is {value} at step {step}, micro-batch {number}, rank {rank}: look at that micro-batch's data, lower "
+        "the learning rate or clip gradients",
+        step=step,
+        micro_batch=number,
+        rank=rank,
+    )

@@ -7,7 +7,6 @@ Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -289,9 +288,8 @@ class BucketedGradients:
             if i < len(self._buckets):
                 # Peaks were taken before weighting.
                 peaks = [p * (w / self._scale) for p, w in zip(peaks, numbers.weights, strict=False)]
-            if all(map(math.isfinite, peaks)):
-                fits = grid.fits(peaks) and fits
-                grid.follow(peaks)
+            fits = grid.fits(peaks) and fits
+            grid.follow(peaks)
         return fits
 
     def _publish(self, numbers: StepNumbers) -> None:

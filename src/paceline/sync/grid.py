@@ -38,9 +38,14 @@ class Grid:
         return math.ldexp(3.0, self.top)
 
     def fits(self, peaks: Sequence[float]) -> bool:
-        """Whether terms with these largest magnitudes (one per term) can be summed here: neither over nor coarse."""
+        """Whether terms with these largest magnitudes (one per term) can be summed here: neither over nor coarse.
+
+        Inf and NaN fit: they pass through any grid and mean what they mean elsewhere.
+        """
         reach = _reach(peaks)
-        return reach == 0.0 or math.ldexp(1.0, self.top - COARSEST_BITS) <= reach <= math.ldexp(1.0, self.top)
+        if reach == 0.0 or not math.isfinite(reach):
+            return True
+        return math.ldexp(1.0, self.top - COARSEST_BITS) <= reach <= math.ldexp(1.0, self.top)
 
     def follow(self, peaks: Sequence[float]) -> None:
         """Move to suit these peaks, unless they are comfortable where the grid is."""
@@ -53,4 +58,5 @@ class Grid:
 
 
 def _reach(peaks: Sequence[float]) -> float:
-    return max(peaks, default=0.0) * len(peaks)
+    # Not max(): that may pass over a NaN.
+    return math.nan if any(map(math.isnan, peaks)) else max(peaks, default=0.0) * len(peaks)

@@ -6,6 +6,7 @@ that exactly one worker fills, and the sum over workers therefore hands everybod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -105,6 +106,16 @@ class StepNumbers:
         m = self._layout.num_micro_batches
         return self._parts[1][grid * m : (grid + 1) * m]
 
+    def non_finite(self) -> tuple[str, float, int] | None:
+        """What is inf or NaN, its value and its micro-batch: a loss, or where peaks are known a gradient."""
+        for number, loss in enumerate(self.losses):
+            if not math.isfinite(loss):
+                return "loss", loss, number
+        for index, peak in enumerate(self._parts[1]):
+            if not math.isfinite(peak):
+                return "gradient", peak, index % self._layout.num_micro_batches
+        return None
+
     @property
     def total_weight(self) -> float:
         return sum(self.weights)
@@ -143,6 +154,10 @@ class OneLoss:
         if not isinstance(self._source, list):
             self._source = self._source.tolist()
         return self._source
+
+    def non_finite(self) -> tuple[str, float, int] | None:
+        loss = self.losses[0]
+        return None if math.isfinite(loss) else ("loss", loss, 0)
 
     @property
     def loss(self) -> float:
