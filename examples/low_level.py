@@ -22,7 +22,7 @@ from torch import nn
 
 from paceline.comm.local import LocalCommunicator, LocalGroup
 from paceline.plan.order import EpochOrder
-from paceline.plan.shares import owner, ranges, shares
+from paceline.plan.shares import ranges, shares
 from paceline.plan.steps import Steps
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients import BucketedGradients
@@ -61,9 +61,10 @@ def train_replica(model: nn.Module, communicator: LocalCommunicator, x: torch.Te
     for epoch in range(NUM_EPOCHS):
         order = EpochOrder(STEPS.num_samples, seed=SEED, epoch=epoch)
         for step in range(STEPS.num_steps):
-            num_micro_batches = STEPS.num_micro_batches(step)
-            plan = ranges(shares(num_micro_batches, SPEEDS))  # a pure function: no message is needed to agree on it
-            exchange.begin_step(num_micro_batches)
+            plan = ranges(
+                shares(STEPS.num_micro_batches(step), SPEEDS)
+            )  # a pure function: no message is needed to agree on it
+            exchange.begin_step(plan)
             for number in plan[rank]:
                 positions = STEPS.sample_range(step, number)
                 rows = torch.from_numpy(order.indices(positions.start, positions.stop)).to(device)
@@ -74,9 +75,9 @@ def train_replica(model: nn.Module, communicator: LocalCommunicator, x: torch.Te
                 exchange.end_micro_batch(loss.detach())
             # Here the replicas meet. Afterwards every parameter's .grad is the mean over the whole batch.
             exchange.send()
-            numbers = exchange.finish(owner_of_last=owner(plan, num_micro_batches - 1))
+            numbers = exchange.finish()
             optimizer.step()
-            exchange.clear()
+            exchange.complete()
             losses.append(numbers.loss)
     exchange.close()
     return losses

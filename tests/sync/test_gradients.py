@@ -263,14 +263,14 @@ def two_replicas(
 def one_step(replicas: list[tuple[nn.Module, BucketedGradients]], work: Callable[[nn.Module, int], None]) -> None:
     """Each replica one micro-batch, in one thread: all start their exchange before any waits for it."""
     for rank, (model, exchange) in enumerate(replicas):
-        exchange.begin_step(2)
+        exchange.begin_step((range(1), range(1, 2)))
         exchange.begin_micro_batch(rank, 1, is_last=True)
         work(model, rank)
         exchange.end_micro_batch(None)
     for _, exchange in replicas:
         exchange.send()
     for _, exchange in replicas:
-        exchange.finish(owner_of_last=1)
+        exchange.finish()
 
 
 def test_buckets_leave_during_the_last_backward_once_its_pattern_is_known() -> None:

@@ -17,8 +17,8 @@ _T = TypeVar("_T", "Smoothed", "Steady")
 _LEAST_FACTOR, _LARGEST_FACTOR = 0.1, 0.8
 _JUMP = 1.5
 
-# The balancer's, chosen by the simulation in tests/plan/test_balance.py. A reading that is three standard deviations off
-# is probably not noise, but it counts for no more than that.
+# The balancer's, chosen by the simulations in tests/plan/test_balance.py. A reading that is three standard deviations
+# off is probably not noise; a single one counts for no more than that.
 _SIGMAS = 3.0
 # Two readings in a row that are each that far off follow a large change at once; six that are this many standard
 # deviations off in all find one of 20% in 10% noise. With a limit of 7.5 three workers' shares flutter, with 8.0 such

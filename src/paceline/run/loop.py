@@ -17,7 +17,7 @@ from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.world import World
 from paceline.data.sharded import ShardedFeed
-from paceline.plan.shares import Plan, owner
+from paceline.plan.shares import Plan
 from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
 from paceline.run.finite import FiniteWatch
@@ -111,7 +111,7 @@ class Loop:
         num_micro_batches = self.steps.num_micro_batches(self.position.step_in_epoch)
         self._plan = self._planner.plan(num_micro_batches)
         self._exchange.begin_step(
-            num_micro_batches,
+            self._plan,
             total_weight=self._feed.total_weight(self.position.step_in_epoch),
             loss_scale=self._loss_scale.value if self._loss_scale else 1.0,
         )
@@ -132,7 +132,7 @@ class Loop:
     def _finish_step(self) -> StepRecord | None:
         position = self.position
         self._exchange.send(self._stopwatch.reading())
-        numbers = self._exchange.finish(owner(self._plan, self._plan[-1].stop - 1))
+        numbers = self._exchange.finish()
         if numbers is None:
             return None
         self._planner.observe(numbers)
@@ -145,7 +145,7 @@ class Loop:
             is_skipped = False
         else:
             is_skipped = True
-        self._exchange.clear()
+        self._exchange.complete()
         record = StepRecord(
             position.step + 1, position.epoch, self.replica.learning_rate, is_skipped, self._plan, numbers, norm
         )

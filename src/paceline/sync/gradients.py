@@ -1,7 +1,7 @@
 """The gradients strategy: every step, the weighted mean of all micro-batches' gradients, on every worker.
 
 Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker `begin_micro_batch` and
-`end_micro_batch`, then `send` and `finish`, and after the optimizer's step `clear`. A step may be given up before
+`end_micro_batch`, then `send` and `finish`, and after the optimizer's step `complete`. A step may be given up before
 `send` with `abandon` and begun again.
 """
 
@@ -14,6 +14,7 @@ import torch
 
 from paceline.comm.base import Communicator, Pending
 from paceline.core.errors import GradientError
+from paceline.plan.shares import Plan, owner
 from paceline.sync.buckets import BUCKET_BYTES, Bucket, ExactBucket, assign, largest_magnitude, sum_dtype
 from paceline.sync.buffers import Buffers
 from paceline.sync.grid import Grid
@@ -23,8 +24,8 @@ from paceline.sync.numbers import Layout, OneLoss, StepNumbers, pad
 class GradientExchange(Protocol):
     """What the loop needs of it; see the module's docstring for the order of the calls."""
 
-    def begin_step(self, num_micro_batches: int, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
-        """`total_weight` is what the step's weights will add up to, where that is known beforehand; `loss_scale` what
+    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        """`plan`: who runs which micro-batches. `total_weight` is what the step's weights will add up to, where that is known beforehand; `loss_scale` what
         the losses are multiplied by before backward (fp16)."""
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
@@ -38,15 +39,14 @@ class GradientExchange(Protocol):
     def send(self, seconds: float = 0.0) -> None:
         """Start exchanging what has not left yet. `seconds`: what this worker takes for a micro-batch, if measured."""
 
-    def finish(self, owner_of_last: int) -> StepNumbers | OneLoss | None:
+    def finish(self) -> StepNumbers | OneLoss | None:
         """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
 
-        `owner_of_last` is the rank that ran the step's last micro-batch.
         None: the sums did not fit their grid. Nothing was published, the grid is wider now; begin the step again.
         """
 
-    def clear(self) -> None:
-        """Drop the gradients: the optimizer has used them."""
+    def complete(self) -> None:
+        """The optimizer has used the gradients."""
 
     def abandon(self) -> None:
         """Drop the gradients and undo what the micro-batches did to the buffers."""
@@ -61,11 +61,11 @@ class DirectGradients:
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = list(parameters.values())
 
-    def begin_step(self, num_micro_batches: int, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         return
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
-        self.clear()  # of a backward of the user's own, between micro-batches
+        self._drop()  # of a backward of the user's own, between micro-batches
         self._weight = weight
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
@@ -77,20 +77,23 @@ class DirectGradients:
     def send(self, seconds: float = 0.0) -> None:
         self._seconds = seconds
 
-    def finish(self, owner_of_last: int) -> OneLoss:
+    def finish(self) -> OneLoss:
         if not self._weight:
-            self.clear()
+            self._drop()
         return OneLoss(self._loss, self._weight, self._seconds)
 
-    def clear(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
+    def complete(self) -> None:
+        self._drop()
 
     def abandon(self) -> None:
-        self.clear()
+        self._drop()
 
     def close(self) -> None:
         return
+
+    def _drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 class BucketedGradients:
@@ -138,8 +141,9 @@ class BucketedGradients:
         self._is_open = False
         self._pending: list[Pending] = []
 
-    def begin_step(self, num_micro_batches: int, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
-        self._num_micro_batches = num_micro_batches
+    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        num_micro_batches = plan[-1].stop
+        self._plan = plan
         # Dividing by a known total while adding saves a pass over all gradients afterwards.
         self._must_divide = total_weight is None
         self._scale = loss_scale * (total_weight or 1)
@@ -182,7 +186,7 @@ class BucketedGradients:
         while len(self._pending) < len(self._buckets):
             self._send_next()
 
-    def finish(self, owner_of_last: int) -> StepNumbers | None:
+    def finish(self) -> StepNumbers | None:
         for pending in self._pending:
             pending.wait()
         numbers = StepNumbers(self._layout, self._tail)
@@ -191,17 +195,18 @@ class BucketedGradients:
             return None
         self._publish(numbers)
         if self._buffers.num_unmanaged or self._buffers.numel:
-            self._buffers.finish(numbers.changed_buffers, owner_of_last)
+            last = self._plan[-1].stop - 1
+            self._buffers.finish(numbers.changed_buffers, owner(self._plan, last))
         return numbers
 
-    def clear(self) -> None:
+    def complete(self) -> None:
         for slot in self._slots:
             slot.parameter.grad = None
 
     def abandon(self) -> None:
         self._is_open = False
         self._buffers.restore()
-        self.clear()
+        self.complete()
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -282,7 +287,7 @@ class BucketedGradients:
 
     def _fit_grids(self, numbers: StepNumbers) -> bool:
         """Whether every sum stayed on its grid. Moves the grids either way: to repeat the step, or for the next."""
-        m, fits = self._num_micro_batches, True
+        m, fits = self._plan[-1].stop, True
         for i, grid in enumerate(self._grids):
             peaks = numbers.peaks(i)[:m]
             if i < len(self._buckets):
