@@ -20,6 +20,7 @@ BENCHMARKS = {
     "import": Benchmark("bench.import_time", "seconds to import paceline, against import torch"),
     "overhead": Benchmark("bench.overhead", "microseconds per step on one worker, against a bare PyTorch loop"),
     "scaling": Benchmark("bench.scaling", "samples/s of equal workers, against independent processes and torch DDP"),
+    "hetero": Benchmark("bench.hetero", "samples/s of unequal workers, against what they do alone and torch DDP"),
 }
 
 

@@ -49,7 +49,7 @@ def missing_cpu_quota() -> str | None:
         with cpu_quota(0.5):
             return None
     except OSError as error:
-        return f"no cgroup (v1) with a cpu quota can be made in {ROOT}, which takes root and its cpu controller: {error}"
+        return f"a cgroup (v1) with a cpu quota cannot be made in {ROOT}; it takes root and the cpu controller: {error}"
 
 
 def _write(path: Path, value: int) -> None:

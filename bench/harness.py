@@ -121,7 +121,7 @@ class Result:
 
     `detail["spread"]` has every contestant's quartiles. `detail["ratio_by_turn"]` has those of its ratio to the limit
     within a turn, which the machine's drift from turn to turn does not touch, and `detail["ours_over_by_turn"]` those
-    of our ratio to it.
+    of our ratio to it. A benchmark may add lines to `detail["notes"]`, which the table ends with.
     """
 
     bench: str
@@ -167,10 +167,8 @@ class Result:
             "ratio_by_turn": {name: asdict(value) for name, value in by_turn.items()},
             "ours_over_by_turn": {name: asdict(value) for name, value in ours_over.items()},
             "skipped": dict(skipped or {}),
-            "settings": dict(settings),
-            "versions": versions("paceline", "torch", *packages),
-            "machine": machine(),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "notes": [],
+            **circumstances(settings, packages),
         }
         peers = {name: value.median for name, value in spread.items() if name not in (ours, limit, *not_peers)}
         return cls(bench, unit, spread[ours].median, spread[limit].median, peers, detail)
@@ -197,9 +195,25 @@ class Result:
             )
         lines += [f"{name:<26} skipped: {reason}" for name, reason in detail["skipped"].items()]
         lines.append(f"ratio of {detail['ours']} to {detail['limit']}: {self.ratio:.3f}")
-        lines.append(f"{detail['machine']['cpu']}, {detail['machine']['cores']} cores; " + _joined(detail["versions"]))
-        lines.append(_joined(detail["settings"]))
-        return "\n".join(lines)
+        return "\n".join([*lines, *detail["notes"], *self.footer()])
+
+    def footer(self) -> list[str]:
+        """Where and how it was measured."""
+        machine = self.detail["machine"]
+        return [
+            f"{machine['cpu']}, {machine['cores']} cores; {_joined(self.detail['versions'])}",
+            _joined(self.detail["settings"]),
+        ]
+
+
+def circumstances(settings: Mapping[str, Any], packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What the detail of every result ends with."""
+    return {
+        "settings": dict(settings),
+        "versions": versions("paceline", "torch", *packages),
+        "machine": machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def _short(value: float) -> str:

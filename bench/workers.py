@@ -38,6 +38,7 @@ def run_workers(function: Callable[..., Any], num_workers: int, *arguments: Any)
                 "LOCAL_WORLD_SIZE": num_workers,
                 "MASTER_ADDR": HOST,
                 "MASTER_PORT": store.port,
+                "OMP_NUM_THREADS": 1,
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is here, rank 0 must not open another
             }
             process = context.Process(

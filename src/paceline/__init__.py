@@ -17,10 +17,12 @@ from paceline.core.world import World, device_count, devices
 from paceline.plan.steps import Position
 from paceline.run.launch import launch
 from paceline.run.loop import StepRecord
+from paceline.sync.averaging import Averaging
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Averaging",
     "CommunicationError",
     "CommunicationTimeout",
     "DpResult",

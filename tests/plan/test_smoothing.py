@@ -34,7 +34,7 @@ def steady(*readings: float) -> Steady:
         pytest.param([100.0, 40.0, 40.0], 40.0, id="two in a row far below replace"),
         pytest.param([100.0, 1000.0, 5000.0], 5000.0, id="two in a row far above replace"),
         pytest.param([100.0, 200.0, 100.0], 100.0, id="off above, then off below: twice in a row, either direction"),
-        pytest.param([100.0, 40.0, 64.0, 40.0], 54.4, id="not in a row: only followed"),
+        pytest.param([100.0, 40.0, 64.0, 40.0], 55.0, id="not in a row: only followed"),
         pytest.param([100.0, 40.0, 40.0, 20.0], 30.0, id="after a replacement the count starts again"),
         pytest.param([100.0, 150.0, 240.0], 217.0, id="1.5 times off is not more than 1.5 times"),
     ],
@@ -46,7 +46,7 @@ def test_smoothed(readings: list[float], expected: float) -> None:
 @given(times, st.lists(times, min_size=1, max_size=20))
 def test_smoothed_stays_among_the_readings(first: float, readings: list[float]) -> None:
     value = smoothed(first, *readings).value
-    assert min(first, *readings) * (1 - 1e-12) <= value <= max(first, *readings) * (1 + 1e-12)
+    assert min([first, *readings]) * (1 - 1e-12) <= value <= max([first, *readings]) * (1 + 1e-12)
 
 
 @given(st.lists(times, min_size=1, max_size=8), st.floats(1e-3, 1e3))
@@ -76,9 +76,9 @@ SETTLED = Steady(level=1.0, mean=1.0, count=500, recent=(1.0,) * 6, num_readings
         pytest.param([2.0, 0.5], 1.0, id="two in different directions"),
         pytest.param([2.0, 2.2], 2.1, id="two in a row, slower"),
         pytest.param([0.4, 0.5], 0.45, id="two in a row, faster"),
-        pytest.param([1.2, 1.21, 1.2, 1.22, 1.23], 1.0, id="five a little off"),
-        pytest.param([1.2, 1.21, 1.2, 1.22, 1.23, 1.24], 1.23, id="six a little off: the mean of the last three"),
-        pytest.param([0.8, 0.81, 0.8, 0.82, 0.83, 0.84], 0.83, id="six a little off, faster"),
+        pytest.param([1.15, 1.14, 1.15, 1.14, 1.15], 1.0, id="five a little off"),
+        pytest.param([1.15, 1.14, 1.15, 1.14, 1.15, 1.16], 1.15, id="six a little off: the mean of the last three"),
+        pytest.param([0.87, 0.86, 0.87, 0.86, 0.87, 0.88], 0.87, id="six a little off, faster"),
         pytest.param([1.1, 0.9] * 20, 1.0, id="noise of the size it knows"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_new_level_is_refined_by_the_next_readings() -> None:
 def test_noise_is_learned() -> None:
     """What contradicts a quiet worker's level is nothing new of a noisy one."""
     quiet, noisy = steady(*[1.0, 1.01] * 200), steady(*[0.7, 1.3] * 200)
-    assert math.sqrt(quiet.variance) == pytest.approx(0.01, rel=0.05)
+    assert math.sqrt(quiet.variance) < 0.02
     assert math.sqrt(noisy.variance) > 0.3
     assert quiet.after(1.15).after(1.15).level == pytest.approx(1.15)
     assert noisy.after(1.15).after(1.15).level == noisy.level
@@ -140,14 +140,14 @@ def test_only_proportions_count(first: float, readings: list[float], exponent: i
 @given(times, st.lists(times, max_size=60))
 def test_steady_stays_among_the_readings(first: float, readings: list[float]) -> None:
     level = steady(first, *readings).level
-    assert min(first, *readings) * (1 - 1e-9) <= level <= max(first, *readings) * (1 + 1e-9)
+    assert min([first, *readings]) * (1 - 1e-9) <= level <= max([first, *readings]) * (1 + 1e-9)
 
 
-@given(times, st.lists(times, max_size=20))
-def test_two_far_off_in_a_row_always_move_it(first: float, readings: list[float]) -> None:
-    one = steady(first, *readings)
-    if one.count > 2:
-        assert one.after(one.level * 1e6).after(one.level * 1e6).level == pytest.approx(one.level * 1e6)
+@given(st.floats(1.6, 1e9), st.booleans())
+def test_two_in_a_row_replace_a_settled_level_however_far_off(factor: float, is_faster: bool) -> None:
+    reading = 1 / factor if is_faster else factor
+    assert SETTLED.after(reading).level == 1.0
+    assert SETTLED.after(reading).after(reading).level == reading
 
 
 @given(times, st.lists(times, max_size=12), st.lists(times, max_size=8))

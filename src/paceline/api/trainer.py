@@ -19,6 +19,7 @@ from paceline.run.config import Precision, RunConfig
 from paceline.run.evaluate import evaluate
 from paceline.run.loop import Loop, StepRecord
 from paceline.run.replica import OptimizerFactory, SchedulerFactory
+from paceline.sync.averaging import Averaging
 
 
 class Epoch:
@@ -59,6 +60,7 @@ class Trainer:
         drop_last: bool = False,
         exact: bool = False,
         precision: Precision = "fp32",
+        strategy: Literal["gradients"] | Averaging = "gradients",
         shares: Sequence[float] | Literal["measured", "equal"] = "measured",
         speed_hints: Sequence[float] | None = None,
         device: torch.device | str | None = None,
@@ -80,6 +82,8 @@ class Trainer:
             default: its samples.
         exact: weights that are bit-for-bit the same on any number of workers, for one kind of device.
         precision: what `trainer.autocast()` casts to; fp16 adds loss scaling.
+        strategy: "gradients" exchanges gradients in every step; `paceline.Averaging(...)` averages the replicas'
+            weights every so many steps, for slow links, and then the result depends on the number of workers.
         shares: how workers divide a step. "measured": by the speed each was measured at, starting from speed_hints
             if given; "equal"; or one relative speed per worker. No choice changes the result.
         overlap: exchange gradients while backward still runs.
@@ -94,6 +98,7 @@ class Trainer:
             precision=precision,
             max_grad_norm=max_grad_norm,
             exact=exact,
+            strategy=strategy,
             shares=shares if isinstance(shares, str) else tuple(map(float, shares)),
             speed_hints=None if speed_hints is None else tuple(map(float, speed_hints)),
             overlap=overlap,
@@ -177,7 +182,7 @@ class Trainer:
         """The mean of `eval_fn(model, batch)` over all of `data`: each sample once, over all workers.
 
         eval_fn returns a mean over its micro-batch, one number or a dict of them; means are weighted like training.
-        Between epochs or inside `every`: all workers must reach it together.
+        Between epochs or inside `every`: all workers must reach it together. Replicas that differ are averaged first.
         """
         if self._run.loop.is_inside_epoch:
             raise MisuseError(
@@ -185,6 +190,7 @@ class Trainer:
                 "epochs, or register it with trainer.every(n, lambda record: ...)"
             )
         source = as_source(data, collate_fn=collate_fn, seed=self._config.seed)
+        self._run.loop.synchronize()
         return evaluate(
             self.model,
             source,

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.comm import connect
 from paceline.comm.base import Communicator
+from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.sharded import ShardedFeed
 from paceline.data.sources import Source
@@ -20,7 +21,8 @@ from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.loop import Loop
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
-from paceline.sync.buffers import Buffers
+from paceline.sync.averaging import AveragedReplicas, Averaging, GradientsFirst
+from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.gradients import BucketedGradients, DirectGradients, GradientExchange
 
 
@@ -63,9 +65,29 @@ def assemble(
 
 
 def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, steps: Steps) -> GradientExchange:
+    strategy = config.strategy
+    if communicator.world.size == 1 or not isinstance(strategy, Averaging):
+        return _gradients(config, replica, communicator, steps)
+
+    def averaging() -> GradientExchange:
+        alone = SingleCommunicator(World(device=communicator.world.device))
+        local = _bucketed(config, replica, alone, steps)
+        parameters, statistics = list(replica.parameters.values()), statistics_of(replica.model)
+        return AveragedReplicas(strategy, local, parameters, statistics, communicator)
+
+    if strategy.first_step == 0:
+        return averaging()
+    return GradientsFirst(_gradients(config, replica, communicator, steps), averaging, strategy.first_step)
+
+
+def _gradients(config: RunConfig, replica: Replica, communicator: Communicator, steps: Steps) -> GradientExchange:
     is_alone = communicator.world.size == 1
     if is_alone and steps.max_micro_batches == 1 and not config.exact and config.precision != "fp16":
         return DirectGradients(replica.parameters)
+    return _bucketed(config, replica, communicator, steps)
+
+
+def _bucketed(config: RunConfig, replica: Replica, communicator: Communicator, steps: Steps) -> BucketedGradients:
     return BucketedGradients(
         replica.parameters,
         communicator,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
+from paceline.sync.averaging import Averaging
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -15,7 +16,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class RunConfig:
     """The settings of a run; the batch sizes are checked against the data when the run is put together.
 
-    Course: global_batch, micro_batch, seed, shuffle, drop_last, precision, max_grad_norm, exact (and then threads).
+    Course: global_batch, micro_batch, seed, shuffle, drop_last, precision, max_grad_norm, strategy, exact (and then
+    threads).
     Speed only: shares, speed_hints, overlap, backend, timeout_s, and threads outside of exact mode.
     """
 
@@ -27,6 +29,7 @@ class RunConfig:
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
     exact: bool = False
+    strategy: Literal["gradients"] | Averaging = "gradients"
     shares: tuple[float, ...] | Literal["measured", "equal"] = "measured"
     speed_hints: tuple[float, ...] | None = None
     overlap: bool = True
@@ -42,6 +45,12 @@ class RunConfig:
         if self.max_grad_norm is not None and not self.max_grad_norm >= 0:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} is no bound: choose a number >= 0, or None not to clip"
+            )
+        if self.strategy != "gradients" and not isinstance(self.strategy, Averaging):
+            raise ValueError(f"strategy={self.strategy!r} is unknown: choose 'gradients' or Averaging(...)")
+        if self.exact and self.strategy != "gradients":
+            raise ValueError(
+                "exact=True needs strategy='gradients': replicas that differ between averages have no one course"
             )
         if isinstance(self.shares, str) and self.shares not in ("measured", "equal"):
             raise ValueError(

@@ -6,7 +6,7 @@ from collections import deque
 
 from paceline.core.errors import NonFiniteError
 from paceline.plan.shares import Plan, owner
-from paceline.sync.numbers import OneLoss, StepNumbers
+from paceline.sync.numbers import Numbers
 
 
 class FiniteWatch:
@@ -17,9 +17,9 @@ class FiniteWatch:
     """
 
     def __init__(self) -> None:
-        self._unseen: deque[tuple[int, Plan, StepNumbers | OneLoss]] = deque()
+        self._unseen: deque[tuple[int, Plan, Numbers]] = deque()
 
-    def check(self, step: int, plan: Plan, numbers: StepNumbers | OneLoss) -> None:
+    def check(self, step: int, plan: Plan, numbers: Numbers) -> None:
         if not self._unseen and numbers.has_arrived:
             _raise_if_not_finite(step, plan, numbers)
             return
@@ -35,7 +35,7 @@ class FiniteWatch:
         _raise_if_not_finite(*self._unseen.popleft())
 
 
-def _raise_if_not_finite(step: int, plan: Plan, numbers: StepNumbers | OneLoss) -> None:
+def _raise_if_not_finite(step: int, plan: Plan, numbers: Numbers) -> None:
     found = numbers.non_finite()
     if found is None:
         return

@@ -26,7 +26,7 @@ from paceline.run.replica import Replica
 from paceline.run.stopwatch import stopwatch_for
 from paceline.sync.gradients import GradientExchange
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import OneLoss, StepNumbers
+from paceline.sync.numbers import Numbers
 
 
 class Loop:
@@ -74,6 +74,7 @@ class Loop:
                 if not mine:
                     self._finish_step()
             self._watch.flush()
+            self._exchange.synchronize()
         finally:
             self.is_inside_epoch = False
             if self._is_open:  # left by `break` or an exception
@@ -100,6 +101,10 @@ class Loop:
         self._exchange.end_micro_batch(self._loss)
         self._stopwatch.stop()
         return self._finish_step() if self._is_last else None
+
+    def synchronize(self) -> None:
+        """Make all replicas equal, where the strategy lets them differ."""
+        self._exchange.synchronize()
 
     def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
         """Call `hook(record)` after every so-many steps, on all workers together."""
@@ -162,7 +167,7 @@ class Loop:
         parameters = [p for p in self.replica.parameters.values() if p.grad is not None]
         return torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
 
-    def _is_step_valid(self, numbers: StepNumbers | OneLoss, norm: torch.Tensor | None) -> bool:
+    def _is_step_valid(self, numbers: Numbers, norm: torch.Tensor | None) -> bool:
         """Whether to take the step. False: fp16 overflowed, skip it. Not finite without fp16 is an error."""
         step = self.position.step + 1
         if self._loss_scale is not None:
@@ -199,7 +204,7 @@ class StepRecord:
     lr: float
     is_skipped: bool
     _plan: Plan
-    _numbers: StepNumbers | OneLoss
+    _numbers: Numbers
     _norm: torch.Tensor | None
 
     @property

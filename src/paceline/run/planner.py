@@ -10,7 +10,7 @@ from paceline.core.world import World
 from paceline.plan.balance import Balancer
 from paceline.plan.shares import Plan, plan, ranges
 from paceline.run.config import RunConfig
-from paceline.sync.numbers import OneLoss, StepNumbers
+from paceline.sync.numbers import Numbers
 
 # A GPU's numbers are read this many steps late, so that the host need not wait for them; the CPU's at once.
 GPU_LAG_STEPS = 2
@@ -22,7 +22,7 @@ class Planner(Protocol):
     def plan(self, num_micro_batches: int) -> Plan:
         """The next step's micro-batch numbers, by rank."""
 
-    def observe(self, numbers: StepNumbers | OneLoss) -> None:
+    def observe(self, numbers: Numbers) -> None:
         """What was exchanged in the step just completed."""
 
 
@@ -35,7 +35,7 @@ class FixedPlanner:
     def plan(self, num_micro_batches: int) -> Plan:
         return plan(num_micro_batches, self._speeds)
 
-    def observe(self, numbers: StepNumbers | OneLoss) -> None:
+    def observe(self, numbers: Numbers) -> None:
         return
 
 
@@ -45,12 +45,12 @@ class MeasuringPlanner:
     def __init__(self, balancer: Balancer, lag: int) -> None:
         self._balancer = balancer
         self._lag = lag
-        self._unread: deque[StepNumbers | OneLoss] = deque()
+        self._unread: deque[Numbers] = deque()
 
     def plan(self, num_micro_batches: int) -> Plan:
         return ranges(self._balancer.shares(num_micro_batches))
 
-    def observe(self, numbers: StepNumbers | OneLoss) -> None:
+    def observe(self, numbers: Numbers) -> None:
         self._unread.append(numbers)
         if len(self._unread) > self._lag:
             self._balancer.observe(self._unread.popleft().seconds)

@@ -91,12 +91,17 @@ class Buffers:
             other.end_micro_batch(keep=False)
 
 
+def statistics_of(model: object) -> list[torch.Tensor]:
+    """The running statistics and counters of the model's normalisation layers."""
+    return _Statistics(model.modules() if isinstance(model, nn.Module) else ()).tensors
+
+
 class _Statistics:
     """The running statistics and counters of all normalisation layers, read and written as one float64 vector."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.modules = [m for m in modules if isinstance(m, _NormBase) and m.running_mean is not None]
-        self._tensors: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         keeps: list[torch.Tensor] = []  # per element: what one more batch leaves of the old value
         averages: list[torch.Tensor] = []  # per element: where its counter lies if it is a running average, else -1
         end = 0
@@ -106,25 +111,25 @@ class _Statistics:
             assert variance is not None
             assert counter is not None
             size = 2 * mean.numel()
-            self._tensors += [mean, variance, counter]
+            self.tensors += [mean, variance, counter]
             keeps.append(torch.full((size + 1,), 1.0 - (module.momentum or 0.0), dtype=torch.float64))
             keeps[-1][size] = 1.0  # counters add up
             averages.append(torch.full((size + 1,), end + size if module.momentum is None else -1))
             averages[-1][size] = -1
             end += size + 1
         self.numel = end
-        self._sizes = [tensor.numel() for tensor in self._tensors]
+        self._sizes = [tensor.numel() for tensor in self.tensors]
         if end:
-            device = self._tensors[0].device
+            device = self.tensors[0].device
             self._keep = torch.cat(keeps).to(device)
             self._counter = torch.cat(averages).to(device)
             self._has_averages = any(module.momentum is None for module in self.modules)
 
     def read(self) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self._tensors])
+        return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors])
 
     def write(self, values: torch.Tensor) -> None:
-        for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
+        for tensor, part in zip(self.tensors, torch.split(values, self._sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def weights(self, before: torch.Tensor, number: int, num_micro_batches: int) -> torch.Tensor:

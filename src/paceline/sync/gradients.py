@@ -18,15 +18,15 @@ from paceline.plan.shares import Plan, owner
 from paceline.sync.buckets import BUCKET_BYTES, Bucket, ExactBucket, assign, largest_magnitude, sum_dtype
 from paceline.sync.buffers import Buffers
 from paceline.sync.grid import Grid
-from paceline.sync.numbers import Layout, OneLoss, StepNumbers, pad
+from paceline.sync.numbers import Layout, Numbers, OneLoss, StepNumbers, pad
 
 
 class GradientExchange(Protocol):
     """What the loop needs of it; see the module's docstring for the order of the calls."""
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
-        """`plan`: who runs which micro-batches. `total_weight` is what the step's weights will add up to, where that is known beforehand; `loss_scale` what
-        the losses are multiplied by before backward (fp16)."""
+        """`plan`: who runs which micro-batches. `total_weight`: what the step's weights will add up to, where that is
+        known beforehand. `loss_scale`: what the losses are multiplied by before backward (fp16)."""
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         """`is_last`: this worker has no further micro-batch in this step, so exchanging may start during backward."""
@@ -39,7 +39,7 @@ class GradientExchange(Protocol):
     def send(self, seconds: float = 0.0) -> None:
         """Start exchanging what has not left yet. `seconds`: what this worker takes for a micro-batch, if measured."""
 
-    def finish(self) -> StepNumbers | OneLoss | None:
+    def finish(self) -> Numbers | None:
         """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
 
         None: the sums did not fit their grid. Nothing was published, the grid is wider now; begin the step again.
@@ -47,6 +47,9 @@ class GradientExchange(Protocol):
 
     def complete(self) -> None:
         """The optimizer has used the gradients."""
+
+    def synchronize(self) -> None:
+        """Make all replicas equal; they are already where every step exchanges. All workers call it together."""
 
     def abandon(self) -> None:
         """Drop the gradients and undo what the micro-batches did to the buffers."""
@@ -84,6 +87,9 @@ class DirectGradients:
 
     def complete(self) -> None:
         self._drop()
+
+    def synchronize(self) -> None:
+        return
 
     def abandon(self) -> None:
         self._drop()
@@ -202,6 +208,9 @@ class BucketedGradients:
     def complete(self) -> None:
         for slot in self._slots:
             slot.parameter.grad = None
+
+    def synchronize(self) -> None:
+        return
 
     def abandon(self) -> None:
         self._is_open = False

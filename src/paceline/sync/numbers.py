@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -36,6 +37,31 @@ class Layout:
     @property
     def total(self) -> int:
         return sum(self.counts)
+
+
+class Numbers(Protocol):
+    """What a completed step tells. On a GPU the numbers may still be on their way; asking for one waits for it."""
+
+    @property
+    def has_arrived(self) -> bool: ...
+
+    @property
+    def losses(self) -> list[float]:
+        """Per micro-batch, as the user reported it; 0 where nothing was reported."""
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight."""
+
+    @property
+    def total_weight(self) -> float: ...
+
+    @property
+    def seconds(self) -> list[float]:
+        """What each worker takes for a micro-batch, waiting for data included; 0 where it was not measured."""
+
+    def non_finite(self) -> tuple[str, float, int] | None:
+        """What is inf or NaN, its value and its micro-batch: a loss, or where peaks are known a gradient."""
 
 
 class HostCopy:
@@ -80,7 +106,6 @@ class StepNumbers:
 
     @property
     def losses(self) -> list[float]:
-        """Per micro-batch, as the user reported it; 0 where nothing was reported."""
         return self._parts[0]
 
     @property
@@ -89,7 +114,6 @@ class StepNumbers:
 
     @property
     def seconds(self) -> list[float]:
-        """What each worker takes for a micro-batch, waiting for data included; 0 where it was not measured."""
         return self._parts[3]
 
     @property
@@ -107,7 +131,6 @@ class StepNumbers:
         return self._parts[1][grid * m : (grid + 1) * m]
 
     def non_finite(self) -> tuple[str, float, int] | None:
-        """What is inf or NaN, its value and its micro-batch: a loss, or where peaks are known a gradient."""
         for number, loss in enumerate(self.losses):
             if not math.isfinite(loss):
                 return "loss", loss, number
@@ -122,7 +145,6 @@ class StepNumbers:
 
     @property
     def loss(self) -> float:
-        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight."""
         total = self.total_weight
         return sum(w * x for w, x in zip(self.weights, self.losses, strict=True)) / total if total else float("nan")
 
@@ -162,3 +184,32 @@ class OneLoss:
     @property
     def loss(self) -> float:
         return self.losses[0] if self.total_weight else float("nan")
+
+
+class LocalNumbers:
+    """The numbers of one worker's part of a step that was not exchanged, which begins with micro-batch `first`."""
+
+    def __init__(self, own: StepNumbers | OneLoss, first: int, seconds: list[float]) -> None:
+        self._own = own
+        self._first = first
+        self.seconds = seconds
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._own.has_arrived
+
+    @property
+    def losses(self) -> list[float]:
+        return self._own.losses
+
+    @property
+    def loss(self) -> float:
+        return self._own.loss
+
+    @property
+    def total_weight(self) -> float:
+        return self._own.total_weight
+
+    def non_finite(self) -> tuple[str, float, int] | None:
+        found = self._own.non_finite()
+        return None if found is None else (found[0], found[1], self._first + found[2])

@@ -1,0 +1,293 @@
+"""The averaging strategy: workers take optimizer steps of their own, and every so often meet at their mean.
+
+Between two meetings nothing is exchanged, so a slow link costs little. The price: replicas drift apart in between, and
+the result depends on the number of workers (local SGD). Each worker's step is over its own share of the global batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from paceline.comm.base import Communicator, Pending
+from paceline.plan.shares import Plan
+from paceline.sync.gradients import GradientExchange
+from paceline.sync.guard import DivergenceGuard
+from paceline.sync.numbers import LocalNumbers, Numbers, OneLoss, StepNumbers
+
+logger = logging.getLogger("paceline")
+
+TRANSFER_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Settings of the strategy.
+
+    every: steps between two meetings. first_step: before this many steps are done, gradients are exchanged in every
+    step (post-local SGD). overlap: replicas go on training while their mean is computed, and take over the difference
+    at the next meeting; none of their steps is lost. transfer: the type in which their changes travel.
+    outer: an optimizer over the common weights that treats the mean change as its gradient, for example
+    `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`; None takes the mean as it is.
+    divergence_threshold: relative drift above which three rises in a row halve `every`; None for no guard.
+    """
+
+    every: int = 32
+    first_step: int = 0
+    overlap: bool = False
+    transfer: Literal["fp32", "bf16", "fp16"] = "fp32"
+    outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None
+    divergence_threshold: float | None = 0.05
+
+    def __post_init__(self) -> None:
+        if type(self.every) is not int or self.every < 1:
+            raise ValueError(f"every={self.every!r}: choose how many steps lie between two averages, at least 1")
+        if type(self.first_step) is not int or self.first_step < 0:
+            raise ValueError(f"first_step={self.first_step!r}: choose a number of steps >= 0")
+        if self.transfer not in TRANSFER_TYPES:
+            raise ValueError(f"transfer={self.transfer!r} is unknown: choose one of {', '.join(TRANSFER_TYPES)}")
+        if self.divergence_threshold is not None:
+            DivergenceGuard(self.divergence_threshold)
+
+
+class AveragedReplicas:
+    """Gradients stay with the worker that computed them; after its step, when it is time, replicas are averaged.
+
+    `local` gives this worker's mean gradient over its own micro-batches, in a world of one.
+    """
+
+    def __init__(
+        self,
+        settings: Averaging,
+        local: GradientExchange,
+        parameters: Sequence[torch.Tensor],
+        statistics: Sequence[torch.Tensor],
+        communicator: Communicator,
+    ) -> None:
+        self._local = local
+        self._world = communicator.world
+        self._every = settings.every
+        self._is_overlapping = settings.overlap
+        threshold = settings.divergence_threshold
+        self._guard = None if threshold is None else DivergenceGuard(threshold)
+        self._meeting = _Meeting(
+            parameters, statistics, communicator, TRANSFER_TYPES[settings.transfer], settings.outer
+        )
+        self._round = _Round()
+        self._reading = 0.0
+        self._readings = [0.0] * self._world.size
+
+    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        self._plan = plan
+        self._mine = plan[self._world.rank]
+        if self._mine:
+            self._local.begin_step((range(len(self._mine)),), loss_scale=loss_scale)
+
+    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
+        self._round.weight += weight
+        self._local.begin_micro_batch(number - self._mine.start, weight, is_last=is_last)
+
+    def end_micro_batch(self, loss: torch.Tensor | None) -> None:
+        self._local.end_micro_batch(loss)
+
+    def has_gradient(self) -> bool:
+        return self._local.has_gradient()
+
+    def send(self, seconds: float = 0.0) -> None:
+        self._reading = seconds or self._reading
+        if self._mine:
+            self._local.send(seconds)
+
+    def finish(self) -> LocalNumbers:
+        readings, self._readings = self._readings, [0.0] * self._world.size
+        if not self._mine:
+            return LocalNumbers(OneLoss(None, 0.0, 0.0), 0, readings)
+        numbers = self._local.finish()
+        assert isinstance(numbers, StepNumbers)
+        return LocalNumbers(numbers, self._mine.start, readings)
+
+    def complete(self) -> None:
+        self._local.complete()
+        self._round.steps += 1
+        self._round.micro_batches += self._plan[-1].stop
+        if self._round.steps >= self._every:
+            self._meet(is_final=False)
+
+    def synchronize(self) -> None:
+        if self._round.steps or self._meeting.is_under_way:
+            self._meet(is_final=True)
+
+    def abandon(self) -> None:
+        self._local.abandon()
+
+    def close(self) -> None:
+        self._local.close()
+
+    def _meet(self, *, is_final: bool) -> None:
+        """Take what the last meeting found, start the next, and wait for that one too unless it may overlap."""
+        if self._meeting.is_under_way:
+            self._take_outcome()
+        self._meeting.start(self._round, self._reading)
+        self._round = _Round()
+        if is_final or not self._is_overlapping:
+            self._take_outcome()
+
+    def _take_outcome(self) -> None:
+        outcome = self._meeting.finish(has_moved_on=self._round.steps > 0)
+        self._readings = outcome.readings
+        if self._guard is not None and self._guard.is_alarmed_by(outcome.drift) and self._every > 1:
+            self._every //= 2
+            logger.warning(
+                "replicas drift apart (relative distance %.3g, rising): averaging every %d steps from now on",
+                outcome.drift,
+                self._every,
+            )
+
+
+@dataclass
+class _Round:
+    """What happened since the last meeting: this worker's weight, and the steps and micro-batches of all."""
+
+    weight: float = 0.0
+    steps: int = 0
+    micro_batches: int = 0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    drift: float
+    readings: list[float]
+
+
+class _Meeting:
+    """All replicas' weights at one point, and the way from each replica to it.
+
+    What travels is each replica's change since the last meeting, which bears a coarse type better than the weights
+    themselves would. Changes are weighted by samples; the drift follows from their lengths and that of their mean.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        statistics: Sequence[torch.Tensor],
+        communicator: Communicator,
+        transfer: torch.dtype,
+        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
+    ) -> None:
+        self._tensors = [*(p.detach() for p in parameters), *statistics]
+        self._sizes = [tensor.numel() for tensor in self._tensors]
+        self._communicator = communicator
+        self._common = self._read()
+        device, size = self._common.device, communicator.world.size
+        self._travelling = communicator.empty(self._common.numel(), transfer, device)
+        self._numbers = communicator.empty(3 * size, torch.float64, device)
+        self._pending: list[Pending] = []
+        # A view: what the outer optimizer does to it, it does to the common weights, not to statistics.
+        self._trained = torch.nn.Parameter(self._common[: sum(p.numel() for p in parameters)])
+        self._outer = None if outer is None else outer([self._trained])
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._pending)
+
+    @torch.no_grad()
+    def start(self, own: _Round, reading: float) -> None:
+        rank, size = self._communicator.world.rank, self._communicator.world.size
+        self._change = self._read().sub_(self._common)
+        # Divided by a number all workers know, so that a sum over thousands of samples stays in fp16's range.
+        self._scale = 1.0 / max(own.micro_batches, 1)
+        self._travelling.copy_(self._change * (own.weight * self._scale))
+        length = self._change.norm(dtype=torch.float64)
+        self._numbers.zero_()
+        self._numbers[rank], self._numbers[2 * size + rank] = own.weight, reading
+        self._numbers[size + rank] = own.weight * length.square()
+        self._pending = [self._communicator.all_reduce(t) for t in (self._numbers, self._travelling)]
+
+    @torch.no_grad()
+    def finish(self, *, has_moved_on: bool) -> _Outcome:
+        """The common weights for a replica that waited; for one that moved on since `start`, the way to them."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        size = self._communicator.world.size
+        numbers = self._numbers.tolist()
+        total = max(sum(numbers[:size]), 1.0)  # nobody saw a sample: nothing has changed
+        mean = self._travelling.to(torch.float32).div_(total * self._scale)
+        before = self._common.clone() if has_moved_on else None
+        self._advance(mean)
+        if before is None:
+            self._write(self._common)
+        else:
+            self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
+        length = mean.norm(dtype=torch.float64).item()
+        square_distance = max(0.0, sum(numbers[size : 2 * size]) / total - length**2)
+        return _Outcome(
+            math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12),
+            numbers[2 * size :],
+        )
+
+    def _advance(self, mean: torch.Tensor) -> None:
+        if self._outer is None:
+            self._common.add_(mean)
+            return
+        num_trained = self._trained.numel()
+        self._trained.grad = -mean[:num_trained]
+        self._outer.step()
+        self._common[num_trained:].add_(mean[num_trained:])
+
+    def _read(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in self._tensors])
+
+    def _write(self, values: torch.Tensor) -> None:
+        for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
+            part = part.view_as(tensor)
+            tensor.copy_(part if tensor.is_floating_point() else part.round())
+
+
+class GradientsFirst:
+    """Post-local SGD: gradients in every step at first, another strategy after so many steps."""
+
+    def __init__(self, first: GradientExchange, then: Callable[[], GradientExchange], num_steps: int) -> None:
+        self._now = first
+        self._then = then
+        self._steps_left = num_steps
+
+    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        if self._steps_left == 0:
+            self._now.close()
+            self._now = self._then()
+        self._steps_left -= 1
+        self._now.begin_step(plan, total_weight=total_weight, loss_scale=loss_scale)
+
+    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
+        self._now.begin_micro_batch(number, weight, is_last=is_last)
+
+    def end_micro_batch(self, loss: torch.Tensor | None) -> None:
+        self._now.end_micro_batch(loss)
+
+    def has_gradient(self) -> bool:
+        return self._now.has_gradient()
+
+    def send(self, seconds: float = 0.0) -> None:
+        self._now.send(seconds)
+
+    def finish(self) -> Numbers | None:
+        return self._now.finish()
+
+    def complete(self) -> None:
+        self._now.complete()
+
+    def synchronize(self) -> None:
+        self._now.synchronize()
+
+    def abandon(self) -> None:
+        self._steps_left += 1
+        self._now.abandon()
+
+    def close(self) -> None:
+        self._now.close()

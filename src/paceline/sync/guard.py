@@ -1,0 +1,32 @@
+"""A guard against replicas that drift apart between averages."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+
+MEMORY = 5
+RISES = 3
+
+
+class DivergenceGuard:
+    """Raises the alarm when the drift has risen three times in a row and ends above the threshold.
+
+    The drift is how far replicas are from their mean, relative to its length. After an alarm the count begins anew,
+    so that what is done about it has time to show.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        if not threshold > 0:
+            raise ValueError(f"divergence_threshold={threshold}: choose a relative drift > 0, or None for no guard")
+        self._threshold = threshold
+        self._drifts: deque[float] = deque(maxlen=MEMORY)
+
+    def is_alarmed_by(self, drift: float) -> bool:
+        self._drifts.append(drift)
+        last = list(self._drifts)[-(RISES + 1) :]
+        is_rising = len(last) == RISES + 1 and all(a < b for a, b in pairwise(last))
+        if not (is_rising and drift > self._threshold):
+            return False
+        self._drifts.clear()
+        return True

@@ -1,0 +1,275 @@
+"""Averaging: local steps, meetings by samples, nothing lost to overlap, a guard that acts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import SmallResNet, digest, images, mlp, vectors
+from torch import nn
+from torch.nn import functional
+from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.sync.guard import DivergenceGuard
+
+X, Y = vectors(64)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch.x), batch.y)
+
+
+def run(
+    strategy: Any,
+    *,
+    build: Callable[[], nn.Module] = mlp,
+    loss: Callable[[nn.Module, Any], torch.Tensor] = loss_of,
+    epochs: int = 2,
+    hook: Callable[[pl.Trainer, pl.StepRecord], None] = lambda *_: None,
+    **settings: Any,
+) -> dict[str, torch.Tensor]:
+    settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 2, "optimizer": sgd, "shares": "equal", **settings}
+    optimizer = settings.pop("optimizer")
+    with pl.Trainer.setup(build, optimizer, strategy=strategy, **settings) as trainer:
+        trainer.every(1, lambda record: hook(trainer, record))
+        for epoch in trainer.epochs(epochs):
+            for batch in epoch:
+                trainer.backward(loss(trainer.model, batch))
+                trainer.step()
+        return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+def assert_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n} {m}"
+        )
+
+
+@pytest.mark.parametrize("shares", ["equal", [3, 1], [1, 2, 1]])
+def test_averaging_every_step_of_plain_sgd_is_averaging_gradients(shares: Any, pool: WorkerPool) -> None:
+    """SGD is linear in the gradient, so the mean of the steps by samples is the step of the mean."""
+    size = 2 if shares == "equal" else len(shares)
+    expected = run("gradients")
+    for outcome in pool.run(lambda: run(pl.Averaging(every=1), shares=shares), size):
+        assert_close(outcome, expected)
+
+
+def test_replicas_are_equal_to_the_bit_after_a_meeting_and_differ_before(pool: WorkerPool) -> None:
+    def digests() -> list[str]:
+        found: list[str] = []
+        run(pl.Averaging(every=4), epochs=1, hook=lambda t, _: found.append(digest(t.model.state_dict())))
+        return found
+
+    first, second = pool.run(digests, 2)
+    # A hook runs after its step's meeting: the fourth step's and the eighth's.
+    assert [a == b for a, b in zip(first, second, strict=True)] == [False, False, False, True] * 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_no_step_is_lost_or_taken_twice(overlap: bool, size: int, pool: WorkerPool) -> None:
+    """A gradient that is always 1 moves every replica by the learning rate in every step, wherever they meet."""
+
+    def constant() -> nn.Module:
+        return nn.Linear(12, 1, bias=False)
+
+    def run_it() -> dict[str, torch.Tensor]:
+        return run(
+            pl.Averaging(every=3, overlap=overlap, divergence_threshold=None),
+            build=constant,
+            loss=lambda model, _: model.weight.sum(),
+        )
+
+    start = run("gradients", build=constant, loss=lambda model, _: model.weight.sum(), epochs=0)["weight"]
+    for outcome in pool.run(run_it, size):
+        torch.testing.assert_close(outcome["weight"], start - 16 * 0.1, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_workers_end_with_the_same_weights(overlap: bool, pool: WorkerPool) -> None:
+    outcomes = pool.run(lambda: run(pl.Averaging(every=5, overlap=overlap), shares=[3, 1]), 2)
+    assert digest(outcomes[0]) == digest(outcomes[1])
+    # And have learnt about as much as synchronous training.
+    losses = [functional.cross_entropy(_loaded(w)(X), Y).item() for w in (outcomes[0], run("gradients"))]
+    assert losses[0] < 1.1 * losses[1]
+
+
+def _loaded(weights: dict[str, torch.Tensor]) -> nn.Module:
+    model = mlp()
+    model.load_state_dict(weights)
+    return model
+
+
+def test_an_outer_optimizer_of_rate_1_takes_the_mean_and_momentum_does_more(pool: WorkerPool) -> None:
+    def both() -> list[dict[str, torch.Tensor]]:
+        return [
+            run(pl.Averaging(every=4)),
+            run(pl.Averaging(every=4, outer=lambda p: torch.optim.SGD(p, lr=1.0))),
+            run(pl.Averaging(every=4, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True))),
+        ]
+
+    for plain, outer, nesterov in pool.run(both, 2):
+        assert_close(outer, plain)
+        assert not torch.allclose(nesterov["0.weight"], plain["0.weight"], atol=1e-4)
+
+
+@pytest.mark.parametrize("transfer", ["bf16", "fp16"])
+def test_changes_may_travel_in_half_precision(transfer: Any, pool: WorkerPool) -> None:
+    def both() -> list[dict[str, torch.Tensor]]:
+        return [run(pl.Averaging(every=4)), run(pl.Averaging(every=4, transfer=transfer))]
+
+    for full, half in pool.run(both, 2):
+        assert_close(half, full, 2e-2)
+        assert digest(half) != digest(full)
+
+
+def test_batch_norm_statistics_are_averaged_too(pool: WorkerPool) -> None:
+    data = images(64)
+    outcomes = pool.run(lambda: run(pl.Averaging(every=4), build=SmallResNet, data=data), 2)
+    assert digest(outcomes[0]) == digest(outcomes[1])
+    expected = run("gradients", build=SmallResNet, data=data)
+    name = "blocks.0.norm1.running_mean"
+    torch.testing.assert_close(outcomes[0][name], expected[name], rtol=0.3, atol=0.05)
+    assert int(outcomes[0]["blocks.0.norm1.num_batches_tracked"]) == 32  # each worker ran half of the 64 micro-batches
+
+
+def test_post_local_sgd_exchanges_gradients_first(pool: WorkerPool) -> None:
+    def curves() -> list[list[str]]:
+        found: list[list[str]] = []
+        for strategy in ("gradients", pl.Averaging(every=4, first_step=5)):
+            seen: list[str] = []
+            run(strategy, epochs=2, hook=lambda t, _, seen=seen: seen.append(digest(t.model.state_dict())))
+            found.append(seen)
+        return found
+
+    for gradients, post_local in pool.run(curves, 2):
+        assert post_local[:5] == gradients[:5]
+        assert all(a != b for a, b in zip(post_local[5:], gradients[5:], strict=True))
+
+
+def test_a_worker_without_a_share_takes_part(pool: WorkerPool) -> None:
+    outcomes = pool.run(lambda: run(pl.Averaging(every=2), global_batch=4), 3)
+    assert len({digest(outcome) for outcome in outcomes}) == 1
+
+
+def test_evaluation_averages_first(pool: WorkerPool) -> None:
+    def evaluations() -> list[float]:
+        found: list[float] = []
+
+        def evaluate(trainer: pl.Trainer, record: pl.StepRecord) -> None:
+            if record.step % 3 == 0:
+                found.append(trainer.evaluate((X, Y), loss_of))
+
+        run(pl.Averaging(every=100), hook=evaluate)
+        return found
+
+    first, second = pool.run(evaluations, 2)
+    assert first == second
+    assert first[-1] < first[0]
+
+
+def test_shares_follow_the_speeds_told_at_meetings(pool: WorkerPool) -> None:
+    def shares() -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+
+        def slow(model: nn.Module, batch: Any) -> torch.Tensor:
+            time.sleep(0.012 if os.environ["RANK"] == "1" else 0.002)
+            return loss_of(model, batch)
+
+        run(
+            pl.Averaging(every=2),
+            loss=slow,
+            global_batch=16,
+            shares="measured",
+            epochs=4,
+            hook=lambda _, record: found.append(record.shares),
+        )
+        return found
+
+    first, second = pool.run(shares, 2)
+    assert first == second
+    assert first[0] == (4, 4)
+    assert all(fast > slow for fast, slow in first[6:])
+
+
+@pytest.mark.parametrize(
+    ("drifts", "alarms"),
+    [
+        ([0.1, 0.2, 0.3], []),  # two rises
+        ([0.1, 0.2, 0.3, 0.4], [3]),
+        ([0.4, 0.3, 0.2, 0.1], []),
+        ([0.1, 0.2, 0.15, 0.3, 0.4], []),
+        ([0.01, 0.02, 0.03, 0.04], []),  # rising, but small
+        ([0.01, 0.02, 0.03, 0.06], [3]),
+        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8], [3, 7]),  # the count begins anew
+    ],
+)
+def test_the_guard_wants_three_rises_that_end_above_the_threshold(drifts: list[float], alarms: list[int]) -> None:
+    guard = DivergenceGuard(0.05)
+    assert [i for i, drift in enumerate(drifts) if guard.is_alarmed_by(drift)] == alarms
+
+
+@pytest.mark.parametrize(("size", "lr"), [(2, 0.1), (3, 0.115)])
+def test_the_guard_shortens_the_rounds_of_a_diverging_world(size: int, lr: float, pool: WorkerPool) -> None:
+    """A learning rate at which each worker runs away from its own data between meetings."""
+
+    def final_loss(threshold: float | None) -> tuple[float, list[str]]:
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("paceline").addHandler(handler)
+        try:
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(256, 12, generator=generator)
+            weights = run(
+                pl.Averaging(every=8, divergence_threshold=threshold),
+                build=lambda: nn.Linear(12, 1, bias=False),
+                data=(x, x @ torch.ones(12, 1)),
+                loss=lambda model, batch: functional.mse_loss(model(batch.x), batch.y),
+                optimizer=lambda p: torch.optim.SGD(p, lr=lr),
+                micro_batch=1,
+                global_batch=size,
+                epochs=2,
+            )
+        finally:
+            logging.getLogger("paceline").removeHandler(handler)
+        return float((x @ weights["weight"].T - x @ torch.ones(12, 1)).square().mean()), messages
+
+    guarded = pool.run(final_loss, size, 0.05)
+    unguarded = pool.run(final_loss, size, None)
+    loss, messages = guarded[0]
+    assert "averaging every 4 steps from now on" in messages[0]
+    assert all(outcome == guarded[0] for outcome in guarded)
+    assert unguarded[0][1] == []
+    assert loss < 0.1 * unguarded[0][0]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: pl.Averaging(every=0), "every=0: choose how many steps"),
+        (lambda: pl.Averaging(first_step=-1), "first_step=-1: choose a number of steps >= 0"),
+        (lambda: pl.Averaging(transfer="int8"), "transfer='int8' is unknown: choose one of fp32, bf16, fp16"),
+        (lambda: pl.Averaging(divergence_threshold=0), "divergence_threshold=0: choose a relative drift > 0"),
+        (lambda: run("averaging"), "strategy='averaging' is unknown: choose 'gradients' or Averaging"),
+        (lambda: run(pl.Averaging(), exact=True), "exact=True needs strategy='gradients'"),
+    ],
+)
+def test_bad_settings(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_alone_there_is_nothing_to_average() -> None:
+    assert digest(run(pl.Averaging(every=3))) == digest(run("gradients"))
