@@ -85,11 +85,12 @@ class AveragedReplicas:
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         self._plan = plan
         self._mine = plan[self._world.rank]
+        self._weight = 0
         if self._mine:
             self._local.begin_step((range(len(self._mine)),), loss_scale=loss_scale)
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
-        self._round.weight += weight
+        self._weight += weight
         self._local.begin_micro_batch(number - self._mine.start, weight, is_last=is_last)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
@@ -113,6 +114,7 @@ class AveragedReplicas:
 
     def complete(self) -> None:
         self._local.complete()
+        self._round.weight += self._weight
         self._round.steps += 1
         self._round.micro_batches += self._plan[-1].stop
         if self._round.steps >= self._every:
@@ -258,10 +260,6 @@ class GradientsFirst:
         self._steps_left = num_steps
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
-        if self._steps_left == 0:
-            self._now.close()
-            self._now = self._then()
-        self._steps_left -= 1
         self._now.begin_step(plan, total_weight=total_weight, loss_scale=loss_scale)
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
@@ -281,12 +279,15 @@ class GradientsFirst:
 
     def complete(self) -> None:
         self._now.complete()
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._now.close()
+            self._now = self._then()
 
     def synchronize(self) -> None:
         self._now.synchronize()
 
     def abandon(self) -> None:
-        self._steps_left += 1
         self._now.abandon()
 
     def close(self) -> None:
