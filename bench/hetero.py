@@ -40,7 +40,8 @@ from bench.workers import gloo_group, run_workers
 if TYPE_CHECKING:
     from paceline.run.loop import StepRecord
 
-SETTLING_STEPS = 6  # untimed: first allocations, DDP's second bucket layout, and measured shares find their level
+WARMUP_STEPS = 2  # first allocations, DDP's second bucket layout
+SETTLING_STEPS = 6  # measured shares find their level
 EXACT_STEPS = 4
 
 ALONE, DDP, ACCELERATE, OURS, EQUAL = "alone", "torch DDP", "Accelerate", "paceline", "paceline, equal shares"
@@ -73,7 +74,7 @@ def noting_shares(loop: Iterator[StepRecord], shares: list[tuple[int, ...]]) -> 
         yield
 
 
-def together(task: Task, make_loop: Callable[[], Loop]) -> Contestant:
+def together(task: Task, make_loop: Callable[[], Loop], num_untimed: int) -> Contestant:
     """Seconds per step of this worker over a turn, started together with the other."""
     loop = make_loop()
 
@@ -84,7 +85,7 @@ def together(task: Task, make_loop: Callable[[], Loop]) -> Contestant:
             pass
         return (time.perf_counter() - start) / num_steps
 
-    measure(SETTLING_STEPS - 1)
+    measure(num_untimed)
     step_s = torch.tensor(measure(1))
     distributed.all_reduce(step_s, distributed.ReduceOp.MAX)  # so that all workers agree on the number of steps
     return partial(measure, max(1, round(task.seconds / step_s.item())))
@@ -153,7 +154,8 @@ def worker(task: Task, peers: Sequence[str], quota: CpuQuota) -> Measured:
         }
         contestants = {ALONE: isolated(partial(alone, task))}
         for name in (*peers, OURS, EQUAL):
-            contestants[name] = isolated(partial(together, task, loops[name]))
+            num_untimed = SETTLING_STEPS if name == OURS else WARMUP_STEPS
+            contestants[name] = isolated(partial(together, task, loops[name], num_untimed))
         turns = alternate(contestants, task.num_turns)
         contestants.clear()  # the loops end here, while the group they talk over is still there
         return Measured(turns, shares, exact)

@@ -5,11 +5,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from paceline import __version__
 from paceline.cli.main import main
 
 SCRIPT = """
@@ -57,7 +57,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         outputs.append(capsys.readouterr().out)
     assert "start a script on all devices" in outputs[0]
     assert "paceline run --workers 2 train.py" in outputs[1]
-    assert outputs[2] == f"paceline {version('paceline')}\n"
+    assert outputs[2] == f"paceline {__version__}\n"
 
 
 @pytest.mark.parametrize(

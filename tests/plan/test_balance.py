@@ -39,6 +39,8 @@ def test_b8_floor_of_5_percent_is_taken_from_the_others_in_proportion() -> None:
     assert chunk_ratios([96.0, 2.0, 2.0]) == pytest.approx((0.9, 0.05, 0.05))
     # The deficit of the others brings the third one below the floor as well.
     assert chunk_ratios([90.0, 5.1, 4.9, 0.0]) == pytest.approx((0.85, 0.05, 0.05, 0.05))
+    # 25 workers cannot have 5% each.
+    assert chunk_ratios([100.0] + [1.0] * 24) == pytest.approx((0.04,) * 25)
 
 
 def test_b8_sizes_sum_exactly_to_the_batch_each_at_least_1() -> None:
@@ -46,6 +48,8 @@ def test_b8_sizes_sum_exactly_to_the_batch_each_at_least_1() -> None:
     assert chunk_sizes(4, [0.9, 0.05, 0.05]) == (2, 1, 1)
     assert chunk_sizes(3, [0.98, 0.01, 0.01]) == (1, 1, 1)
     assert chunk_sizes(5, [1.0, 0.0]) == (4, 1)
+    # (3, 1, 0) at first: the second worker would finish last, but has none to spare.
+    assert chunk_sizes(4, [1.0, 0.3, 0.05]) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_b8_weighted_gradient_mean() -> None:
 
 def test_b8_schedule_first_after_10_steps_then_every_50() -> None:
     assert [step for step in range(200) if RebalanceSchedule().is_due(step)] == [10, 60, 110, 160]
-    assert [step for step in range(20) if RebalanceSchedule(first=2, interval=7).is_due(step)] == [2, 9, 16]
+    assert [step for step in range(20) if RebalanceSchedule(first=9, interval=7).is_due(step)] == [9, 16]
 
 
 @given(throughputs)
@@ -268,7 +272,9 @@ def test_bad_arguments(call: Callable[[], object], message: str) -> None:
         ({"rank": 0}, "the balancer's state has unknown rank: it takes only hints, num_steps, times"),
         ({"num_steps": -1}, "the balancer's num_steps=-1 is not a count: it must be an integer >= 0"),
         ({"num_steps": True}, "the balancer's num_steps=True is not a count"),
-        ({"times": [None]}, "the balancer's state has 1 times for 2 workers"),
+        ({"times": [None]}, r"times=\[None\] are not lists of one entry per worker"),
+        ({"hints": None}, "the balancer's hints=None and times="),
+        ({"hints": [1.0, "2"]}, "the hint '2' of worker 1 is not a speed"),
         ({"times": [None, {}]}, "a steady time lacks level, mean, count"),
         ({"hints": [1.0, -1.0]}, "the hint -1.0 of worker 1 is not a speed"),
     ],

@@ -350,11 +350,17 @@ def test_bad_clamp() -> None:
         ({"rank": 0}, "El Che's state has unknown rank: it takes only num_workers, initial_anchor"),
         ({"anchor": 0}, "anchor=0 is not a positive integer"),
         ({"ceiling": None}, "ceiling=None is not a positive integer"),
-        ({"batch_counts": [10]}, "El Che's batch_counts has 1 entries for 2 workers: it needs one per worker"),
+        ({"batch_counts": [10]}, r"El Che's batch_counts=\[10\] is not a list of one entry for each of 2 workers"),
+        ({"batch_counts": None}, "El Che's batch_counts=None is not a list"),
         ({"batch_counts": [10, 0]}, "batch count=0 is not a positive integer"),
-        ({"ms_per_batch": [None] * 3}, "El Che's ms_per_batch has 3 entries for 2 workers"),
+        (
+            {"ms_per_batch": [None] * 3},
+            r"El Che's ms_per_batch=\[None, None, None\] is not a list of one entry for each",
+        ),
         ({"ms_per_batch": [None, {"value": 1.0}]}, "a smoothed time lacks was_off: it needs value, was_off"),
-        ({"num_workers": 3}, "El Che's batch_counts has 2 entries for 3 workers"),
+        ({"num_workers": 3}, r"El Che's batch_counts=\[10, 10\] is not a list of one entry for each of 3 workers"),
+        ({"overhead_target": None}, "overhead_target=None is not a part of compute time"),
+        ({"speed_hint": [1]}, r"El Che's speed_hint=\[1\] is not null or a rank and a ratio"),
     ],
 )
 def test_bad_state(changes: dict, message: str) -> None:

@@ -186,8 +186,9 @@ def test_bad_smoothed_entries(changes: dict, message: str) -> None:
         ({"covariance": math.inf}, "covariance=inf of a steady time is not a finite number"),
         ({"count": 0}, "count=0 of a steady time is not a number of readings: it must be >= 1"),
         ({"num_readings": 2.0}, "num_readings=2.0 of a steady time is not a number of readings"),
-        ({"recent": []}, "a steady time has 0 recent readings: it keeps 1 to 6"),
-        ({"recent": [1.0] * 7}, "a steady time has 7 recent readings"),
+        ({"recent": []}, r"recent=\(\) of a steady time are not its last 1 to 6 readings"),
+        ({"recent": [1.0] * 7}, "of a steady time are not its last 1 to 6 readings"),
+        ({"recent": 1.0}, "recent=1.0 of a steady time are not its last 1 to 6 readings"),
         ({"recent": [1.0, None]}, "recent reading None is not a time"),
         ({"rank": 0}, "a steady time has unknown rank: it takes only level, mean, count, recent"),
     ],
@@ -195,6 +196,11 @@ def test_bad_smoothed_entries(changes: dict, message: str) -> None:
 def test_bad_steady_entries(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_entries(Steady, to_entries(Steady.first(1.0)) | changes)
+
+
+def test_no_entries() -> None:
+    with pytest.raises(ValueError, match="a smoothed time is 5: it must have value, was_off"):
+        from_entries(Smoothed, 5)
 
 
 def test_missing_entry() -> None:

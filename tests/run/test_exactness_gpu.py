@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from scenarios import SCENARIOS, Outcome, train
 from worker_pool import WorkerPool
+
+import paceline as pl
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +20,7 @@ pytestmark = [
 SPLITS = [[1], [4, 4], [6, 2]]
 
 
-def on_gpu(name: str, precision: str, exact: bool, split: list[float]) -> Outcome:
+def on_gpu(name: str, precision: str, exact: bool, split: Any) -> Outcome:
     return train(name, split, device="cuda", precision=precision, exact=exact)
 
 
@@ -31,6 +35,21 @@ def test_same_digest_on_one_and_two_ranks(name: str, precision: str, pool: Worke
     for split, outcome in outcomes.items():
         print(f"\n{name} {precision} {split}: {outcome.digest}")
     assert len({outcome.digest for outcome in outcomes.values()}) == 1
+
+
+def test_measured_shares_keep_the_promise(pool: WorkerPool) -> None:
+    (alone,) = pool.run(on_gpu, 1, "transformer", "fp32", True, [1])
+    assert {o.digest for o in pool.run(on_gpu, 2, "transformer", "fp32", True, "measured")} == {alone.digest}
+
+
+def test_replicas_on_a_gpu_are_averaged(pool: WorkerPool) -> None:
+    def averaged() -> Outcome:
+        strategy = pl.Averaging(every=4, overlap=True, transfer="bf16")
+        return train("mlp", device="cuda", exact=False, strategy=strategy)
+
+    first, second = pool.run(averaged, 2)
+    assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in first.parameters)
+    assert first.losses[-1] < first.losses[0]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -48,8 +67,6 @@ def test_fp16_on_gpu_agrees_over_ranks(pool: WorkerPool) -> None:
 
 
 def test_nan_on_a_gpu_is_found_without_waiting_for_it() -> None:
-    import paceline as pl
-
     with (
         pytest.raises(pl.NonFiniteError, match="loss is nan at step 3, micro-batch 0, rank 0"),
         pl.Trainer.setup(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from paceline import __version__
 from paceline.core.errors import WorkerError
 from paceline.run import launch, worker
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="paceline", description="One training run, any hardware.")
-    parser.add_argument("--version", action="version", version=f"paceline {version('paceline')}")
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser(
         "run",

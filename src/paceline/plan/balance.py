@@ -29,12 +29,12 @@ class Balancer:
     def __init__(self, num_workers: int, hints: Sequence[float] | None = None) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: a world has at least 1 worker")
-        self._hints = (1.0,) * num_workers if hints is None else tuple(float(hint) for hint in hints)
+        self._hints = (1.0,) * num_workers if hints is None else tuple(hints)
         if len(self._hints) != num_workers:
             raise ValueError(f"hints={list(self._hints)} names {len(self._hints)} workers, the world has {num_workers}")
         for rank, hint in enumerate(self._hints):
-            if not 0 < hint < math.inf:
-                raise ValueError(f"the hint {hint} of worker {rank} is not a speed: choose a finite number > 0")
+            if not (isinstance(hint, int | float) and 0 < hint < math.inf):
+                raise ValueError(f"the hint {hint!r} of worker {rank} is not a speed: choose a finite number > 0")
         self._times: tuple[Steady | None, ...] = (None,) * num_workers
         self._num_steps = 0
 
@@ -85,8 +85,10 @@ class Balancer:
         hints, num_steps, times = values["hints"], values["num_steps"], values["times"]
         if type(num_steps) is not int or num_steps < 0:
             raise ValueError(f"the balancer's num_steps={num_steps!r} is not a count: it must be an integer >= 0")
-        if len(times) != len(hints):
-            raise ValueError(f"the balancer's state has {len(times)} times for {len(hints)} workers")
+        if not (isinstance(hints, list) and isinstance(times, list) and len(times) == len(hints)):
+            raise ValueError(
+                f"the balancer's hints={hints!r} and times={times!r} are not lists of one entry per worker"
+            )
         balancer = cls(len(hints), hints)
         balancer._num_steps = num_steps
         balancer._times = tuple(from_entries(Steady, time) for time in times)

@@ -47,8 +47,8 @@ class ElChe:
             _check_positive(name, value)
         if max_batch_diff is not None:
             _check_positive("max_batch_diff", max_batch_diff)
-        if not overhead_target > 0:
-            raise ValueError(f"overhead_target={overhead_target} is not a part of compute time: choose 0.01 to 0.5")
+        if not (isinstance(overhead_target, int | float) and overhead_target > 0):
+            raise ValueError(f"overhead_target={overhead_target!r} is not a part of compute time: choose 0.01 to 0.5")
         self._overhead_target = min(max(float(overhead_target), _LEAST_TARGET), _LARGEST_TARGET)
         if self._overhead_target != overhead_target:
             warnings.warn(
@@ -165,6 +165,8 @@ class ElChe:
         """What `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
         check_entries("El Che's state", values, [*_KNOBS, *_STATE])
         hint = values["speed_hint"]
+        if hint is not None and not (isinstance(hint, list) and [type(value) for value in hint] == [int, float]):
+            raise ValueError(f"El Che's speed_hint={hint!r} is not null or a rank and a ratio")
         el_che = cls(
             values["num_workers"],
             values["initial_anchor"],
@@ -174,10 +176,10 @@ class ElChe:
             speed_hint=None if hint is None else (hint[0], hint[1]),
         )
         for name in ("batch_counts", "ms_per_batch"):
-            if len(values[name]) != el_che._num_workers:
+            if not isinstance(values[name], list) or len(values[name]) != el_che._num_workers:
                 raise ValueError(
-                    f"El Che's {name} has {len(values[name])} entries for {el_che._num_workers} workers: "
-                    "it needs one per worker"
+                    f"El Che's {name}={values[name]!r} is not a list of one entry "
+                    f"for each of {el_che._num_workers} workers"
                 )
         for name, value in (("anchor", values["anchor"]), ("ceiling", values["ceiling"])):
             _check_positive(name, value)
@@ -193,9 +195,9 @@ class ElChe:
         return [smoothed.value for smoothed in self._ms_per_batch if smoothed is not None]
 
     def _proportional_counts(self) -> tuple[int, ...]:
-        """Counts with which all finish together and the slowest worker does `anchor` batches."""
+        """Counts with which all finish together: `anchor` batches of the slowest worker, no fewer of the others."""
         ms = self._measured_ms() if self.is_calibrated else [1 / speed for speed in self._hinted]
-        return tuple(max(1, round(self._anchor * max(ms) / own)) for own in ms)
+        return tuple(round(self._anchor * max(ms) / own) for own in ms)
 
     def _tune_anchor(self, overhead: float) -> None:
         self._ceiling = min(self._ceiling + 1, self._max_anchor)

@@ -89,8 +89,8 @@ class Steady:
                 raise ValueError(f"{name}={value!r} of a steady time is not a number of readings: it must be >= 1")
         if not (isinstance(self.covariance, int | float) and math.isfinite(self.covariance)):
             raise ValueError(f"covariance={self.covariance!r} of a steady time is not a finite number")
-        if not 1 <= len(self.recent) <= _SIX:
-            raise ValueError(f"a steady time has {len(self.recent)} recent readings: it keeps 1 to {_SIX}")
+        if not (isinstance(self.recent, tuple) and 1 <= len(self.recent) <= _SIX):
+            raise ValueError(f"recent={self.recent!r} of a steady time are not its last 1 to {_SIX} readings")
         for reading in self.recent:
             _check_time("recent reading", reading)
 
@@ -154,6 +154,8 @@ def _check_time(name: str, value: object) -> None:
 
 def check_entries(kind: str, values: Mapping[str, Any], names: Sequence[str]) -> None:
     """A missing or unknown entry of what some `to_dict` wrote is a ValueError that names it."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{kind} is {values!r}: it must have {', '.join(names)}")
     if missing := [name for name in names if name not in values]:
         raise ValueError(f"{kind} lacks {', '.join(missing)}: it needs {', '.join(names)}")
     if unknown := [str(key) for key in values if key not in names]:
