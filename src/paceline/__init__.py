@@ -14,6 +14,7 @@ from paceline.core.errors import (
     WorkerError,
 )
 from paceline.core.world import World, device_count, devices
+from paceline.plan.cadence import ElChe
 from paceline.plan.steps import Position
 from paceline.run.launch import launch
 from paceline.run.loop import StepRecord
@@ -26,6 +27,7 @@ __all__ = [
     "CommunicationError",
     "CommunicationTimeout",
     "DpResult",
+    "ElChe",
     "GradientError",
     "MisuseError",
     "NonFiniteError",

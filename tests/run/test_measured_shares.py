@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from typing import Any
 
@@ -16,11 +17,11 @@ from worker_pool import WorkerPool
 import paceline as pl
 
 X, Y = vectors(24 * 8 * 2)
-FAST_S = 0.002
+FAST_S = 0.004
 
 
 def run(slowness: list[float], change_at: int | None = None, **settings: Any) -> dict[str, Any]:
-    """24 steps of 8 micro-batches; a micro-batch takes `slowness[rank]` times 2 ms, after the change the reverse."""
+    """24 steps of 8 micro-batches; a micro-batch takes `slowness[rank]` times 4 ms, after the change the reverse."""
     shares: list[tuple[int, ...]] = []
     rank = int(os.environ["RANK"])
     with pl.Trainer.setup(
@@ -42,6 +43,11 @@ def run(slowness: list[float], change_at: int | None = None, **settings: Any) ->
         return {"shares": shares, "digest": digest(trainer.model.state_dict())}
 
 
+def typical(shares: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The most frequent division: a machine that is busy with something else may disturb single steps."""
+    return statistics.mode(shares)
+
+
 def test_a_slow_worker_gets_less_and_the_weights_stay_the_same(pool: WorkerPool) -> None:
     (equal, _) = pool.run(lambda: run([1, 1], shares="equal"), 2)
     outcomes = pool.run(lambda: run([1, 4]), 2)
@@ -49,21 +55,21 @@ def test_a_slow_worker_gets_less_and_the_weights_stay_the_same(pool: WorkerPool)
     shares = outcomes[0]["shares"]
     assert shares[0] == (4, 4)  # nothing is known yet
     assert all(len(s) == 2 and sum(s) == 8 for s in shares)
-    assert all(fast >= 5 for fast, _ in shares[4:])
+    assert typical(shares[4:]) in ((6, 2), (7, 1))
     assert outcomes[0]["digest"] == equal["digest"]
 
 
 def test_a_change_of_speed_is_followed_both_ways(pool: WorkerPool) -> None:
     shares = pool.run(lambda: run([1, 5], change_at=12), 2)[0]["shares"]
-    assert all(first > second for first, second in shares[6:12])
-    assert all(first < second for first, second in shares[18:])
+    assert typical(shares[4:12]) in ((6, 2), (7, 1))
+    assert typical(shares[18:]) in ((2, 6), (1, 7))
 
 
 def test_three_workers_and_hints(pool: WorkerPool) -> None:
     outcomes = pool.run(lambda: run([1, 3, 3], speed_hints=[6, 1, 1]), 3)
     shares = outcomes[0]["shares"]
     assert shares[0] == (6, 1, 1)
-    assert all(first > max(others) for first, *others in shares)
+    assert typical(shares[4:])[0] > max(typical(shares[4:])[1:])
     assert len({outcome["digest"] for outcome in outcomes}) == 1
 
 
