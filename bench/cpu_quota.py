@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -30,7 +31,7 @@ class CpuQuota:
 @contextmanager
 def cpu_quota(cores: float | None = None) -> Iterator[CpuQuota]:
     """An empty group with this limit. At the end the group is gone and who was in it runs on without a limit."""
-    folder = Path(tempfile.mkdtemp(prefix="paceline-bench-", dir=ROOT))
+    folder = Path(tempfile.mkdtemp(prefix=f"paceline-bench-{os.getpid()}-", dir=ROOT))
     try:
         _write(folder / "cpu.cfs_period_us", PERIOD_US)
         quota = CpuQuota(folder)

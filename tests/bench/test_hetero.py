@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from bench import hetero, hetero_shift
 from bench.__main__ import main
-from bench.cpu_quota import CpuQuota, cpu_quota, missing_cpu_quota
+from bench.cpu_quota import ROOT, CpuQuota, cpu_quota, missing_cpu_quota
 from bench.hetero import ExactRun
 from bench.hetero_shift import Change, Phase, Step, Trained
 from bench.models import mlp
@@ -92,7 +93,7 @@ def test_the_hash_of_weights_sees_one_bit() -> None:
     model = mlp(3, 4, 2)
     before = hetero.sha256_of(model)
     assert hetero.sha256_of(model) == before
-    weight = model[2].weight.detach()
+    weight = model.state_dict()["2.weight"]
     weight[1, 3] = torch.nextafter(weight[1, 3], torch.tensor(9.0))
     assert hetero.sha256_of(model) != before
 
@@ -181,6 +182,29 @@ def test_a_quota_is_gone_after_an_error_and_lets_its_members_go() -> None:
         assert re.search(r"^\d+:cpu[^:]*:/$", Path(f"/proc/{process.pid}/cgroup").read_text(), re.MULTILINE)
     finally:
         process.communicate(b"\n")
+
+
+@needs_quota
+def test_no_quota_is_left_when_the_benchmark_is_terminated() -> None:
+    process = subprocess.Popen([sys.executable, "-m", "bench", "hetero"], cwd=Path(__file__).parents[2])
+
+    def groups() -> list[Path]:
+        return list(ROOT.glob(f"paceline-bench-{process.pid}-*"))
+
+    def is_worker_limited() -> bool:
+        with suppress(OSError):  # the group that the benchmark makes to see whether it can may go meanwhile
+            return any((group / "cgroup.procs").read_text() for group in groups())
+        return False
+
+    try:
+        deadline = time.monotonic() + 60
+        while not is_worker_limited():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert groups() == []
 
 
 SHORT = ["--turns", "1", "--seconds", "0.1", "--micro-batch", "1", "--micro-batches", "8", "--peers", "torch DDP"]
