@@ -60,13 +60,12 @@ def train_replica(model: nn.Module, communicator: LocalCommunicator, x: torch.Te
     losses = []
     for epoch in range(NUM_EPOCHS):
         order = EpochOrder(STEPS.num_samples, seed=SEED, epoch=epoch)
-        for step in range(STEPS.num_steps):
-            plan = ranges(
-                shares(STEPS.num_micro_batches(step), SPEEDS)
-            )  # a pure function: no message is needed to agree on it
+        for first in range(0, STEPS.num_micro_batches, STEPS.max_micro_batches):
+            num_micro_batches = min(STEPS.max_micro_batches, STEPS.num_micro_batches - first)
+            plan = ranges(shares(num_micro_batches, SPEEDS))  # a pure function: no message is needed to agree on it
             exchange.begin_step(plan)
             for number in plan[rank]:
-                positions = STEPS.sample_range(step, number)
+                positions = STEPS.sample_range(first + number)
                 rows = torch.from_numpy(order.indices(positions.start, positions.stop)).to(device)
                 # The weight is what the loss is a mean over: a short micro-batch counts less.
                 exchange.begin_micro_batch(number, weight=len(rows), is_last=number == plan[rank][-1])

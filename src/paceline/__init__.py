@@ -13,26 +13,31 @@ from paceline.core.errors import (
     PacelineError,
     WorkerError,
 )
+from paceline.core.events import Event
 from paceline.core.world import World, device_count, devices
-from paceline.plan.cadence import ElChe
+from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.steps import Position
 from paceline.run.launch import launch
 from paceline.run.loop import StepRecord
+from paceline.run.report import Report
 from paceline.sync.averaging import Averaging
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Averaging",
+    "Cadence",
     "CommunicationError",
     "CommunicationTimeout",
     "DpResult",
     "ElChe",
+    "Event",
     "GradientError",
     "MisuseError",
     "NonFiniteError",
     "PacelineError",
     "Position",
+    "Report",
     "StepRecord",
     "Trainer",
     "WorkerError",

@@ -49,7 +49,7 @@ def test_records_tell_what_each_step_did() -> None:
     assert [r.weight for r in records] == ([8] * 6 + [2]) * 2  # the tail is a smaller step
     assert [r.lr for r in records] == pytest.approx([0.1 * 0.5**n for n in range(1, 15)])
     assert all(r.grad_norm > 0 and math.isfinite(r.loss) for r in records)
-    assert len(records[0].seconds) == 1
+    assert len(records[0].timings) == 1
 
 
 def test_loss_is_the_mean_over_the_global_batch_before_the_update() -> None:

@@ -29,11 +29,7 @@ def feed(
 
 def epoch_of(shards: tuple[ShardedFeed, Steps], epoch: int) -> list[list[int]]:
     reader, steps = shards
-    return [
-        reader.micro_batch(epoch, step, number)[0].tolist()
-        for step in range(steps.num_steps)
-        for number in range(steps.num_micro_batches(step))
-    ]
+    return [reader.micro_batch(epoch, number)[0].tolist() for number in range(steps.num_micro_batches)]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +74,19 @@ def test_without_shuffling_the_data_keeps_its_order() -> None:
 
 def test_weights_count_samples_unless_the_user_counts() -> None:
     shards, _ = feed(5, 4, 2, shuffle=False)
-    assert [shards.micro_batch(0, step, k)[1] for step, k in [(0, 0), (0, 1), (1, 0)]] == [2, 2, 1]
+    assert [shards.micro_batch(0, number)[1] for number in range(3)] == [2, 2, 1]
     shards, _ = feed(5, 4, 2, shuffle=False, weight_fn=lambda batch: (batch > 1).sum())
-    weights = [shards.micro_batch(0, step, k)[1] for step, k in [(0, 0), (0, 1), (1, 0)]]
+    weights = [shards.micro_batch(0, number)[1] for number in range(3)]
     assert weights == [0, 2, 1]
     assert all(type(weight) is int for weight in weights)
+
+
+def test_several_micro_batches_are_read_as_one() -> None:
+    shards, steps = feed(7, 4, 2)
+    parts = epoch_of((shards, steps), 0)
+    batch, weight = shards.micro_batch(0, 1, 3)
+    assert batch.tolist() == parts[1] + parts[2] + parts[3]
+    assert weight == shards.total_weight(1, 3) == 5
 
 
 def test_the_user_weighs_on_the_host() -> None:
@@ -91,7 +95,7 @@ def test_the_user_weighs_on_the_host() -> None:
     shards = ShardedFeed(
         as_source(torch.arange(4)), steps, META, seed=0, shuffle=True, weight_fn=lambda b: asked.append(b.device) or 1
     )
-    assert shards.micro_batch(0, 0, 0)[0].device == META
+    assert shards.micro_batch(0, 0)[0].device == META
     assert asked == [CPU]
 
 
@@ -119,7 +123,7 @@ def test_whole_numbers_are_weights(value: Any) -> None:
 def test_anything_else_is_no_weight(value: Any, shown: str) -> None:
     shards, _ = feed(4, 2, 2, weight_fn=lambda _: value)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole text follows
-        shards.micro_batch(0, 0, 0)
+        shards.micro_batch(0, 0)
     assert str(caught.value) == (
         f"weight_fn returned {shown}: it must be a whole number of at least 0, such as valid tokens"
     )

@@ -242,6 +242,18 @@ def test_steady_times_give_the_least_finishing_time(times: list[float], num_step
     assert observed(len(times), *[times] * num_steps).shares(num) == shares(num, [1 / time for time in times])
 
 
+def test_what_a_step_takes_beside_its_micro_batches_counts() -> None:
+    balancer = Balancer(2)
+    balancer.observe([1.0, 1.0], [0.0, 0.0])  # nothing is known of it in the first step
+    assert balancer.shares(8) == (4, 4)
+    balancer.observe([1.0, 1.0], [0.1, 2.1])
+    assert balancer.delays == (0.1, 2.1)
+    assert balancer.shares(8) == (5, 3)
+    assert Balancer.from_dict(json.loads(json.dumps(balancer.to_dict()))).shares(8) == (5, 3)
+    with pytest.raises(ValueError, match="1 readings for 2 workers"):
+        balancer.observe([1.0, 1.0], [0.1])
+
+
 @given(st.lists(st.floats(1e-2, 1e2), min_size=2, max_size=5), st.floats(1.0, 100.0), st.integers(0, 64), st.data())
 def test_a_slower_worker_never_gets_more(times: list[float], factor: float, num: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(times) - 1))
@@ -273,6 +285,7 @@ def test_bad_arguments(call: Callable[[], object], message: str) -> None:
         ({"num_steps": -1}, "the balancer's num_steps=-1 is not a count: it must be an integer >= 0"),
         ({"num_steps": True}, "the balancer's num_steps=True is not a count"),
         ({"times": [None]}, r"times=\[None\] are not lists of one entry per worker"),
+        ({"delays": [None]}, r"delays=\[None\] are not lists of one entry per worker"),
         ({"hints": None}, "the balancer's hints=None and times="),
         ({"hints": [1.0, "2"]}, "the hint '2' of worker 1 is not a speed"),
         ({"times": [None, {}]}, "a steady time lacks level, mean, count"),
@@ -284,7 +297,7 @@ def test_bad_state(changes: dict, message: str) -> None:
         Balancer.from_dict(Balancer(2).to_dict() | changes)
 
 
-@pytest.mark.parametrize("name", ["hints", "num_steps", "times"])
+@pytest.mark.parametrize("name", ["hints", "num_steps", "times", "delays"])
 def test_incomplete_state(name: str) -> None:
     values = Balancer(2).to_dict()
     del values[name]

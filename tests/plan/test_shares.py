@@ -65,6 +65,37 @@ def test_no_division_is_better(num_micro_batches: int, speeds: list[float]) -> N
     assert times(shares(num_micro_batches, speeds), speeds) == best
 
 
+@pytest.mark.parametrize(
+    ("num_micro_batches", "speeds", "delays", "expected"),
+    [
+        (8, [1, 1], [0, 2], (5, 3)),
+        (8, [2, 1], [0, 0], (6, 2)),
+        (8, [1, 1], [3, 3], (4, 4)),
+        (4, [1, 1], [0, 4], (4, 0)),
+        (5, [1, 1], [0, 4], (5, 0)),
+        (7, [1, 1], [0, 4], (6, 1)),
+        # A slow worker's optimizer counts too: without it, 9 would be its share.
+        (32, [1, 0.38], [0.4, 2.6], (24, 8)),
+    ],
+)
+def test_delays_count(num_micro_batches: int, speeds: list[float], delays: list[float], expected: tuple) -> None:
+    assert shares(num_micro_batches, speeds, delays) == expected
+
+
+@given(st.integers(0, 9), few_speeds, st.data())
+def test_no_division_ends_earlier_with_delays(num_micro_batches: int, speeds: list[float], data: st.DataObject) -> None:
+    delays = data.draw(st.lists(st.integers(0, 5) | st.floats(0, 5), min_size=len(speeds), max_size=len(speeds)))
+
+    def end(counts: tuple[int, ...]) -> Fraction:
+        """Of those who take part; the others wait in any case."""
+        parts = zip(counts, speeds, delays, strict=True)
+        return max((Fraction(delay) + n / Fraction(speed) for n, speed, delay in parts if n), default=Fraction(0))
+
+    counts = shares(num_micro_batches, speeds, delays)
+    assert sum(counts) == num_micro_batches
+    assert end(counts) == min(map(end, divisions(num_micro_batches, speeds)))
+
+
 @given(st.integers(0, 100_000), many_speeds)
 def test_all_are_given_out_and_speed_0_gets_none(num_micro_batches: int, speeds: list[float]) -> None:
     counts = shares(num_micro_batches, speeds)

@@ -23,9 +23,8 @@ from paceline.plan.steps import Position, Steps
     ],
 )
 def test_cut(steps: Steps, expected: list[list[range]]) -> None:
-    cut = [[steps.sample_range(s, k) for k in range(steps.num_micro_batches(s))] for s in range(steps.num_steps)]
-    assert cut == expected
-    assert [steps.samples_in_step(s) for s in range(steps.num_steps)] == [sum(map(len, step)) for step in expected]
+    assert steps.num_steps == len(expected)
+    assert [steps.sample_range(k) for k in range(steps.num_micro_batches)] == [r for step in expected for r in step]
 
 
 def test_max_micro_batches_is_of_a_full_step() -> None:
@@ -41,27 +40,27 @@ def any_steps(draw: st.DrawFn) -> Steps:
     return Steps(draw(st.integers(global_batch if drop_last else 1, 200)), global_batch, micro_batch, drop_last)
 
 
-@given(any_steps())
-def test_every_position_once_and_in_order(steps: Steps) -> None:
+@given(any_steps(), st.data())
+def test_every_position_once_and_in_order_however_steps_are_cut(steps: Steps, data: st.DataObject) -> None:
     positions: list[int] = []
-    for step in range(steps.num_steps):
-        micro_batches = [steps.sample_range(step, k) for k in range(steps.num_micro_batches(step))]
-        assert 1 <= len(micro_batches) <= steps.max_micro_batches
-        assert all(len(samples) == steps.micro_batch for samples in micro_batches[:-1])
-        assert sum(map(len, micro_batches)) == steps.samples_in_step(step)
-        assert steps.samples_in_step(step) == steps.global_batch or step == steps.num_steps - 1
-        positions += [position for samples in micro_batches for position in samples]
+    first = 0
+    while first < steps.num_micro_batches:
+        count = data.draw(st.integers(1, steps.num_micro_batches - first))
+        positions += steps.sample_range(first, count)
+        first += count
     dropped = steps.num_samples % steps.global_batch if steps.drop_last else 0
     assert positions == list(range(steps.num_samples - dropped))
 
 
-@given(any_steps(), st.integers(0, 40))
-def test_walk_equals_arithmetic(steps: Steps, num_taken: int) -> None:
+@given(any_steps(), st.lists(st.integers(1, 8), max_size=40))
+def test_walk_equals_arithmetic(steps: Steps, sizes: list[int]) -> None:
     position = Position()
-    for _ in range(num_taken):
-        position = position.after_step(steps)
-    epoch, step_in_epoch = divmod(num_taken, steps.num_steps)
-    assert position == Position(epoch, step_in_epoch, num_taken)
+    total = 0
+    for size in sizes:
+        size = min(size, steps.num_micro_batches - position.micro_batch)
+        position = position.after_step(size, steps)
+        total += size
+    assert position == Position(*divmod(total, steps.num_micro_batches), len(sizes))
 
 
 @pytest.mark.parametrize(
@@ -116,38 +115,29 @@ def test_suggested_batches_are_the_nearest() -> None:
                 Steps(1, global_batch, micro_batch)
 
 
-@pytest.mark.parametrize("step", [-1, 3])
-def test_step_outside_of_the_epoch(step: int) -> None:
-    steps = Steps(9, 4, 2)
-    message = rf"step={step} is not in an epoch of 3 steps: choose 0 <= step < 3"
+@pytest.mark.parametrize(("first", "count"), [(-1, 1), (5, 1), (4, 2), (0, 6), (0, 0)])
+def test_micro_batch_outside_of_the_epoch(first: int, count: int) -> None:
+    message = f"micro-batches {first} to {first + count - 1} are not in an epoch of 5: choose 0 <= micro-batch < 5"
     with pytest.raises(ValueError, match=message):
-        steps.num_micro_batches(step)
-    with pytest.raises(ValueError, match=message):
-        steps.sample_range(step, 0)
+        Steps(9, 4, 2).sample_range(first, count)
 
 
-@pytest.mark.parametrize(("step", "micro_batch", "count"), [(0, -1, 2), (0, 2, 2), (2, 1, 1), (1, 2, 2)])
-def test_micro_batch_outside_of_the_step(step: int, micro_batch: int, count: int) -> None:
-    with pytest.raises(ValueError, match=f"micro-batch {micro_batch} is not in step {step} of {count} micro-batches"):
-        Steps(9, 4, 2).sample_range(step, micro_batch)
-
-
-def test_dropped_samples_are_in_no_step() -> None:
-    with pytest.raises(ValueError, match="step=2 is not in an epoch of 2 steps"):
-        Steps(9, 4, 2, drop_last=True).sample_range(2, 0)
+def test_dropped_samples_are_in_no_micro_batch() -> None:
+    with pytest.raises(ValueError, match="micro-batches 4 to 4 are not in an epoch of 4"):
+        Steps(9, 4, 2, drop_last=True).sample_range(4)
 
 
 def test_after_step() -> None:
     steps = Steps(9, 4, 2)
-    assert Position(0, 1, 1).after_step(steps) == Position(0, 2, 2)
-    assert Position(0, 2, 2).after_step(steps) == Position(1, 0, 3)
-    with pytest.raises(ValueError, match="step_in_epoch=3 is not in an epoch of 3 steps: resume with the data"):
-        Position(0, 3, 3).after_step(steps)
+    assert Position(0, 2, 1).after_step(2, steps) == Position(0, 4, 2)
+    assert Position(0, 4, 2).after_step(1, steps) == Position(1, 0, 3)
+    with pytest.raises(ValueError, match="micro_batch=4 and 2 more are not in an epoch of 5: resume with the data"):
+        Position(0, 4, 2).after_step(2, steps)
 
 
 def test_position_round_trip() -> None:
-    position = Position(epoch=2, step_in_epoch=5, step=19)
-    assert position.to_dict() == {"epoch": 2, "step_in_epoch": 5, "step": 19}
+    position = Position(epoch=2, micro_batch=5, step=19)
+    assert position.to_dict() == {"epoch": 2, "micro_batch": 5, "step": 19}
     assert Position.from_dict(json.loads(json.dumps(position.to_dict()))) == position
 
 
@@ -157,8 +147,8 @@ def test_position_round_trip() -> None:
         ({"epoch": None}, "position's epoch=None is not a count"),
         ({"step": -1}, "position's step=-1 is not a count: it must be an integer >= 0"),
         ({"step": True}, "position's step=True is not a count"),
-        ({"step_in_epoch": 1.0}, "position's step_in_epoch=1.0 is not a count"),
-        ({"rank": 0}, "position has unknown rank: it takes only epoch, step_in_epoch, step"),
+        ({"micro_batch": 1.0}, "position's micro_batch=1.0 is not a count"),
+        ({"rank": 0}, "position has unknown rank: it takes only epoch, micro_batch, step"),
     ],
 )
 def test_bad_position(changes: dict, message: str) -> None:
@@ -166,9 +156,9 @@ def test_bad_position(changes: dict, message: str) -> None:
         Position.from_dict(Position().to_dict() | changes)
 
 
-@pytest.mark.parametrize("name", ["epoch", "step_in_epoch", "step"])
+@pytest.mark.parametrize("name", ["epoch", "micro_batch", "step"])
 def test_incomplete_position(name: str) -> None:
     values = Position().to_dict()
     del values[name]
-    with pytest.raises(ValueError, match=f"position lacks {name}: it needs epoch, step_in_epoch, step"):
+    with pytest.raises(ValueError, match=f"position lacks {name}: it needs epoch, micro_batch, step"):
         Position.from_dict(values)

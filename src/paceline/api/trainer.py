@@ -11,15 +11,17 @@ import torch
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
+from paceline.core.events import Event
 from paceline.core.world import World, device_count
 from paceline.data.sources import as_source
+from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
 from paceline.run.assemble import Run, assemble
-from paceline.run.config import Precision, RunConfig
+from paceline.run.config import Precision, RunConfig, Strategy
 from paceline.run.evaluate import evaluate
 from paceline.run.loop import Loop, StepRecord
 from paceline.run.replica import OptimizerFactory, SchedulerFactory
-from paceline.sync.averaging import Averaging
+from paceline.run.report import Report
 
 
 class Epoch:
@@ -49,8 +51,9 @@ class Trainer:
         optimizer: OptimizerFactory,
         *,
         data: Any,
-        global_batch: int,
+        global_batch: int | None = None,
         micro_batch: int | None = None,
+        physical_batch: int | Sequence[int] | None = None,
         scheduler: SchedulerFactory | None = None,
         weight_fn: Callable[[Any], int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -60,7 +63,7 @@ class Trainer:
         drop_last: bool = False,
         exact: bool = False,
         precision: Precision = "fp32",
-        strategy: Literal["gradients"] | Averaging = "gradients",
+        strategy: Strategy = "gradients",
         shares: Sequence[float] | Literal["measured", "equal"] = "measured",
         speed_hints: Sequence[float] | None = None,
         device: torch.device | str | None = None,
@@ -77,13 +80,17 @@ class Trainer:
         data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
             torch Dataset. Samples that are pairs arrive as micro-batches with .x and .y.
         global_batch: samples per optimizer step, however many workers share them. micro_batch: samples per forward
-            and backward (default: the global batch); global_batch must be a multiple of it.
+            and backward (default: the global batch); global_batch must be a multiple of it. physical_batch: samples
+            that a device may run at once, a multiple of micro_batch, one number or one per worker: what a large
+            device needs to be busy. Not with exact, nor with BatchNorm.
         weight_fn: from a micro-batch (on the host) to the whole number its loss is a mean over, such as valid tokens;
             default: its samples.
         exact: weights that are bit-for-bit the same on any number of workers, for one kind of device.
         precision: what `trainer.autocast()` casts to; fp16 adds loss scaling.
-        strategy: "gradients" exchanges gradients in every step; `paceline.Averaging(...)` averages the replicas'
-            weights every so many steps, for slow links, and then the result depends on the number of workers.
+        strategy: "gradients" exchanges gradients in every step. For slow links, where the result then depends on the
+            workers: `paceline.Cadence(...)` makes steps of as many micro-batches as keep the exchange cheap (give
+            micro_batch and no global_batch); `paceline.Averaging(...)` averages the replicas' weights every so many
+            steps.
         shares: how workers divide a step. "measured": by the speed each was measured at, starting from speed_hints
             if given; "equal"; or one relative speed per worker. No choice changes the result.
         overlap: exchange gradients while backward still runs.
@@ -92,6 +99,7 @@ class Trainer:
         config = RunConfig(
             global_batch=global_batch,
             micro_batch=micro_batch,
+            physical_batch=tuple(physical_batch) if isinstance(physical_batch, Sequence) else physical_batch,
             seed=seed,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -144,6 +152,8 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
+        if isinstance(self._config.strategy, Cadence):
+            raise MisuseError("a cadence decides as it goes how many steps an epoch has: count them as they come")
         return self._run.loop.steps.num_steps
 
     def epochs(self, count: int) -> Iterator[Epoch]:
@@ -175,6 +185,18 @@ class Trainer:
     def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
         """Call `hook(record)` after every so-many steps, on all workers together: the place to evaluate in an epoch."""
         self._run.loop.every(steps, hook)
+
+    def listen(self, listener: Callable[[Event], object]) -> None:
+        """Call `listener(event)` when something happens beside the steps, the same on all workers.
+
+        "plan": the workers' shares changed (shares, before). "drift": replicas drift apart, so they are averaged more
+        often (drift, every).
+        """
+        self._run.events.listen(listener)
+
+    def report(self) -> Report:
+        """Where the workers' time went so far; print it for a table."""
+        return self._run.loop.report()
 
     def evaluate(
         self, data: Any, eval_fn: Callable[[Any, Any], Any], *, micro_batch: int | None = None, collate_fn: Any = None

@@ -15,7 +15,7 @@ from paceline.plan.steps import Steps
 
 
 class ShardedFeed:
-    """Reads any micro-batch of any step, by number. Keeps the order of one epoch at a time."""
+    """Reads any micro-batch of an epoch, by number. Keeps the order of one epoch at a time."""
 
     def __init__(
         self,
@@ -38,16 +38,19 @@ class ShardedFeed:
         self._order = EpochOrder(steps.num_samples, seed=seed, epoch=0, shuffle=shuffle)
         self._epoch = 0
 
-    def total_weight(self, step: int) -> int | None:
-        """What the weights of the step's micro-batches add up to, if that is known before they are read."""
-        return self._steps.samples_in_step(step) if self._weight_fn is None else None
+    def total_weight(self, first: int, count: int) -> int | None:
+        """What the weights of these micro-batches of an epoch add up to, if that is known before they are read."""
+        return len(self._steps.sample_range(first, count)) if self._weight_fn is None else None
 
-    def micro_batch(self, epoch: int, step: int, number: int) -> tuple[Any, int]:
-        """The micro-batch, on the device, and its weight in the step's mean."""
+    def micro_batch(self, epoch: int, number: int, count: int = 1) -> tuple[Any, int]:
+        """The epoch's micro-batch with this number, on the device, and its weight in its step's mean.
+
+        With `count` above 1 it is one batch of that many micro-batches.
+        """
         if epoch != self._epoch:
             self._order = EpochOrder(self._steps.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._epoch = epoch
-        positions = self._steps.sample_range(step, number)
+        positions = self._steps.sample_range(number, count)
         indices = self._order.indices(positions.start, positions.stop)
         batch = self._source.read(indices, epoch, positions.start)
         # Weighed on the host: asking a GPU would wait for it.

@@ -36,23 +36,29 @@ class Balancer:
             if not (isinstance(hint, int | float) and 0 < hint < math.inf):
                 raise ValueError(f"the hint {hint!r} of worker {rank} is not a speed: choose a finite number > 0")
         self._times: tuple[Steady | None, ...] = (None,) * num_workers
+        self._delays: tuple[Steady | None, ...] = (None,) * num_workers
         self._num_steps = 0
 
-    def observe(self, seconds_per_micro_batch: Sequence[float]) -> None:
-        """The exchanged readings of one step, by rank; 0.0 stands for a worker without a micro-batch in it."""
-        if len(seconds_per_micro_batch) != len(self._times):
-            raise ValueError(
-                f"{len(seconds_per_micro_batch)} readings for {len(self._times)} workers: give one per worker, "
-                "0.0 for none"
-            )
-        for rank, seconds in enumerate(seconds_per_micro_batch):
+    def observe(self, seconds_per_micro_batch: Sequence[float], delays: Sequence[float] | None = None) -> None:
+        """The exchanged readings of one step, by rank; 0.0 stands for a worker without a micro-batch in it.
+
+        `delays` are what a step takes of a worker beside its micro-batches, such as its optimizer; 0.0 if unknown.
+        """
+        self._times = self._after(self._times, seconds_per_micro_batch)
+        if delays is not None:
+            self._delays = self._after(self._delays, delays)
+        self._num_steps += 1
+
+    def _after(self, levels: tuple[Steady | None, ...], readings: Sequence[float]) -> tuple[Steady | None, ...]:
+        if len(readings) != len(levels):
+            raise ValueError(f"{len(readings)} readings for {len(levels)} workers: give one per worker, 0.0 for none")
+        for rank, seconds in enumerate(readings):
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"the reading {seconds} of worker {rank} is not a time: give seconds, 0.0 for none")
-        self._times = tuple(
-            time if not seconds else Steady.first(seconds) if time is None else time.after(seconds)
-            for time, seconds in zip(self._times, seconds_per_micro_batch, strict=True)
+        return tuple(
+            level if not seconds else Steady.first(seconds) if level is None else level.after(seconds)
+            for level, seconds in zip(levels, readings, strict=True)
         )
-        self._num_steps += 1
 
     @property
     def speeds(self) -> tuple[float, ...]:
@@ -64,10 +70,15 @@ class Balancer:
             1 / time.level if time else hint * scale for time, hint in zip(self._times, self._hints, strict=True)
         )
 
+    @property
+    def delays(self) -> tuple[float, ...]:
+        """Seconds per step that a worker is busy beside its micro-batches."""
+        return tuple(delay.level if delay else 0.0 for delay in self._delays)
+
     def shares(self, num_micro_batches: int) -> tuple[int, ...]:
         """The next step's shares, for any number of micro-batches; asking changes nothing."""
         speeds = self.speeds
-        counts = shares(num_micro_batches, speeds)
+        counts = shares(num_micro_batches, speeds, self.delays)
         turn, position = divmod(self._num_steps, _TURN)
         return _with_idle(counts, speeds, turn) if position == _TURN - 1 else counts
 
@@ -76,22 +87,25 @@ class Balancer:
             "hints": list(self._hints),
             "num_steps": self._num_steps,
             "times": [to_entries(time) for time in self._times],
+            "delays": [to_entries(delay) for delay in self._delays],
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Balancer:
         """The balancer that `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
-        check_entries("the balancer's state", values, ["hints", "num_steps", "times"])
-        hints, num_steps, times = values["hints"], values["num_steps"], values["times"]
+        check_entries("the balancer's state", values, ["hints", "num_steps", "times", "delays"])
+        hints, num_steps = values["hints"], values["num_steps"]
         if type(num_steps) is not int or num_steps < 0:
             raise ValueError(f"the balancer's num_steps={num_steps!r} is not a count: it must be an integer >= 0")
-        if not (isinstance(hints, list) and isinstance(times, list) and len(times) == len(hints)):
-            raise ValueError(
-                f"the balancer's hints={hints!r} and times={times!r} are not lists of one entry per worker"
-            )
+        for name in ("times", "delays"):
+            if not (isinstance(hints, list) and isinstance(values[name], list) and len(values[name]) == len(hints)):
+                raise ValueError(
+                    f"the balancer's hints={hints!r} and {name}={values[name]!r} are not lists of one entry per worker"
+                )
         balancer = cls(len(hints), hints)
         balancer._num_steps = num_steps
-        balancer._times = tuple(from_entries(Steady, time) for time in times)
+        balancer._times = tuple(from_entries(Steady, time) for time in values["times"])
+        balancer._delays = tuple(from_entries(Steady, delay) for delay in values["delays"])
         return balancer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.plan.balance import hinted_speeds
@@ -14,9 +15,39 @@ from paceline.plan.smoothing import Smoothed, check_entries, from_entries, to_en
 _LEAST_TARGET, _LARGEST_TARGET = 0.01, 0.5
 # Counts that would move by less stay as they are.
 _DEAD_BAND = 0.1
+# By how much the workers' mean may be faster than the slowest of them before syncs become more frequent for it.
+_LARGEST_RATIO = 4
 
 _KNOBS = ("num_workers", "initial_anchor", "overhead_target", "max_anchor", "max_batch_diff", "speed_hint")
 _STATE = ("anchor", "ceiling", "batch_counts", "ms_per_batch")
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """El Che's knobs, for any number of workers; see `ElChe`. With max_anchor=anchor the anchor is fixed."""
+
+    anchor: int = 10
+    overhead_target: float = 0.10
+    max_anchor: int = 200
+    max_batch_diff: int | None = None
+    speed_hint: tuple[int, float] | None = None
+
+    def __post_init__(self) -> None:
+        self.for_workers(1 if self.speed_hint is None else self.speed_hint[0] + 1)
+
+    def for_workers(self, num_workers: int) -> ElChe:
+        return ElChe(
+            num_workers,
+            self.anchor,
+            overhead_target=self.overhead_target,
+            max_anchor=self.max_anchor,
+            max_batch_diff=self.max_batch_diff,
+            speed_hint=self.speed_hint,
+        )
+
+    def max_batches(self, num_workers: int) -> int:
+        """The most batches that all workers do between two syncs: a bound for what is exchanged about each."""
+        return self.max_anchor * num_workers * _LARGEST_RATIO
 
 
 class ElChe:
@@ -107,10 +138,10 @@ class ElChe:
             raise ValueError(f"num_batches={num_batches} is negative: choose num_batches >= 0")
         return self._batch_counts if self.total_batches <= num_batches else shares(num_batches, self._batch_counts)
 
-    def report_timing(self, compute_ms: Sequence[float], batches: Sequence[int], sync_ms: float) -> None:
+    def report_timing(self, compute_ms: Sequence[float], batches: Sequence[int], sync_ms: float | None) -> None:
         """Take in a sync: each worker's compute time since the last one, the batches it did, and the sync's own time.
 
-        A worker that did no batch (0 ms, 0 batches) gives no reading.
+        A worker that did no batch (0 ms, 0 batches) gives no reading; without a time of the sync the anchor stays.
         """
         self._check_report(compute_ms, batches, sync_ms)
         was_calibrated = self.is_calibrated
@@ -122,7 +153,8 @@ class ElChe:
         if not self.is_calibrated:
             return
         measured = self._measured_ms()
-        if slowest_ms := readings[measured.index(max(measured))]:
+        slowest_ms = readings[measured.index(max(measured))]
+        if slowest_ms and sync_ms is not None:
             self._tune_anchor(sync_ms / (self._anchor * slowest_ms))
         targets = self._proportional_counts()
         moves = [target - count for target, count in zip(targets, self._batch_counts, strict=True)]
@@ -206,7 +238,7 @@ class ElChe:
         elif overhead < self._overhead_target / 2 and self._anchor > self._initial_anchor:
             self._anchor -= 1
 
-    def _check_report(self, compute_ms: Sequence[float], batches: Sequence[int], sync_ms: float) -> None:
+    def _check_report(self, compute_ms: Sequence[float], batches: Sequence[int], sync_ms: float | None) -> None:
         if not len(compute_ms) == len(batches) == self._num_workers:
             raise ValueError(
                 f"{len(compute_ms)} compute times and {len(batches)} batch counts for {self._num_workers} workers: "
@@ -218,7 +250,7 @@ class ElChe:
                     f"worker {rank} reports {ms} ms for {count} batches: give a time > 0 for batches > 0, "
                     "or 0 and 0 for a worker without a batch"
                 )
-        if not 0 <= sync_ms < math.inf:
+        if sync_ms is not None and not 0 <= sync_ms < math.inf:
             raise ValueError(f"sync_ms={sync_ms} is not a time: give milliseconds >= 0")
 
 

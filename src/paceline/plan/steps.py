@@ -50,38 +50,31 @@ class Steps:
                 f"global_batch={self.global_batch}: choose global_batch <= {self.num_samples} or drop_last=False"
             )
 
-    # Cached, since the methods below check against them once per micro-batch.
+    # Cached, since they are asked for once per micro-batch.
     @cached_property
     def num_steps(self) -> int:
-        """Steps in an epoch; at least one."""
+        """Steps in an epoch, of a strategy whose steps are all as large as the global batch; at least one."""
         return self.num_samples // self.global_batch if self.drop_last else -(-self.num_samples // self.global_batch)
+
+    @cached_property
+    def num_micro_batches(self) -> int:
+        """Micro-batches in an epoch."""
+        whole = self.num_steps * self.max_micro_batches
+        return whole if self.drop_last else min(whole, -(-self.num_samples // self.micro_batch))
 
     @cached_property
     def max_micro_batches(self) -> int:
         """Micro-batches of a full step."""
         return self.global_batch // self.micro_batch
 
-    def samples_in_step(self, step: int) -> int:
-        if not 0 <= step < self.num_steps:
+    def sample_range(self, first: int, count: int = 1) -> range:
+        """The positions, in the epoch's order, of the samples of `count` micro-batches from number `first` on."""
+        if not (first >= 0 and count >= 1 and first + count <= self.num_micro_batches):
             raise ValueError(
-                f"step={step} is not in an epoch of {self.num_steps} steps: choose 0 <= step < {self.num_steps}"
+                f"micro-batches {first} to {first + count - 1} are not in an epoch of {self.num_micro_batches}: "
+                f"choose 0 <= micro-batch < {self.num_micro_batches}"
             )
-        return min(self.global_batch, self.num_samples - step * self.global_batch)
-
-    def num_micro_batches(self, step: int) -> int:
-        return -(-self.samples_in_step(step) // self.micro_batch)
-
-    def sample_range(self, step: int, micro_batch: int) -> range:
-        """The positions, in the epoch's order, of the samples of this step's micro-batch with this number."""
-        start = step * self.global_batch + micro_batch * self.micro_batch
-        inside = 0 <= step < self.num_steps and 0 <= micro_batch < self.max_micro_batches
-        if not inside or start >= self.num_samples:
-            count = self.num_micro_batches(step)
-            raise ValueError(
-                f"micro-batch {micro_batch} is not in step {step} of {count} micro-batches: "
-                f"choose 0 <= micro_batch < {count}"
-            )
-        return range(start, min(start + self.micro_batch, self.num_samples))
+        return range(first * self.micro_batch, min((first + count) * self.micro_batch, self.num_samples))
 
 
 def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
@@ -93,31 +86,32 @@ def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is: the next step to take. Small, serialisable, independent of the number of workers.
+    """Where a run is. Small, serialisable, independent of the number of workers.
 
-    `step_in_epoch` counts within the epoch, `step` over the whole run.
+    `micro_batch` counts those of this epoch that are done, `step` the steps of the whole run.
     """
 
     epoch: int = 0
-    step_in_epoch: int = 0
+    micro_batch: int = 0
     step: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epoch", "step_in_epoch", "step"):
+        for name in ("epoch", "micro_batch", "step"):
             value = getattr(self, name)
             if not _is_int(value) or value < 0:
                 raise ValueError(f"position's {name}={value!r} is not a count: it must be an integer >= 0")
 
-    def after_step(self, steps: Steps) -> Position:
-        """The position once the step at this one is done; the last step of an epoch leads to the next epoch."""
-        if self.step_in_epoch >= steps.num_steps:
+    def after_step(self, num_micro_batches: int, steps: Steps) -> Position:
+        """The position once a step of so many micro-batches is done; an epoch's last one leads to the next epoch."""
+        done = self.micro_batch + num_micro_batches
+        if done > steps.num_micro_batches:
             raise ValueError(
-                f"position's step_in_epoch={self.step_in_epoch} is not in an epoch of {steps.num_steps} steps: "
-                "resume with the data and global batch the position comes from"
+                f"position's micro_batch={self.micro_batch} and {num_micro_batches} more are not in an epoch of "
+                f"{steps.num_micro_batches}: resume with the data and micro-batch the position comes from"
             )
-        if self.step_in_epoch + 1 == steps.num_steps:
+        if done == steps.num_micro_batches:
             return Position(self.epoch + 1, 0, self.step + 1)
-        return Position(self.epoch, self.step_in_epoch + 1, self.step + 1)
+        return Position(self.epoch, done, self.step + 1)
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

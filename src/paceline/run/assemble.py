@@ -13,6 +13,7 @@ from torch import nn
 from paceline.comm import connect
 from paceline.comm.base import Communicator
 from paceline.comm.single import SingleCommunicator
+from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.data.sharded import ShardedFeed
 from paceline.data.sources import Source
@@ -32,6 +33,7 @@ class Run:
 
     loop: Loop
     communicator: Communicator
+    events: Events
     cleanup: ExitStack
 
 
@@ -46,7 +48,7 @@ def assemble(
     weight_fn: Callable[[Any], int] | None = None,
 ) -> Run:
     """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
-    steps = Steps(len(source), config.global_batch, config.micro_batch or config.global_batch, config.drop_last)
+    steps = config.steps_of(len(source))
     config.check_workers(world.size)
     with ExitStack() as stack:
         if world.device.type == "cuda":
@@ -57,45 +59,57 @@ def assemble(
         replica = Replica(model, optimizer, scheduler, communicator, config.seed)
         if steps.num_samples % steps.micro_batch == 1 and steps.micro_batch > 1 and not config.drop_last:
             stack.callback(_explain_one_sample_tail(replica.model, steps))
-        exchange = _exchange(config, replica, communicator, steps)
+        if config.physical_batch is not None:
+            _refuse_batch_norm(replica.model)
+        events = Events()
+        exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
         feed = ShardedFeed(source, steps, world.device, seed=config.seed, shuffle=config.shuffle, weight_fn=weight_fn)
-        loop = Loop(config, world, replica, exchange, feed, steps)
-        return Run(loop, communicator, stack.pop_all())
+        loop = Loop(config, world, replica, exchange, feed, steps, events)
+        return Run(loop, communicator, events, stack.pop_all())
 
 
-def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, steps: Steps) -> GradientExchange:
+def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, events: Events) -> GradientExchange:
     strategy = config.strategy
     if communicator.world.size == 1 or not isinstance(strategy, Averaging):
-        return _gradients(config, replica, communicator, steps)
+        return _gradients(config, replica, communicator)
 
     def averaging() -> GradientExchange:
         alone = SingleCommunicator(World(device=communicator.world.device))
-        local = _bucketed(config, replica, alone, steps)
+        local = _bucketed(config, replica, alone)
         parameters, statistics = list(replica.parameters.values()), statistics_of(replica.model)
-        return AveragedReplicas(strategy, local, parameters, statistics, communicator)
+        return AveragedReplicas(strategy, local, parameters, statistics, communicator, events)
 
     if strategy.first_step == 0:
         return averaging()
-    return GradientsFirst(_gradients(config, replica, communicator, steps), averaging, strategy.first_step)
+    return GradientsFirst(_gradients(config, replica, communicator), averaging, strategy.first_step)
 
 
-def _gradients(config: RunConfig, replica: Replica, communicator: Communicator, steps: Steps) -> GradientExchange:
+def _gradients(config: RunConfig, replica: Replica, communicator: Communicator) -> GradientExchange:
     is_alone = communicator.world.size == 1
-    if is_alone and steps.max_micro_batches == 1 and not config.exact and config.precision != "fp16":
+    if is_alone and config.max_micro_batches(1) == 1 and not config.exact and config.precision != "fp16":
         return DirectGradients(replica.parameters)
-    return _bucketed(config, replica, communicator, steps)
+    return _bucketed(config, replica, communicator)
 
 
-def _bucketed(config: RunConfig, replica: Replica, communicator: Communicator, steps: Steps) -> BucketedGradients:
+def _bucketed(config: RunConfig, replica: Replica, communicator: Communicator) -> BucketedGradients:
     return BucketedGradients(
         replica.parameters,
         communicator,
         Buffers(replica.model, communicator),
-        max_micro_batches=steps.max_micro_batches,
+        max_micro_batches=config.max_micro_batches(communicator.world.size),
         exact=config.exact,
         overlap=config.overlap,
     )
+
+
+def _refuse_batch_norm(model: Any) -> None:
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise ValueError(
+                f"physical_batch would change what the BatchNorm layer {name!r} normalises over: leave it out, "
+                "or choose a larger micro_batch"
+            )
 
 
 def _explain_one_sample_tail(model: Any, steps: Steps) -> Callable[[], None]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
+from paceline.plan.cadence import Cadence
+from paceline.plan.steps import Steps
 from paceline.sync.averaging import Averaging
 
 Precision = Literal["fp32", "bf16", "fp16"]
+Strategy: TypeAlias = Literal["gradients"] | Cadence | Averaging
 
 
 @dataclass(frozen=True)
@@ -17,19 +20,20 @@ class RunConfig:
     """The settings of a run; the batch sizes are checked against the data when the run is put together.
 
     Course: global_batch, micro_batch, seed, shuffle, drop_last, precision, max_grad_norm, strategy, exact (and then
-    threads).
+    threads), and physical_batch where the model draws random numbers.
     Speed only: shares, speed_hints, overlap, backend, timeout_s, and threads outside of exact mode.
     """
 
-    global_batch: int
+    global_batch: int | None = None
     micro_batch: int | None = None
+    physical_batch: int | tuple[int, ...] | None = None
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
     exact: bool = False
-    strategy: Literal["gradients"] | Averaging = "gradients"
+    strategy: Strategy = "gradients"
     shares: tuple[float, ...] | Literal["measured", "equal"] = "measured"
     speed_hints: tuple[float, ...] | None = None
     overlap: bool = True
@@ -46,11 +50,18 @@ class RunConfig:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} is no bound: choose a number >= 0, or None not to clip"
             )
-        if self.strategy != "gradients" and not isinstance(self.strategy, Averaging):
-            raise ValueError(f"strategy={self.strategy!r} is unknown: choose 'gradients' or Averaging(...)")
-        if self.exact and self.strategy != "gradients":
+        if self.strategy != "gradients" and not isinstance(self.strategy, Cadence | Averaging):
+            raise ValueError(
+                f"strategy={self.strategy!r} is unknown: choose 'gradients', Cadence(...) or Averaging(...)"
+            )
+        self._check_batches()
+        if self.exact and isinstance(self.strategy, Averaging):
             raise ValueError(
                 "exact=True needs strategy='gradients': replicas that differ between averages have no one course"
+            )
+        if self.exact and isinstance(self.strategy, Cadence):
+            raise ValueError(
+                "exact=True needs strategy='gradients': with a cadence the size of a step follows measured times"
             )
         if isinstance(self.shares, str) and self.shares not in ("measured", "equal"):
             raise ValueError(
@@ -63,9 +74,53 @@ class RunConfig:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads}: choose at least 1 thread per worker, or None")
 
+    def _check_batches(self) -> None:
+        if isinstance(self.strategy, Cadence):
+            if self.micro_batch is None or self.global_batch is not None:
+                raise ValueError(
+                    "a cadence decides how many micro-batches make a step: give micro_batch, and no global_batch"
+                )
+            if self.shares != "measured" or self.speed_hints is not None:
+                raise ValueError("shares and speed_hints would be ignored: a cadence has its own, Cadence(speed_hint=)")
+        elif self.global_batch is None:
+            raise ValueError("global_batch is missing: give the number of samples per optimizer step")
+        if self.physical_batch is None:
+            return
+        if self.exact:
+            raise ValueError(
+                "physical_batch cannot be chosen with exact=True, where every micro-batch is run by itself: "
+                "leave it out, or choose a larger micro_batch"
+            )
+        micro_batch = self.micro_batch or self.global_batch or 1
+        sizes = self.physical_batch if isinstance(self.physical_batch, tuple) else (self.physical_batch,)
+        for size in sizes:
+            if type(size) is not int or size < micro_batch or size % micro_batch:
+                raise ValueError(
+                    f"physical_batch={size!r} is not a multiple of micro_batch={micro_batch}: choose how many samples "
+                    f"a device runs at once, such as {2 * micro_batch}"
+                )
+
+    def steps_of(self, num_samples: int) -> Steps:
+        """How an epoch is cut. With a cadence, whose steps vary, only its micro-batches count."""
+        global_batch = self.global_batch if self.global_batch is not None else self.micro_batch
+        assert global_batch is not None
+        return Steps(num_samples, global_batch, self.micro_batch or global_batch, self.drop_last)
+
+    def max_micro_batches(self, num_workers: int) -> int:
+        """Micro-batches of the largest step."""
+        if isinstance(self.strategy, Cadence):
+            return self.strategy.max_batches(num_workers)
+        assert self.global_batch is not None
+        return self.global_batch // (self.micro_batch or self.global_batch)
+
+    def micro_batches_at_once(self, rank: int) -> int:
+        """How many micro-batches this worker's device runs as one batch."""
+        size = self.physical_batch[rank] if isinstance(self.physical_batch, tuple) else self.physical_batch
+        return 1 if size is None else size // (self.micro_batch or self.global_batch or 1)
+
     def check_workers(self, num_workers: int) -> None:
         """Whether what names workers names as many as the world has."""
-        for name in ("shares", "speed_hints"):
+        for name in ("shares", "speed_hints", "physical_batch"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != num_workers:
                 raise ValueError(

@@ -14,7 +14,7 @@ from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.data.sharded import ShardedFeed
 from paceline.data.sources import Source
-from paceline.plan.shares import plan
+from paceline.plan.shares import ranges, shares
 from paceline.plan.steps import Steps
 
 # What eval_fn's result is called if it is one number.
@@ -43,17 +43,17 @@ def evaluate(
     world = communicator.world
     steps = Steps(len(source), micro_batch, micro_batch)
     feed = ShardedFeed(source, steps, world.device, seed=seed, shuffle=False, weight_fn=weight_fn)
-    mine = plan(steps.num_steps, (1.0,) * world.size)[world.rank]
+    mine = ranges(shares(steps.num_micro_batches, (1.0,) * world.size))[world.rank]
     results: list[dict[str, torch.Tensor]] = []
     weights: list[int] = []
     with _evaluation_mode(model), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for number in mine:
-            batch, weight = feed.micro_batch(0, number, 0)
+            batch, weight = feed.micro_batch(0, number)
             seed_device(world.device, derive_seed(seed, Purpose.EVALUATION, number))
             results.append(_as_scalars(eval_fn(model, batch), world.device))
             weights.append(weight)
     names = _agree_on_names(results, communicator)
-    table = torch.zeros(steps.num_steps, len(names) + 1, dtype=torch.float64, device=world.device)
+    table = torch.zeros(steps.num_micro_batches, len(names) + 1, dtype=torch.float64, device=world.device)
     if results:
         rows = [torch.stack([scalars[name] for name in names]) for scalars in results]
         table[mine.start : mine.stop, :-1] = torch.stack(rows)

@@ -7,22 +7,25 @@ The loop hands out this worker's micro-batches and is told when each is done. So
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.core.errors import MisuseError, NonFiniteError
+from paceline.core.events import Events
 from paceline.core.seeding import Purpose, derive_seed, seed_device
+from paceline.core.timing import Timing
 from paceline.core.world import World
 from paceline.data.sharded import ShardedFeed
-from paceline.plan.shares import Plan
+from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
 from paceline.run.finite import FiniteWatch
 from paceline.run.planner import planner_for
 from paceline.run.replica import Replica
+from paceline.run.report import Account, Report
 from paceline.run.stopwatch import stopwatch_for
 from paceline.sync.gradients import GradientExchange
 from paceline.sync.loss_scale import LossScale
@@ -40,17 +43,22 @@ class Loop:
         exchange: GradientExchange,
         feed: ShardedFeed,
         steps: Steps,
+        events: Events,
     ) -> None:
         self.position = Position()
         self.replica = replica
         self.steps = steps
         self._config = config
         self._world = world
-        self._planner = planner_for(config, world)
+        self._planner = planner_for(config, world, config.max_micro_batches(world.size))
+        self._usual_plan: Plan = ()
+        self._physical = config.micro_batches_at_once(world.rank)
         self._exchange = exchange
         self._feed = feed
         self._watch = FiniteWatch()
         self._stopwatch = stopwatch_for(world.device)
+        self._account = Account(world.size)
+        self._events = events
         self._loss_scale = LossScale() if config.precision == "fp16" else None
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._loss: torch.Tensor | None = None
@@ -67,8 +75,8 @@ class Loop:
         try:
             while self.position.epoch == epoch:
                 mine = self._begin_step()
-                for number in mine:
-                    yield self._begin_micro_batch(number, is_last=number == mine[-1])
+                for numbers in _batched(mine, self._physical):
+                    yield self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
                     if self._is_open:
                         raise MisuseError("the next micro-batch was asked for before step() was called for this one")
                 if not mine:
@@ -99,7 +107,7 @@ class Loop:
             raise MisuseError("step() was called before backward(): this micro-batch has no gradient")
         self._is_open = False
         self._exchange.end_micro_batch(self._loss)
-        self._stopwatch.stop()
+        self._stopwatch.stop(self._num_open)
         return self._finish_step() if self._is_last else None
 
     def synchronize(self) -> None:
@@ -112,23 +120,31 @@ class Loop:
             raise ValueError(f"every({steps}, ...): choose at least 1 step")
         self._hooks.append((steps, hook))
 
+    def report(self) -> Report:
+        """Where the workers' time went so far."""
+        return self._account.report()
+
     def _begin_step(self) -> range:
-        num_micro_batches = self.steps.num_micro_batches(self.position.step_in_epoch)
-        self._plan = self._planner.plan(num_micro_batches)
+        self._stopwatch.begin_step()
+        first = self.position.micro_batch
+        num_left = self.steps.num_micro_batches - first
+        self._adopt(self._planner.plan(num_left), num_left)
         self._exchange.begin_step(
             self._plan,
-            total_weight=self._feed.total_weight(self.position.step_in_epoch),
+            total_weight=self._feed.total_weight(first, self._plan[-1].stop),
             loss_scale=self._loss_scale.value if self._loss_scale else 1.0,
         )
         return self._plan[self._world.rank]
 
-    def _begin_micro_batch(self, number: int, *, is_last: bool) -> Any:
+    def _begin_micro_batch(self, numbers: range, *, is_last: bool) -> Any:
+        """The batch of these micro-batches of the step: one of them, or several that this device runs as one."""
         self._stopwatch.start()
-        position = self.position
-        batch, self._weight = self._feed.micro_batch(position.epoch, position.step_in_epoch, number)
-        self._exchange.begin_micro_batch(number, self._weight, is_last=is_last)
+        position, self._num_open = self.position, len(numbers)
+        batch, self._weight = self._feed.micro_batch(position.epoch, position.micro_batch + numbers[0], len(numbers))
+        # The last of several stands for all: the step's last micro-batch is then found where it is looked for.
+        self._exchange.begin_micro_batch(numbers[-1], self._weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
-        seed_device(self._world.device, derive_seed(self._config.seed, Purpose.MICRO_BATCH, position.step, number))
+        seed_device(self._world.device, derive_seed(self._config.seed, Purpose.MICRO_BATCH, position.step, numbers[0]))
         self._loss = None
         self._is_last = is_last
         self._is_open = True
@@ -136,11 +152,12 @@ class Loop:
 
     def _finish_step(self) -> StepRecord | None:
         position = self.position
-        self._exchange.send(self._stopwatch.reading())
+        self._exchange.send(self._stopwatch.send())
         numbers = self._exchange.finish()
+        self._stopwatch.received()
         if numbers is None:
             return None
-        self._planner.observe(numbers)
+        self._planner.observe(self._plan, numbers)
         # From here on every worker does the same, drawing the same random numbers.
         seed_device(self._world.device, derive_seed(self._config.seed, Purpose.AFTER_STEP, position.step))
         norm = self._clip()
@@ -150,15 +167,27 @@ class Loop:
             is_skipped = False
         else:
             is_skipped = True
+        self._stopwatch.end_step()
+        self._events.step = position.step + 1
         self._exchange.complete()
+        num_samples = len(self.steps.sample_range(position.micro_batch, self._plan[-1].stop))
+        self._account.add(self._plan, num_samples, numbers)
         record = StepRecord(
             position.step + 1, position.epoch, self.replica.learning_rate, is_skipped, self._plan, numbers, norm
         )
-        self.position = position.after_step(self.steps)
+        self.position = position.after_step(self._plan[-1].stop, self.steps)
         for steps, hook in self._hooks:
             if record.step % steps == 0:
                 self._run_hook(hook, record)
         return record
+
+    def _adopt(self, plan: Plan, num_left: int) -> None:
+        """Take the plan. A change of it is an event, unless it is the epoch's end that makes the step smaller."""
+        self._plan, usual = plan, self._usual_plan
+        if plan == usual or (usual and plan[-1].stop == num_left != usual[-1].stop):
+            return
+        self._usual_plan = plan
+        self._events.emit("plan", shares=sizes(plan), before=sizes(usual))
 
     def _clip(self) -> torch.Tensor | None:
         limit = self._config.max_grad_norm
@@ -192,6 +221,10 @@ class Loop:
             self.is_inside_epoch = is_inside
 
 
+def _batched(numbers: range, size: int) -> Iterator[range]:
+    return (numbers[start : start + size] for start in range(0, len(numbers), size))
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """A completed step. Numbers are read from the device when they are asked for.
@@ -220,12 +253,12 @@ class StepRecord:
     @property
     def shares(self) -> tuple[int, ...]:
         """How many of the step's micro-batches each worker took, by rank."""
-        return tuple(map(len, self._plan))
+        return sizes(self._plan)
 
     @property
-    def seconds(self) -> list[float]:
-        """What each worker takes for a micro-batch, by rank; 0 where it was not measured."""
-        return self._numbers.seconds
+    def timings(self) -> Sequence[Timing]:
+        """What each worker said about its time, by rank."""
+        return self._numbers.timings
 
     @property
     def grad_norm(self) -> float | None:

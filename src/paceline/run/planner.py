@@ -1,4 +1,4 @@
-"""Who takes which micro-batches of the next step: fixed by the user, or following the speeds that were measured."""
+"""Who takes which micro-batches of the next step: fixed by the user, or following the times that were measured."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Protocol
 
 from paceline.core.world import World
 from paceline.plan.balance import Balancer
-from paceline.plan.shares import Plan, plan, ranges
+from paceline.plan.cadence import Cadence, ElChe
+from paceline.plan.shares import Plan, ranges, shares
 from paceline.run.config import RunConfig
 from paceline.sync.numbers import Numbers
 
@@ -19,47 +20,88 @@ GPU_LAG_STEPS = 2
 class Planner(Protocol):
     """The same on every worker: it sees only what all of them have."""
 
-    def plan(self, num_micro_batches: int) -> Plan:
-        """The next step's micro-batch numbers, by rank."""
+    def plan(self, num_left: int) -> Plan:
+        """The next step's micro-batch numbers, by rank, where so many micro-batches are left in the epoch."""
 
-    def observe(self, numbers: Numbers) -> None:
-        """What was exchanged in the step just completed."""
+    def observe(self, plan: Plan, numbers: Numbers) -> None:
+        """What was exchanged in a step; called with every step in turn, some steps late."""
 
 
 class FixedPlanner:
     """The same proportions in every step."""
 
-    def __init__(self, speeds: Sequence[float]) -> None:
+    def __init__(self, step_size: int, speeds: Sequence[float]) -> None:
+        self._step_size = step_size
         self._speeds = tuple(speeds)
 
-    def plan(self, num_micro_batches: int) -> Plan:
-        return plan(num_micro_batches, self._speeds)
+    def plan(self, num_left: int) -> Plan:
+        return ranges(shares(min(self._step_size, num_left), self._speeds))
 
-    def observe(self, numbers: Numbers) -> None:
+    def observe(self, plan: Plan, numbers: Numbers) -> None:
         return
 
 
 class MeasuringPlanner:
-    """Shares that follow the workers' measured speeds, `lag` steps behind."""
+    """Shares that follow the workers' measured speeds."""
 
-    def __init__(self, balancer: Balancer, lag: int) -> None:
+    def __init__(self, step_size: int, balancer: Balancer) -> None:
+        self._step_size = step_size
         self._balancer = balancer
+
+    def plan(self, num_left: int) -> Plan:
+        return ranges(self._balancer.shares(min(self._step_size, num_left)))
+
+    def observe(self, plan: Plan, numbers: Numbers) -> None:
+        timings = numbers.timings
+        self._balancer.observe([t.micro_batch for t in timings], [t.rest for t in timings])
+
+
+class CadencePlanner:
+    """Steps as large as El Che says, so that the exchange costs little."""
+
+    def __init__(self, el_che: ElChe, max_step_size: int) -> None:
+        self._el_che = el_che
+        self._max_step_size = max_step_size
+
+    def plan(self, num_left: int) -> Plan:
+        return ranges(self._el_che.clamp_total(min(num_left, self._max_step_size)))
+
+    def observe(self, plan: Plan, numbers: Numbers) -> None:
+        timings = numbers.timings
+        # On a GPU a step may end before the one it reports on could be read.
+        counts = [len(own) if timing.micro_batch else 0 for own, timing in zip(plan, timings, strict=True)]
+        compute_ms = [1e3 * timing.micro_batch * count for timing, count in zip(timings, counts, strict=True)]
+        # Who comes last to an exchange waits for nobody: its time is what the exchange itself takes.
+        syncs = [timing.sync for timing in timings if timing.sync]
+        self._el_che.report_timing(compute_ms, counts, 1e3 * min(syncs) if syncs else None)
+
+
+class Late:
+    """Hands a planner the numbers of a step so many steps late, when they have long arrived."""
+
+    def __init__(self, planner: Planner, lag: int) -> None:
+        self._planner = planner
         self._lag = lag
-        self._unread: deque[Numbers] = deque()
+        self._unread: deque[tuple[Plan, Numbers]] = deque()
 
-    def plan(self, num_micro_batches: int) -> Plan:
-        return ranges(self._balancer.shares(num_micro_batches))
+    def plan(self, num_left: int) -> Plan:
+        return self._planner.plan(num_left)
 
-    def observe(self, numbers: Numbers) -> None:
-        self._unread.append(numbers)
+    def observe(self, plan: Plan, numbers: Numbers) -> None:
+        self._unread.append((plan, numbers))
         if len(self._unread) > self._lag:
-            self._balancer.observe(self._unread.popleft().seconds)
+            self._planner.observe(*self._unread.popleft())
 
 
-def planner_for(config: RunConfig, world: World) -> Planner:
-    if isinstance(config.shares, tuple):
-        return FixedPlanner(config.shares)
-    if config.shares == "equal" or world.size == 1:
-        return FixedPlanner((1.0,) * world.size)
-    lag = GPU_LAG_STEPS if world.device.type == "cuda" else 0
-    return MeasuringPlanner(Balancer(world.size, config.speed_hints), lag)
+def planner_for(config: RunConfig, world: World, step_size: int) -> Planner:
+    """`step_size`: micro-batches of a full step; the most of one where a cadence decides."""
+    planner: Planner
+    if isinstance(config.strategy, Cadence):
+        planner = CadencePlanner(config.strategy.for_workers(world.size), step_size)
+    elif isinstance(config.shares, tuple):
+        return FixedPlanner(step_size, config.shares)
+    elif config.shares == "equal" or world.size == 1:
+        return FixedPlanner(step_size, (1.0,) * world.size)
+    else:
+        planner = MeasuringPlanner(step_size, Balancer(world.size, config.speed_hints))
+    return Late(planner, GPU_LAG_STEPS) if world.device.type == "cuda" else planner

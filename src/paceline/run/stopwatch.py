@@ -1,4 +1,4 @@
-"""How long a worker takes for a micro-batch, waiting for data included."""
+"""Where a worker's time goes in a step: its micro-batches, the exchange, the rest."""
 
 from __future__ import annotations
 
@@ -8,66 +8,114 @@ from typing import Protocol
 
 import torch
 
+from paceline.core.timing import NOT_MEASURED, Timing
+
 
 class Stopwatch(Protocol):
-    """Per micro-batch `start`, before its data is read, and `stop`, after its backward; per step `reading`."""
+    """Per step: `begin_step`; per pass over micro-batches `start`, before its data is read, and `stop`, after its
+    backward; then `send` and, around the exchange and the optimizer, `received` and `end_step`."""
+
+    def begin_step(self) -> None: ...
 
     def start(self) -> None: ...
 
-    def stop(self) -> None: ...
+    def stop(self, num_micro_batches: int = 1) -> None: ...
 
-    def reading(self) -> float:
-        """Seconds per micro-batch in the newest step that could be measured since the last call; 0.0 if in none."""
+    def send(self) -> Timing:
+        """The exchange begins. What is known by now: of this step and the one before, or on a GPU of earlier ones."""
+
+    def received(self) -> None: ...
+
+    def end_step(self) -> None: ...
 
 
 class HostStopwatch:
     """For devices whose work is done when the call returns."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._count = 0
+        self._sync = self._rest = 0.0
+
+    def begin_step(self) -> None:
+        self._begun = perf_counter()
+        self._seconds, self._count = 0.0, 0
 
     def start(self) -> None:
         self._started = perf_counter()
 
-    def stop(self) -> None:
+    def stop(self, num_micro_batches: int = 1) -> None:
         self._seconds += perf_counter() - self._started
-        self._count += 1
+        self._count += num_micro_batches
 
-    def reading(self) -> float:
-        mean = self._seconds / self._count if self._count else 0.0
-        self._seconds, self._count = 0.0, 0
-        return mean
+    def send(self) -> Timing:
+        self._sent = perf_counter()
+        return Timing(self._seconds / self._count if self._count else 0.0, self._sync, self._rest)
+
+    def received(self) -> None:
+        self._received = perf_counter()
+
+    def end_step(self) -> None:
+        self._sync = self._received - self._sent
+        self._rest = self._sent - self._begun - self._seconds + perf_counter() - self._received
 
 
 class CudaStopwatch:
     """For work that is queued: marks in the stream, read when the device has passed them. Nobody waits for that."""
 
     def __init__(self) -> None:
-        self._marks: list[torch.cuda.Event] = []
-        self._steps: deque[list[torch.cuda.Event]] = deque()
+        self._steps: deque[_Marks] = deque()
+
+    def begin_step(self) -> None:
+        self._marks = _Marks()
 
     def start(self) -> None:
-        self._mark()
+        self._marks.passes.append(_mark())
 
-    def stop(self) -> None:
-        self._mark()
+    def stop(self, num_micro_batches: int = 1) -> None:
+        self._marks.passes.append(_mark())
+        self._marks.count += num_micro_batches
 
-    def reading(self) -> float:
-        if self._marks:
-            self._steps.append(self._marks)
-            self._marks = []
-        mean_ms = 0.0
-        while self._steps and self._steps[0][-1].query():
-            marks = self._steps.popleft()
-            pairs = list(zip(marks[::2], marks[1::2], strict=True))
-            mean_ms = sum(begin.elapsed_time(end) for begin, end in pairs) / len(pairs)
-        return mean_ms / 1e3
+    def send(self) -> Timing:
+        self._marks.sent = _mark()
+        timing = NOT_MEASURED
+        while self._steps and self._steps[0].ended.query():
+            timing = self._steps.popleft().timing()
+        return timing
 
-    def _mark(self) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
+    def received(self) -> None:
+        self._marks.received = _mark()
+
+    def end_step(self) -> None:
+        self._marks.ended = _mark()
+        self._steps.append(self._marks)
+
+
+class _Marks:
+    """One step's places in the stream."""
+
+    sent: torch.cuda.Event
+    received: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    def __init__(self) -> None:
+        self.begun = _mark()
+        self.passes: list[torch.cuda.Event] = []
+        self.count = 0
+
+    def timing(self) -> Timing:
+        in_passes = sum(_seconds(a, b) for a, b in zip(self.passes[::2], self.passes[1::2], strict=True))
+        sync = _seconds(self.sent, self.received)
+        rest = _seconds(self.begun, self.sent) - in_passes + _seconds(self.received, self.ended)
+        return Timing(in_passes / self.count if self.count else 0.0, sync, max(rest, 0.0))
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:

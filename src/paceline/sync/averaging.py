@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from time import perf_counter
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from paceline.comm.base import Communicator, Pending
+from paceline.core.events import Events
+from paceline.core.timing import NOT_MEASURED, Timing
+from paceline.plan.cadence import Cadence
 from paceline.plan.shares import Plan
 from paceline.sync.gradients import GradientExchange
 from paceline.sync.guard import DivergenceGuard
@@ -29,15 +34,19 @@ TRANSFER_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 class Averaging:
     """Settings of the strategy.
 
-    every: steps between two meetings. first_step: before this many steps are done, gradients are exchanged in every
-    step (post-local SGD). overlap: replicas go on training while their mean is computed, and take over the difference
-    at the next meeting; none of their steps is lost. transfer: the type in which their changes travel.
+    every: steps between two meetings, or a `Cadence` that finds them: its overhead_target bounds what the meetings
+    cost, its anchor is the number of steps to start with.
+    first_step: before this many steps are done, gradients are exchanged in every step (post-local SGD).
+    overlap: replicas go on training while their mean is computed, and take over the difference at the next meeting;
+    none of their steps is lost.
+    transfer: the type in which their changes travel.
     outer: an optimizer over the common weights that treats the mean change as its gradient, for example
     `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`; None takes the mean as it is.
-    divergence_threshold: relative drift above which three rises in a row halve `every`; None for no guard.
+    divergence_threshold: relative drift above which three rises in a row halve the steps between meetings; None for
+    no guard.
     """
 
-    every: int = 32
+    every: int | Cadence = 32
     first_step: int = 0
     overlap: bool = False
     transfer: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -45,8 +54,12 @@ class Averaging:
     divergence_threshold: float | None = 0.05
 
     def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every={self.every!r}: choose how many steps lie between two averages, at least 1")
+        if not isinstance(self.every, Cadence) and (type(self.every) is not int or self.every < 1):
+            raise ValueError(
+                f"every={self.every!r}: choose how many steps lie between two averages, at least 1, or a Cadence(...)"
+            )
+        if isinstance(self.every, Cadence) and self.every.speed_hint is not None:
+            raise ValueError("Cadence(speed_hint=) would be ignored in averaging: give speed_hints to the run instead")
         if type(self.first_step) is not int or self.first_step < 0:
             raise ValueError(f"first_step={self.first_step!r}: choose a number of steps >= 0")
         if self.transfer not in TRANSFER_TYPES:
@@ -68,19 +81,21 @@ class AveragedReplicas:
         parameters: Sequence[torch.Tensor],
         statistics: Sequence[torch.Tensor],
         communicator: Communicator,
+        events: Events,
     ) -> None:
         self._local = local
         self._world = communicator.world
-        self._every = settings.every
+        self._interval = _interval(settings.every)
         self._is_overlapping = settings.overlap
         threshold = settings.divergence_threshold
         self._guard = None if threshold is None else DivergenceGuard(threshold)
+        self._events = events
         self._meeting = _Meeting(
             parameters, statistics, communicator, TRANSFER_TYPES[settings.transfer], settings.outer
         )
         self._round = _Round()
-        self._reading = 0.0
-        self._readings = [0.0] * self._world.size
+        self._timing = NOT_MEASURED
+        self._timings = (NOT_MEASURED,) * self._world.size
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         self._plan = plan
@@ -99,25 +114,26 @@ class AveragedReplicas:
     def has_gradient(self) -> bool:
         return self._local.has_gradient()
 
-    def send(self, seconds: float = 0.0) -> None:
-        self._reading = seconds or self._reading
+    def send(self, timing: Timing = NOT_MEASURED) -> None:
+        if timing.micro_batch:
+            self._timing = timing
         if self._mine:
-            self._local.send(seconds)
+            self._local.send(timing)
 
     def finish(self) -> LocalNumbers:
-        readings, self._readings = self._readings, [0.0] * self._world.size
+        timings, self._timings = self._timings, (NOT_MEASURED,) * self._world.size
         if not self._mine:
-            return LocalNumbers(OneLoss(None, 0.0, 0.0), 0, readings)
+            return LocalNumbers(OneLoss(None, 0.0, NOT_MEASURED), 0, timings)
         numbers = self._local.finish()
         assert isinstance(numbers, StepNumbers)
-        return LocalNumbers(numbers, self._mine.start, readings)
+        return LocalNumbers(numbers, self._mine.start, timings)
 
     def complete(self) -> None:
         self._local.complete()
         self._round.weight += self._weight
         self._round.steps += 1
         self._round.micro_batches += self._plan[-1].stop
-        if self._round.steps >= self._every:
+        if self._round.steps >= self._interval.steps:
             self._meet(is_final=False)
 
     def synchronize(self) -> None:
@@ -134,21 +150,71 @@ class AveragedReplicas:
         """Take what the last meeting found, start the next, and wait for that one too unless it may overlap."""
         if self._meeting.is_under_way:
             self._take_outcome()
-        self._meeting.start(self._round, self._reading)
+        self._meeting.start(self._round, self._timing)
         self._round = _Round()
         if is_final or not self._is_overlapping:
             self._take_outcome()
 
     def _take_outcome(self) -> None:
         outcome = self._meeting.finish(has_moved_on=self._round.steps > 0)
-        self._readings = outcome.readings
-        if self._guard is not None and self._guard.is_alarmed_by(outcome.drift) and self._every > 1:
-            self._every //= 2
+        self._timings = outcome.timings
+        self._interval.observe(outcome)
+        if self._guard is not None and self._guard.is_alarmed_by(outcome.drift) and self._interval.steps > 1:
+            self._interval.halve()
+            self._events.emit("drift", drift=outcome.drift, every=self._interval.steps)
             logger.warning(
                 "replicas drift apart (relative distance %.3g, rising): averaging every %d steps from now on",
                 outcome.drift,
-                self._every,
+                self._interval.steps,
             )
+
+
+class _Interval(Protocol):
+    """Steps between two meetings."""
+
+    @property
+    def steps(self) -> int: ...
+
+    def observe(self, outcome: _Outcome) -> None: ...
+
+    def halve(self) -> None: ...
+
+
+class _Fixed:
+    """As many as the user says, fewer when replicas drift."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def observe(self, outcome: _Outcome) -> None:
+        return
+
+    def halve(self) -> None:
+        self.steps = max(1, self.steps // 2)
+
+
+class _ByCadence:
+    """As many as keep the meetings' cost under a target: El Che's anchor, where a batch is a step."""
+
+    def __init__(self, cadence: Cadence) -> None:
+        # All take equally many steps, since shares already follow their speeds: one worker stands for all.
+        self._el_che = cadence.for_workers(1)
+
+    @property
+    def steps(self) -> int:
+        return self._el_che.total_batches
+
+    def observe(self, outcome: _Outcome) -> None:
+        if outcome.steps and outcome.round_s > 0:
+            sync_ms = 1e3 * outcome.sync_s if outcome.sync_s else None
+            self._el_che.report_timing([1e3 * outcome.round_s], [outcome.steps], sync_ms)
+
+    def halve(self) -> None:
+        self._el_che.nudge_anchor_down(0.5)
+
+
+def _interval(every: int | Cadence) -> _Interval:
+    return _ByCadence(every) if isinstance(every, Cadence) else _Fixed(every)
 
 
 @dataclass
@@ -162,8 +228,25 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Outcome:
+    """What a meeting found. `round_s`: what the slowest worker took for the `steps` before it; `sync_s`: what the
+    meeting before it took of the worker that came last, who waited for nobody."""
+
     drift: float
-    readings: list[float]
+    timings: tuple[Timing, ...]
+    steps: int
+    round_s: float
+    sync_s: float
+
+
+class _Row(NamedTuple):
+    """What a worker tells at a meeting."""
+
+    weight: float
+    weighted_square: float  # of its change's length
+    round_s: float
+    sync_s: float
+    micro_batch_s: float
+    rest_s: float
 
 
 class _Meeting:
@@ -187,51 +270,55 @@ class _Meeting:
         self._common = self._read()
         device, size = self._common.device, communicator.world.size
         self._travelling = communicator.empty(self._common.numel(), transfer, device)
-        self._numbers = communicator.empty(3 * size, torch.float64, device)
+        self._table = communicator.empty(size * len(_Row._fields), torch.float64, device)
         self._pending: list[Pending] = []
         # A view: what the outer optimizer does to it, it does to the common weights, not to statistics.
         self._trained = torch.nn.Parameter(self._common[: sum(p.numel() for p in parameters)])
         self._outer = None if outer is None else outer([self._trained])
+        self._clock = _Clock(device)
 
     @property
     def is_under_way(self) -> bool:
         return bool(self._pending)
 
     @torch.no_grad()
-    def start(self, own: _Round, reading: float) -> None:
-        rank, size = self._communicator.world.rank, self._communicator.world.size
-        self._change = self._read().sub_(self._common)
-        # Divided by a number all workers know, so that a sum over thousands of samples stays in fp16's range.
-        self._scale = 1.0 / max(own.micro_batches, 1)
-        self._travelling.copy_(self._change * (own.weight * self._scale))
-        length = self._change.norm(dtype=torch.float64)
-        self._numbers.zero_()
-        self._numbers[rank], self._numbers[2 * size + rank] = own.weight, reading
-        self._numbers[size + rank] = own.weight * length.square()
-        self._pending = [self._communicator.all_reduce(t) for t in (self._numbers, self._travelling)]
+    def start(self, own: _Round, timing: Timing) -> None:
+        round_s, sync_s = self._clock.end_round()
+        with self._clock.sync():
+            self._steps = own.steps
+            self._change = self._read().sub_(self._common)
+            # Divided by a number all workers know, so that a sum over thousands of samples stays in fp16's range.
+            self._scale = 1.0 / max(own.micro_batches, 1)
+            torch.mul(self._change, own.weight * self._scale, out=self._travelling)
+            square = own.weight * self._change.norm(dtype=torch.float64).square().item()
+            row = _Row(own.weight, square, round_s, sync_s, timing.micro_batch, timing.rest)
+            rank = self._communicator.world.rank
+            self._table.zero_()
+            self._table.view(-1, len(row))[rank] = torch.tensor(row, dtype=torch.float64)
+            self._pending = [self._communicator.all_reduce(t) for t in (self._table, self._travelling)]
 
     @torch.no_grad()
     def finish(self, *, has_moved_on: bool) -> _Outcome:
         """The common weights for a replica that waited; for one that moved on since `start`, the way to them."""
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
-        size = self._communicator.world.size
-        numbers = self._numbers.tolist()
-        total = max(sum(numbers[:size]), 1.0)  # nobody saw a sample: nothing has changed
-        mean = self._travelling.to(torch.float32).div_(total * self._scale)
-        before = self._common.clone() if has_moved_on else None
-        self._advance(mean)
-        if before is None:
-            self._write(self._common)
-        else:
-            self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
-        length = mean.norm(dtype=torch.float64).item()
-        square_distance = max(0.0, sum(numbers[size : 2 * size]) / total - length**2)
-        return _Outcome(
-            math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12),
-            numbers[2 * size :],
-        )
+        with self._clock.sync():
+            for pending in self._pending:
+                pending.wait()
+            self._pending = []
+            rows = [_Row(*row) for row in self._table.view(-1, len(_Row._fields)).tolist()]
+            total = max(sum(row.weight for row in rows), 1.0)  # nobody saw a sample: nothing has changed
+            mean = self._travelling.to(torch.float32).div_(total * self._scale)
+            before = self._common.clone() if has_moved_on else None
+            self._advance(mean)
+            if before is None:
+                self._write(self._common)
+            else:
+                self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
+            length = mean.norm(dtype=torch.float64).item()
+            square_distance = max(0.0, sum(row.weighted_square for row in rows) / total - length**2)
+            drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
+        timings = tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows)
+        round_s, sync_s = max(row.round_s for row in rows), min(row.sync_s for row in rows)
+        return _Outcome(drift, timings, self._steps, round_s, sync_s)
 
     def _advance(self, mean: torch.Tensor) -> None:
         if self._outer is None:
@@ -249,6 +336,35 @@ class _Meeting:
         for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
             part = part.view_as(tensor)
             tensor.copy_(part if tensor.is_floating_point() else part.round())
+
+
+class _Clock:
+    """What the meetings take of this worker's time, and what is left to its steps between two of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = perf_counter()
+        self._sync_s = 0.0
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        begun = self._now()
+        try:
+            yield
+        finally:
+            self._sync_s += self._now() - begun
+
+    def end_round(self) -> tuple[float, float]:
+        """Seconds since the last call, in steps and in meetings."""
+        now = self._now()
+        sync_s, self._sync_s = self._sync_s, 0.0
+        round_s, self._begun = now - self._begun - sync_s, now
+        return round_s, sync_s
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":  # else the meeting would be blamed for work that was queued before it
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
 
 
 class GradientsFirst:
@@ -271,8 +387,8 @@ class GradientsFirst:
     def has_gradient(self) -> bool:
         return self._now.has_gradient()
 
-    def send(self, seconds: float = 0.0) -> None:
-        self._now.send(seconds)
+    def send(self, timing: Timing = NOT_MEASURED) -> None:
+        self._now.send(timing)
 
     def finish(self) -> Numbers | None:
         return self._now.finish()

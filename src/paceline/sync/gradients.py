@@ -14,6 +14,7 @@ import torch
 
 from paceline.comm.base import Communicator, Pending
 from paceline.core.errors import GradientError
+from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan, owner
 from paceline.sync.buckets import BUCKET_BYTES, Bucket, ExactBucket, assign, largest_magnitude, sum_dtype
 from paceline.sync.buffers import Buffers
@@ -36,8 +37,8 @@ class GradientExchange(Protocol):
     def has_gradient(self) -> bool:
         """Whether this micro-batch has produced any gradient yet."""
 
-    def send(self, seconds: float = 0.0) -> None:
-        """Start exchanging what has not left yet. `seconds`: what this worker takes for a micro-batch, if measured."""
+    def send(self, timing: Timing = NOT_MEASURED) -> None:
+        """Start exchanging what has not left yet, and with it what this worker says about its time."""
 
     def finish(self) -> Numbers | None:
         """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
@@ -77,13 +78,13 @@ class DirectGradients:
     def has_gradient(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters)
 
-    def send(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds
+    def send(self, timing: Timing = NOT_MEASURED) -> None:
+        self._timing = timing
 
     def finish(self) -> OneLoss:
         if not self._weight:
             self._drop()
-        return OneLoss(self._loss, self._weight, self._seconds)
+        return OneLoss(self._loss, self._weight, self._timing)
 
     def complete(self) -> None:
         self._drop()
@@ -187,8 +188,8 @@ class BucketedGradients:
     def has_gradient(self) -> bool:
         return any(slot.firings or slot.parameter.grad is not None for slot in self._slots)
 
-    def send(self, seconds: float = 0.0) -> None:
-        self._write_host_numbers(seconds)
+    def send(self, timing: Timing = NOT_MEASURED) -> None:
+        self._write_host_numbers(timing)
         while len(self._pending) < len(self._buckets):
             self._send_next()
 
@@ -282,10 +283,10 @@ class BucketedGradients:
                 slot.view.zero_()
         self._pending.append(self._communicator.all_reduce(self._buckets[number].flat))
 
-    def _write_host_numbers(self, seconds: float) -> None:
+    def _write_host_numbers(self, timing: Timing) -> None:
         layout, rank = self._layout, self._communicator.world.rank
-        by_worker = [0.0] * layout.num_workers
-        by_worker[rank] = seconds
+        by_worker = [0.0] * (len(timing) * layout.num_workers)
+        by_worker[rank * len(timing) : (rank + 1) * len(timing)] = timing
         values = [
             *pad(self._weights, layout.num_micro_batches),
             *by_worker,

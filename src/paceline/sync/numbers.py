@@ -14,6 +14,8 @@ from typing import Protocol
 
 import torch
 
+from paceline.core.timing import Timing
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -28,7 +30,7 @@ class Layout:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         m = self.num_micro_batches
-        return (m, m * self.num_grids, m, self.num_workers, self.num_parameters, self.num_buffers)
+        return (m, m * self.num_grids, m, len(Timing._fields) * self.num_workers, self.num_parameters, self.num_buffers)
 
     @property
     def num_device(self) -> int:
@@ -57,8 +59,8 @@ class Numbers(Protocol):
     def total_weight(self) -> float: ...
 
     @property
-    def seconds(self) -> list[float]:
-        """What each worker takes for a micro-batch, waiting for data included; 0 where it was not measured."""
+    def timings(self) -> Sequence[Timing]:
+        """By rank."""
 
     def non_finite(self) -> tuple[str, float, int] | None:
         """What is inf or NaN, its value and its micro-batch: a loss, or where peaks are known a gradient."""
@@ -112,9 +114,10 @@ class StepNumbers:
     def weights(self) -> list[float]:
         return self._parts[2]
 
-    @property
-    def seconds(self) -> list[float]:
-        return self._parts[3]
+    @cached_property
+    def timings(self) -> Sequence[Timing]:
+        values, width = self._parts[3], len(Timing._fields)
+        return [Timing(*values[start : start + width]) for start in range(0, len(values), width)]
 
     @property
     def used(self) -> list[float]:
@@ -157,10 +160,10 @@ def pad(values: Sequence[float], count: int) -> list[float]:
 class OneLoss:
     """The numbers of a world of one with one micro-batch: they need no layout and no exchange."""
 
-    def __init__(self, loss: torch.Tensor | None, weight: float, seconds: float) -> None:
+    def __init__(self, loss: torch.Tensor | None, weight: float, timing: Timing) -> None:
         self.total_weight = weight
         self.weights = [weight]
-        self.seconds = [seconds]
+        self.timings: Sequence[Timing] = (timing,)
         # Without weight the loss is a mean over nothing, 0/0 perhaps.
         if loss is None or not weight:
             self._source: list[float] | HostCopy = [0.0]
@@ -189,10 +192,10 @@ class OneLoss:
 class LocalNumbers:
     """The numbers of one worker's part of a step that was not exchanged, which begins with micro-batch `first`."""
 
-    def __init__(self, own: StepNumbers | OneLoss, first: int, seconds: list[float]) -> None:
+    def __init__(self, own: StepNumbers | OneLoss, first: int, timings: Sequence[Timing]) -> None:
         self._own = own
         self._first = first
-        self.seconds = seconds
+        self.timings = timings
 
     @property
     def has_arrived(self) -> bool:

@@ -1,0 +1,32 @@
+"""What happens in a run beside its steps: the division of work changed, replicas drifted apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened after `step` completed steps. Every worker sees the same events."""
+
+    name: str
+    step: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Events:
+    """Tells listeners. The loop keeps `step` up to date, so that whoever emits need not know it."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._listeners: list[Callable[[Event], object]] = []
+
+    def listen(self, listener: Callable[[Event], object]) -> None:
+        self._listeners.append(listener)
+
+    def emit(self, name: str, **details: Any) -> None:
+        event = Event(name, self.step, details)
+        for listener in self._listeners:
+            listener(event)
