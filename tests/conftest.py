@@ -10,8 +10,8 @@ from time import monotonic, sleep
 
 import psutil
 import pytest
-from hypothesis import settings
 import torch
+from hypothesis import settings
 from worker_pool import WorkerPool
 
 # The machine may be busy with something else: only the suite's own time-out judges time.
