@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from paceline.data.sharded import ShardedFeed, checked_weight, to_device
+from paceline.data.device import to_device
+from paceline.data.sharded import ShardedFeed, checked_weight
 from paceline.data.sources import as_source
-from paceline.plan.steps import Steps
+from paceline.plan.steps import Position, Steps
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -24,12 +25,22 @@ def feed(
 ) -> tuple[ShardedFeed, Steps]:
     steps = Steps(num_samples, global_batch, micro_batch, drop_last)
     source = as_source(torch.arange(num_samples))
-    return ShardedFeed(source, steps, CPU, shuffle=shuffle, **{"seed": 0, **rest}), steps
+    return make(source, steps, CPU, shuffle=shuffle, **rest), steps
+
+
+def make(source: Any, steps: Steps, device: torch.device, **settings: Any) -> ShardedFeed:
+    """One worker takes everything that is left in one step."""
+    return ShardedFeed(source, steps, lambda left: (range(left),), 0, device, **{"seed": 0, **settings})
+
+
+def read(feed: ShardedFeed, epoch: int, number: int, count: int = 1) -> tuple[Any, int]:
+    feed.begin_step(Position(epoch, number))
+    return feed.micro_batch(range(count))
 
 
 def epoch_of(shards: tuple[ShardedFeed, Steps], epoch: int) -> list[list[int]]:
     reader, steps = shards
-    return [reader.micro_batch(epoch, number)[0].tolist() for number in range(steps.num_micro_batches)]
+    return [read(reader, epoch, number)[0].tolist() for number in range(steps.num_micro_batches)]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +85,9 @@ def test_without_shuffling_the_data_keeps_its_order() -> None:
 
 def test_weights_count_samples_unless_the_user_counts() -> None:
     shards, _ = feed(5, 4, 2, shuffle=False)
-    assert [shards.micro_batch(0, number)[1] for number in range(3)] == [2, 2, 1]
+    assert [read(shards, 0, number)[1] for number in range(3)] == [2, 2, 1]
     shards, _ = feed(5, 4, 2, shuffle=False, weight_fn=lambda batch: (batch > 1).sum())
-    weights = [shards.micro_batch(0, number)[1] for number in range(3)]
+    weights = [read(shards, 0, number)[1] for number in range(3)]
     assert weights == [0, 2, 1]
     assert all(type(weight) is int for weight in weights)
 
@@ -84,18 +95,18 @@ def test_weights_count_samples_unless_the_user_counts() -> None:
 def test_several_micro_batches_are_read_as_one() -> None:
     shards, steps = feed(7, 4, 2)
     parts = epoch_of((shards, steps), 0)
-    batch, weight = shards.micro_batch(0, 1, 3)
+    batch, weight = read(shards, 0, 1, 3)
     assert batch.tolist() == parts[1] + parts[2] + parts[3]
-    assert weight == shards.total_weight(1, 3) == 5
+    assert weight == shards.begin_step(Position(0, 1)).total_weight == 5
 
 
 def test_the_user_weighs_on_the_host() -> None:
     asked = []
     steps = Steps(4, 2, 2)
-    shards = ShardedFeed(
-        as_source(torch.arange(4)), steps, META, seed=0, shuffle=True, weight_fn=lambda b: asked.append(b.device) or 1
+    shards = make(
+        as_source(torch.arange(4)), steps, META, shuffle=True, weight_fn=lambda b: asked.append(b.device) or 1
     )
-    assert shards.micro_batch(0, 0)[0].device == META
+    assert read(shards, 0, 0)[0].device == META
     assert asked == [CPU]
 
 
@@ -123,7 +134,7 @@ def test_whole_numbers_are_weights(value: Any) -> None:
 def test_anything_else_is_no_weight(value: Any, shown: str) -> None:
     shards, _ = feed(4, 2, 2, weight_fn=lambda _: value)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole text follows
-        shards.micro_batch(0, 0)
+        read(shards, 0, 0)
     assert str(caught.value) == (
         f"weight_fn returned {shown}: it must be a whole number of at least 0, such as valid tokens"
     )

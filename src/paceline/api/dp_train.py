@@ -15,7 +15,7 @@ from torch import nn
 from paceline.core.errors import NonFiniteError
 from paceline.core.seeding import host_randomness
 from paceline.core.world import World, devices
-from paceline.data.sharded import to_device
+from paceline.data.device import to_device
 from paceline.data.sources import Cycle, Source
 from paceline.observe.progress import StepLines
 from paceline.run.assemble import assemble

@@ -70,6 +70,8 @@ class Trainer:
         backend: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         threads: int | None = None,
+        readers: int = 0,
+        prefetch: int | None = None,
         overlap: bool = True,
     ) -> Trainer:
         """Join the world this process is in (torchrun, `paceline run`, `paceline.launch`) or train alone.
@@ -93,6 +95,8 @@ class Trainer:
             steps.
         shares: how workers divide a step. "measured": by the speed each was measured at, starting from speed_hints
             if given; "equal"; or one relative speed per worker. No choice changes the result.
+        readers: processes per worker that read micro-batches ahead; worth it where reading takes its time.
+            prefetch: how many micro-batches ahead (default: two per reader).
         overlap: exchange gradients while backward still runs.
         timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
         """
@@ -109,6 +113,8 @@ class Trainer:
             strategy=strategy,
             shares=shares if isinstance(shares, str) else tuple(map(float, shares)),
             speed_hints=None if speed_hints is None else tuple(map(float, speed_hints)),
+            readers=readers,
+            prefetch=prefetch,
             overlap=overlap,
             backend=backend,
             timeout_s=timeout_s,
@@ -154,7 +160,7 @@ class Trainer:
     def steps_per_epoch(self) -> int:
         if isinstance(self._config.strategy, Cadence):
             raise MisuseError("a cadence decides as it goes how many steps an epoch has: count them as they come")
-        return self._run.loop.steps.num_steps
+        return self._run.steps.num_steps
 
     def epochs(self, count: int) -> Iterator[Epoch]:
         """The run's epochs up to number `count`, from wherever it stands."""
@@ -218,7 +224,7 @@ class Trainer:
             source,
             eval_fn,
             self._run.communicator,
-            micro_batch=self._run.loop.steps.micro_batch if micro_batch is None else micro_batch,
+            micro_batch=self._run.steps.micro_batch if micro_batch is None else micro_batch,
             seed=self._config.seed,
             weight_fn=self._weight_fn,
         )

@@ -1,61 +1,128 @@
-"""Every worker reads its own micro-batches."""
+"""Every worker reads its own micro-batches, from a source with numbered samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
-from copy import copy
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
-from paceline.data.sources import Source
+from paceline.data.device import DeviceCopier
+from paceline.data.feed import PlanStep, Step
+from paceline.data.prefetch import Prefetcher
+from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
+from paceline.data.sources import Read, Source, read_counted
 from paceline.plan.order import EpochOrder
-from paceline.plan.steps import Steps
+from paceline.plan.steps import Position, Steps
+
+
+class Request(NamedTuple):
+    """Consecutive micro-batches of an epoch, as one batch."""
+
+    epoch: int
+    first: int
+    size: int = 1
+
+
+class IndexedReader:
+    """Reads any micro-batches of any epoch. Keeps the order of one epoch at a time."""
+
+    def __init__(self, source: Source, steps: Steps, *, seed: int, shuffle: bool) -> None:
+        self._source = source
+        self._steps = steps
+        self._seed = seed
+        self._shuffle = shuffle
+        self._order: EpochOrder | None = None
+        self._epoch = -1
+
+    def __call__(self, request: Request) -> Read:
+        if request.epoch != self._epoch or self._order is None:
+            self._epoch = request.epoch
+            num_samples = self._steps.num_samples
+            self._order = EpochOrder(num_samples, seed=self._seed, epoch=request.epoch, shuffle=self._shuffle)
+        positions = self._steps.sample_range(request.first, request.size)
+        indices = self._order.indices(positions.start, positions.stop)
+        return read_counted(self._source, indices, request.epoch, positions.start)
 
 
 class ShardedFeed:
-    """Reads any micro-batch of an epoch, by number. Keeps the order of one epoch at a time."""
+    """Plans each step and reads this worker's part of it.
+
+    With readers, what the next steps will most likely ask of this worker is read ahead: the plan hardly changes from
+    one step to the next, and where it does, what is missing is read at once.
+    """
 
     def __init__(
         self,
         source: Source,
         steps: Steps,
+        plan_step: PlanStep,
+        rank: int,
         device: torch.device,
         *,
         seed: int,
         shuffle: bool,
         weight_fn: Callable[[Any], int] | None = None,
+        at_once: int = 1,
+        readers: int = 0,
+        prefetch: int | None = None,
     ) -> None:
         self._source = source
         self._steps = steps
-        self._device = device
-        # Where there is no other device, nothing needs moving.
-        self._is_on_host = device.type == "cpu" and not torch.cuda.is_available()
-        self._seed = seed
-        self._shuffle = shuffle
+        self._plan_step = plan_step
+        self._rank = rank
         self._weight_fn = weight_fn
-        self._order = EpochOrder(steps.num_samples, seed=seed, epoch=0, shuffle=shuffle)
-        self._epoch = 0
+        self._at_once = at_once
+        self._read = IndexedReader(source, steps, seed=seed, shuffle=shuffle)
+        self._to_device = DeviceCopier(device)
+        self._prefetcher = _prefetcher(source, self._read, readers, prefetch)
+        # Weights that are known before reading save a pass over all gradients; bad samples that are left out are not.
+        self._knows_weights = weight_fn is None and not hasattr(source, "read_counted")
 
-    def total_weight(self, first: int, count: int) -> int | None:
-        """What the weights of these micro-batches of an epoch add up to, if that is known before they are read."""
-        return len(self._steps.sample_range(first, count)) if self._weight_fn is None else None
+    def begin_step(self, position: Position) -> Step:
+        num_left = self._steps.num_micro_batches - position.micro_batch
+        self._position, self._plan = position, self._plan_step(num_left)
+        num_samples = len(self._steps.sample_range(position.micro_batch, self._plan[-1].stop))
+        is_cut = self._plan[-1].stop == num_left and position.micro_batch > 0
+        return Step(self._plan, num_samples, num_samples if self._knows_weights else None, is_cut)
 
-    def micro_batch(self, epoch: int, number: int, count: int = 1) -> tuple[Any, int]:
-        """The epoch's micro-batch with this number, on the device, and its weight in its step's mean.
-
-        With `count` above 1 it is one batch of that many micro-batches.
-        """
-        if epoch != self._epoch:
-            self._order = EpochOrder(self._steps.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-            self._epoch = epoch
-        positions = self._steps.sample_range(number, count)
-        indices = self._order.indices(positions.start, positions.stop)
-        batch = self._source.read(indices, epoch, positions.start)
+    def micro_batch(self, numbers: range) -> tuple[Any, int]:
+        request = Request(self._position.epoch, self._position.micro_batch + numbers[0], len(numbers))
+        if self._prefetcher is None:
+            read = self._read(request)
+        else:
+            self._prefetcher.expect(self._upcoming(numbers[0]))
+            read = self._prefetcher.take(request)
+        if read.skipped:
+            self._source.tell(read.skipped)  # type: ignore[attr-defined]
+        if read.batch is None:
+            return None, 0
         # Weighed on the host: asking a GPU would wait for it.
-        weight = len(positions) if self._weight_fn is None else checked_weight(self._weight_fn(batch))
-        return (batch if self._is_on_host else to_device(batch, self._device)), weight
+        weight = read.num_samples if self._weight_fn is None else checked_weight(self._weight_fn(read.batch))
+        return self._to_device(read.batch), weight
+
+    def after_step(self, position: Position) -> Position:
+        return position.after_step(self._plan[-1].stop, self._steps)
+
+    def close(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def _upcoming(self, first: int) -> Iterator[Request]:
+        """This worker's requests from the one at number `first` of this step on, as the plan would have them."""
+        position, plan = self._position, self._plan
+        while True:
+            for numbers in passes(plan[self._rank], self._at_once):
+                if numbers[0] >= first:
+                    yield Request(position.epoch, position.micro_batch + numbers[0], len(numbers))
+            first = 0
+            position = position.after_step(plan[-1].stop, self._steps)
+            plan = self._plan_step(self._steps.num_micro_batches - position.micro_batch)
+
+
+def passes(numbers: range, at_once: int) -> Iterator[range]:
+    """The micro-batches of a share, as many together as the device runs at once."""
+    return (numbers[start : start + at_once] for start in range(0, len(numbers), at_once))
 
 
 def checked_weight(value: Any) -> int:
@@ -69,20 +136,17 @@ def checked_weight(value: Any) -> int:
     return weight
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Every tensor in nested tuples, lists and dicts, moved; anything else as it is."""
-    if isinstance(batch, torch.Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=True)
-    if isinstance(batch, PackedSequence):  # a tuple, but one of its tensors stays on the host
-        return batch.to(device=device, non_blocking=True)  # type: ignore[call-arg]
-    if isinstance(batch, MutableMapping):
-        moved = copy(batch)  # keeps what the type holds beside its items, such as a defaultdict's factory
-        moved.update({key: to_device(value, device) for key, value in batch.items()})
-        return moved
-    if isinstance(batch, Mapping):
-        return type(batch)({key: to_device(value, device) for key, value in batch.items()})  # type: ignore[call-arg]
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return batch._make(to_device(value, device) for value in batch)
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+def _prefetcher(source: Source, read: IndexedReader, num_readers: int, depth: int | None) -> Prefetcher | None:
+    readers: Readers
+    if num_readers:
+        readers = ReaderProcesses(read, num_readers)
+    elif getattr(source, "may_read_in_thread", False):
+        readers = ReaderThread(read)
+    elif depth:
+        raise ValueError(
+            f"prefetch={depth} needs readers: this data runs code that a thread beside the step must not run; "
+            "give readers=1 or more for processes of its own"
+        )
+    else:
+        return None
+    return Prefetcher(readers, depth or 2 * max(1, num_readers))

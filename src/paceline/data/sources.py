@@ -24,12 +24,32 @@ class Pair(NamedTuple):
 
 
 class Source(Protocol):
-    """Samples with numbers. What `read` returns depends on its arguments alone, whoever calls it and when."""
+    """Samples with numbers. What `read` returns depends on its arguments alone, whoever calls it and when.
+
+    A source may also have `may_read_in_thread`: True where reading waits for something and runs no code of the user's.
+    """
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         """These samples as one micro-batch on the host. `position` is where it starts in the epoch's order."""
+
+
+class Read(NamedTuple):
+    """What reading gave: how many samples the batch holds (None: no batch), and those that were left out as bad."""
+
+    batch: Any
+    num_samples: int
+    skipped: tuple[Any, ...] = ()
+
+
+def read_counted(source: Source, indices: Indices, epoch: int, position: int) -> Read:
+    """These samples as one micro-batch; a source that may leave some out says how many there are."""
+    count = getattr(source, "read_counted", None)
+    if count is None:
+        return Read(source.read(indices, epoch, position), len(indices))
+    read: Read = count(indices, epoch, position)
+    return read
 
 
 class Columns:
@@ -135,6 +155,11 @@ class Cycle:
 
 def as_source(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, seed: int = 0) -> Source:
     """The source for what the user passed as `data`."""
+    from paceline.data.ready import ready_source  # not above: the sources it knows are made of parts of this module
+
+    ready = ready_source(data, collate_fn, seed)
+    if ready is not None:
+        return ready
     if type(data) is TensorDataset and collate_fn is None:  # a subclass may do more than index
         data = tuple(data.tensors)
     if _is_columns(data):

@@ -113,6 +113,10 @@ class Position:
             return Position(self.epoch + 1, 0, self.step + 1)
         return Position(self.epoch, done, self.step + 1)
 
+    def next_epoch(self) -> Position:
+        """The start of the next epoch, where this one turns out to be over."""
+        return Position(self.epoch + 1, 0, self.step)
+
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
 

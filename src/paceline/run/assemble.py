@@ -21,6 +21,7 @@ from paceline.plan.steps import Steps
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.loop import Loop
+from paceline.run.planner import planner_for
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
 from paceline.sync.averaging import AveragedReplicas, Averaging, GradientsFirst
 from paceline.sync.buffers import Buffers, statistics_of
@@ -32,6 +33,7 @@ class Run:
     """A run's parts. `cleanup` takes it apart again, in reverse order."""
 
     loop: Loop
+    steps: Steps
     communicator: Communicator
     events: Events
     cleanup: ExitStack
@@ -64,9 +66,23 @@ def assemble(
         events = Events()
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
-        feed = ShardedFeed(source, steps, world.device, seed=config.seed, shuffle=config.shuffle, weight_fn=weight_fn)
-        loop = Loop(config, world, replica, exchange, feed, steps, events)
-        return Run(loop, communicator, events, stack.pop_all())
+        planner = planner_for(config, world, config.max_micro_batches(world.size))
+        feed = ShardedFeed(
+            source,
+            steps,
+            planner.plan,
+            world.rank,
+            world.device,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            weight_fn=weight_fn,
+            at_once=config.micro_batches_at_once(world.rank),
+            readers=config.readers,
+            prefetch=config.prefetch,
+        )
+        stack.callback(feed.close)
+        loop = Loop(config, world, replica, exchange, feed, planner, events)
+        return Run(loop, steps, communicator, events, stack.pop_all())
 
 
 def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, events: Events) -> GradientExchange:

@@ -21,7 +21,7 @@ class RunConfig:
 
     Course: global_batch, micro_batch, seed, shuffle, drop_last, precision, max_grad_norm, strategy, exact (and then
     threads), and physical_batch where the model draws random numbers.
-    Speed only: shares, speed_hints, overlap, backend, timeout_s, and threads outside of exact mode.
+    Speed only: shares, speed_hints, readers, prefetch, overlap, backend, timeout_s, and threads outside of exact mode.
     """
 
     global_batch: int | None = None
@@ -36,6 +36,8 @@ class RunConfig:
     strategy: Strategy = "gradients"
     shares: tuple[float, ...] | Literal["measured", "equal"] = "measured"
     speed_hints: tuple[float, ...] | None = None
+    readers: int = 0
+    prefetch: int | None = None
     overlap: bool = True
     backend: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -71,6 +73,10 @@ class RunConfig:
             raise ValueError("speed_hints would be ignored, since shares is not 'measured': leave one of them out")
         if not (0 < self.timeout_s < math.inf):
             raise ValueError(f"timeout_s={self.timeout_s} is no time-out: choose a finite number of seconds > 0")
+        if type(self.readers) is not int or self.readers < 0:
+            raise ValueError(f"readers={self.readers!r}: choose how many processes read for each worker, 0 for none")
+        if self.prefetch is not None and (type(self.prefetch) is not int or self.prefetch < 1):
+            raise ValueError(f"prefetch={self.prefetch!r}: choose how many micro-batches to read ahead, at least 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads}: choose at least 1 thread per worker, or None")
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed, seed_device
-from paceline.data.sharded import ShardedFeed
+from paceline.data.device import DeviceCopier
+from paceline.data.sharded import IndexedReader, Request, checked_weight
 from paceline.data.sources import Source
 from paceline.plan.shares import ranges, shares
 from paceline.plan.steps import Steps
@@ -42,16 +43,18 @@ def evaluate(
         raise ValueError(f"micro_batch={micro_batch!r}: choose how many samples eval_fn gets at once, at least 1")
     world = communicator.world
     steps = Steps(len(source), micro_batch, micro_batch)
-    feed = ShardedFeed(source, steps, world.device, seed=seed, shuffle=False, weight_fn=weight_fn)
+    read, to_device = IndexedReader(source, steps, seed=seed, shuffle=False), DeviceCopier(world.device)
     mine = ranges(shares(steps.num_micro_batches, (1.0,) * world.size))[world.rank]
     results: list[dict[str, torch.Tensor]] = []
     weights: list[int] = []
     with _evaluation_mode(model), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for number in mine:
-            batch, weight = feed.micro_batch(0, number)
+            batch, num_samples, skipped = read(Request(0, number))
+            if batch is None:
+                raise ValueError(f"all samples of the evaluation's micro-batch {number} are bad: {skipped[0].error}")
+            weights.append(num_samples if weight_fn is None else checked_weight(weight_fn(batch)))
             seed_device(world.device, derive_seed(seed, Purpose.EVALUATION, number))
-            results.append(_as_scalars(eval_fn(model, batch), world.device))
-            weights.append(weight)
+            results.append(_as_scalars(eval_fn(model, to_device(batch)), world.device))
     names = _agree_on_names(results, communicator)
     table = torch.zeros(steps.num_micro_batches, len(names) + 1, dtype=torch.float64, device=world.device)
     if results:

@@ -18,12 +18,13 @@ from paceline.core.events import Events
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.timing import Timing
 from paceline.core.world import World
-from paceline.data.sharded import ShardedFeed
+from paceline.data.feed import Feed, Step
+from paceline.data.sharded import passes
 from paceline.plan.shares import Plan, sizes
-from paceline.plan.steps import Position, Steps
+from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
 from paceline.run.finite import FiniteWatch
-from paceline.run.planner import planner_for
+from paceline.run.planner import Planner
 from paceline.run.replica import Replica
 from paceline.run.report import Account, Report
 from paceline.run.stopwatch import stopwatch_for
@@ -41,18 +42,17 @@ class Loop:
         world: World,
         replica: Replica,
         exchange: GradientExchange,
-        feed: ShardedFeed,
-        steps: Steps,
+        feed: Feed,
+        planner: Planner,
         events: Events,
     ) -> None:
         self.position = Position()
         self.replica = replica
-        self.steps = steps
         self._config = config
         self._world = world
-        self._planner = planner_for(config, world, config.max_micro_batches(world.size))
+        self._planner = planner
         self._usual_plan: Plan = ()
-        self._physical = config.micro_batches_at_once(world.rank)
+        self._at_once = config.micro_batches_at_once(world.rank)
         self._exchange = exchange
         self._feed = feed
         self._watch = FiniteWatch()
@@ -75,8 +75,14 @@ class Loop:
         try:
             while self.position.epoch == epoch:
                 mine = self._begin_step()
-                for numbers in _batched(mine, self._physical):
-                    yield self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
+                if mine is None:
+                    break
+                for numbers in passes(mine, self._at_once):
+                    batch = self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
+                    if batch is not None:
+                        yield batch
+                    else:
+                        self.step()  # every sample of it was bad
                     if self._is_open:
                         raise MisuseError("the next micro-batch was asked for before step() was called for this one")
                 if not mine:
@@ -124,23 +130,27 @@ class Loop:
         """Where the workers' time went so far."""
         return self._account.report()
 
-    def _begin_step(self) -> range:
+    def _begin_step(self) -> range | None:
+        """This worker's micro-batches of the next step; None if the epoch is over."""
         self._stopwatch.begin_step()
-        first = self.position.micro_batch
-        num_left = self.steps.num_micro_batches - first
-        self._adopt(self._planner.plan(num_left), num_left)
+        step = self._feed.begin_step(self.position)
+        if step is None:
+            self.position = self.position.next_epoch()
+            return None
+        self._step = step
+        self._note_plan(step)
         self._exchange.begin_step(
-            self._plan,
-            total_weight=self._feed.total_weight(first, self._plan[-1].stop),
+            step.plan,
+            total_weight=step.total_weight,
             loss_scale=self._loss_scale.value if self._loss_scale else 1.0,
         )
-        return self._plan[self._world.rank]
+        return step.plan[self._world.rank]
 
     def _begin_micro_batch(self, numbers: range, *, is_last: bool) -> Any:
         """The batch of these micro-batches of the step: one of them, or several that this device runs as one."""
         self._stopwatch.start()
         position, self._num_open = self.position, len(numbers)
-        batch, self._weight = self._feed.micro_batch(position.epoch, position.micro_batch + numbers[0], len(numbers))
+        batch, self._weight = self._feed.micro_batch(numbers)
         # The last of several stands for all: the step's last micro-batch is then found where it is looked for.
         self._exchange.begin_micro_batch(numbers[-1], self._weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
@@ -157,7 +167,8 @@ class Loop:
         self._stopwatch.received()
         if numbers is None:
             return None
-        self._planner.observe(self._plan, numbers)
+        plan, num_samples = self._step.plan, self._step.num_samples
+        self._planner.observe(plan, numbers)
         # From here on every worker does the same, drawing the same random numbers.
         seed_device(self._world.device, derive_seed(self._config.seed, Purpose.AFTER_STEP, position.step))
         norm = self._clip()
@@ -170,24 +181,22 @@ class Loop:
         self._stopwatch.end_step()
         self._events.step = position.step + 1
         self._exchange.complete()
-        num_samples = len(self.steps.sample_range(position.micro_batch, self._plan[-1].stop))
-        self._account.add(self._plan, num_samples, numbers)
+        self._account.add(plan, num_samples, numbers)
         record = StepRecord(
-            position.step + 1, position.epoch, self.replica.learning_rate, is_skipped, self._plan, numbers, norm
+            position.step + 1, position.epoch, self.replica.learning_rate, is_skipped, plan, numbers, norm
         )
-        self.position = position.after_step(self._plan[-1].stop, self.steps)
+        self.position = self._feed.after_step(position)
         for steps, hook in self._hooks:
             if record.step % steps == 0:
                 self._run_hook(hook, record)
         return record
 
-    def _adopt(self, plan: Plan, num_left: int) -> None:
-        """Take the plan. A change of it is an event, unless it is the epoch's end that makes the step smaller."""
-        self._plan, usual = plan, self._usual_plan
-        if plan == usual or (usual and plan[-1].stop == num_left != usual[-1].stop):
-            return
-        self._usual_plan = plan
-        self._events.emit("plan", shares=sizes(plan), before=sizes(usual))
+    def _note_plan(self, step: Step) -> None:
+        """A change of the plan is an event, unless it is the epoch's end that makes the step smaller."""
+        plan, usual = step.plan, self._usual_plan
+        if plan != usual and not step.is_cut:
+            self._usual_plan = plan
+            self._events.emit("plan", shares=sizes(plan), before=sizes(usual))
 
     def _clip(self) -> torch.Tensor | None:
         limit = self._config.max_grad_norm
@@ -204,7 +213,7 @@ class Loop:
             is_finite = math.isfinite(norm.item()) and all(map(math.isfinite, numbers.losses))
             self._loss_scale.update(is_finite=is_finite)
             return is_finite
-        self._watch.check(step, self._plan, numbers)
+        self._watch.check(step, self._step.plan, numbers)
         if norm is not None and norm.device.type == "cpu" and not math.isfinite(norm.item()):
             raise NonFiniteError(
                 f"the gradient's norm is {norm.item()} at step {step} although every loss is finite: the weights are "
@@ -219,10 +228,6 @@ class Loop:
             hook(record)
         finally:
             self.is_inside_epoch = is_inside
-
-
-def _batched(numbers: range, size: int) -> Iterator[range]:
-    return (numbers[start : start + size] for start in range(0, len(numbers), size))
 
 
 @dataclass(frozen=True, slots=True)

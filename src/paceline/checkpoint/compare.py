@@ -1,0 +1,153 @@
+"""Whether state that must be the same on every worker is: all of it, and told to all workers alike.
+
+`check_replication` is called by every worker, at the same point. It compares each worker's state with rank 0's:
+
+- "none": nothing.
+- "quick": the structure (names, shapes, dtypes and every plain value), and a few values of each tensor.
+- "tensor": the structure, and a checksum of each tensor.
+- "full": the structure, and every value of each tensor; says how large the largest difference is.
+
+If any worker differs, all raise the same `ReplicationError`, which names the tensors and the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.errors import ReplicationError
+from paceline.checkpoint.safetensors_file import bytes_of
+from paceline.checkpoint.tree import flatten
+from paceline.comm.base import Communicator
+
+Level = Literal["none", "quick", "tensor", "full"]
+
+SAMPLES_PER_TENSOR = 16
+_MAX_NAMED = 3
+_FINGERPRINT_BYTES = 16
+
+
+def check_replication(name: str, state: Any, level: Level, communicator: Communicator) -> None:
+    """Raise on every worker if any worker's `state` differs from rank 0's. `name` is what messages call it."""
+    if level not in get_args(Level):
+        raise ValueError(f"level={level!r}: choose one of {', '.join(get_args(Level))}")
+    if level == "none" or communicator.world.size == 1:
+        return
+    tensors = flatten(state, name).tensors
+    _raise_together(name, _compare_outlines(_outline(state, name, tensors), communicator), communicator)
+    if level == "full":
+        difference = _compare_values(tensors, communicator)
+    else:
+        difference = _compare_fingerprints(tensors, SAMPLES_PER_TENSOR if level == "quick" else None, communicator)
+    _raise_together(name, difference, communicator)
+
+
+def _raise_together(name: str, difference: str, communicator: Communicator) -> None:
+    """Share what each worker found; all raise, or none."""
+    found = {rank: text for rank, text in enumerate(_gather(difference, communicator)) if text}
+    if found:
+        details = "; ".join(f"on rank {rank} {text}" for rank, text in found.items())
+        raise ReplicationError(
+            f"{name} must be the same on every worker, but differs from rank 0's: {details}", ranks=tuple(found)
+        )
+
+
+def _outline(state: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Everything but the tensors' values, in lines."""
+    shapes = [f"tensor {name} is {tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors.items()]
+    return [*shapes, *_plain_values(state, name)]
+
+
+def _plain_values(node: Any, path: str) -> Iterator[str]:
+    if isinstance(node, dict | list | tuple):
+        yield f"{path} is a {type(node).__name__} of {len(node)}"
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _plain_values(value, f"{path}[{key!r}]")
+    elif not isinstance(node, torch.Tensor | np.ndarray):
+        yield f"{path} is {node!r}"
+
+
+def _compare_outlines(own: list[str], communicator: Communicator) -> str:
+    """The first line in which this worker differs from rank 0."""
+    theirs = _from_rank_0("\n".join(own).encode(), communicator).decode().split("\n")
+    pairs = zip_longest(own, theirs, fillvalue="nothing more")
+    return next((f"{mine}, on rank 0 {other}" for mine, other in pairs if mine != other), "")
+
+
+def _compare_fingerprints(
+    tensors: Mapping[str, torch.Tensor], num_samples: int | None, communicator: Communicator
+) -> str:
+    """Which tensors' fingerprints, of some or all of their values, are not those of rank 0."""
+    own = [_fingerprint(tensor, num_samples) for tensor in tensors.values()]
+    theirs = _from_rank_0(b"".join(own), communicator)
+    starts = range(0, len(theirs), _FINGERPRINT_BYTES)
+    return _named(
+        [
+            repr(name)
+            for name, mine, start in zip(tensors, own, starts, strict=True)
+            if mine != theirs[start : start + _FINGERPRINT_BYTES]
+        ]
+    )
+
+
+def _fingerprint(tensor: torch.Tensor, num_samples: int | None) -> bytes:
+    values = tensor.reshape(-1)
+    if num_samples is not None and values.numel() > num_samples:
+        values = values[torch.linspace(0, values.numel() - 1, num_samples, dtype=torch.float64).long()]
+    return hashlib.blake2b(bytes_of(values.cpu().contiguous()), digest_size=_FINGERPRINT_BYTES).digest()
+
+
+def _compare_values(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> str:
+    """Which tensors are not rank 0's to the last bit, and by how much. Takes memory for one more tensor at a time."""
+    differences = {}
+    for name, tensor in tensors.items():
+        own = tensor.to(communicator.world.device).contiguous()
+        if own.numel() == 0:
+            continue
+        theirs = own.clone()
+        communicator.broadcast(theirs.reshape(-1).view(torch.uint8), 0).wait()
+        if not torch.equal(own.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+            differences[name] = (own.double() - theirs.double()).abs().max().item()
+    largest_first = sorted(differences, key=lambda name: -differences[name])
+    return _named([f"{name!r} (by up to {differences[name]:.3g})" for name in largest_first])
+
+
+def _named(differing: list[str]) -> str:
+    if not differing:
+        return ""
+    more = len(differing) - _MAX_NAMED
+    return f"in tensor {', '.join(differing[:_MAX_NAMED])}" + (f" and {more} more" if more > 0 else "")
+
+
+def _from_rank_0(own: bytes, communicator: Communicator) -> bytes:
+    """Rank 0's bytes, on every worker."""
+    device = communicator.world.device
+    length = torch.tensor([len(own)], dtype=torch.int64, device=device)
+    communicator.broadcast(length, 0).wait()
+    if not (size := int(length.item())):
+        return b""
+    # What the others hold here is overwritten: it only has to have the length.
+    content = torch.frombuffer(bytearray(own if communicator.world.is_main else size), dtype=torch.uint8).to(device)
+    communicator.broadcast(content, 0).wait()
+    return bytes(bytes_of(content.cpu()))
+
+
+def _gather(text: str, communicator: Communicator) -> list[str]:
+    """Every worker's text, on every worker."""
+    world = communicator.world
+    own = text.encode()
+    lengths = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    lengths[world.rank] = len(own)
+    communicator.all_reduce(lengths).wait()
+    if not (longest := int(lengths.max().item())):
+        return [""] * world.size
+    rows = torch.zeros(world.size, longest, dtype=torch.uint8)
+    rows[world.rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    rows = rows.to(world.device)
+    communicator.all_reduce(rows).wait()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]

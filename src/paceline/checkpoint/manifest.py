@@ -1,0 +1,210 @@
+"""The manifest: what a checkpoint holds, who shares it, and what every file must be.
+
+It is a JSON file whose bytes are a function of its content and which ends with the SHA-256 of the rest, so that any
+change, also one that leaves the JSON's meaning alone, shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.hashed_file import FileRecord
+from paceline.checkpoint.tree import flatten, unflatten
+
+FORMAT = "paceline-checkpoint"
+FORMAT_VERSION = 1
+
+MANIFEST_NAME = "manifest.json"
+# The part of a component that exists once, whoever wrote it.
+WHOLE = "whole"
+
+COMPONENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
+_PART_NAME = re.compile(r"whole|(rank|node)-\d+")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+_FIELDS = ("step", "world_size", "created", "versions", "configuration", "position", "metrics")
+
+
+class Pattern(Enum):
+    """How workers share a component's state.
+
+    REPLICATED is the same on every worker and stored once. GLOBAL is one state for the whole world, which rank 0
+    holds. PER_RANK is every worker's own, PER_NODE every node's own, held by the node's first worker.
+    """
+
+    REPLICATED = "REPLICATED"
+    GLOBAL = "GLOBAL"
+    PER_RANK = "PER_RANK"
+    PER_NODE = "PER_NODE"
+
+
+@dataclass(frozen=True)
+class ComponentFiles:
+    """A component's files by part: `whole`, or `rank-3`, or `node-4`."""
+
+    pattern: Pattern
+    parts: Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The components of a checkpoint, or of one worker's share of it, and what every file must be."""
+
+    components: Mapping[str, ComponentFiles]
+    files: Mapping[str, FileRecord]
+
+    def to_json(self) -> dict[str, Any]:
+        components = {
+            name: {"pattern": found.pattern.value, "parts": {part: list(names) for part, names in found.parts.items()}}
+            for name, found in self.components.items()
+        }
+        files = {name: {"size": record.size, "sha256": record.sha256} for name, record in self.files.items()}
+        return {"components": components, "files": files}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Contents:
+        """Raises ValueError, KeyError, TypeError or AttributeError for anything `to_json` cannot have given."""
+        return cls(_parse_components(found), _parse_files(found["files"]))
+
+
+def joined(shares: Iterable[Contents]) -> Contents:
+    """What several workers wrote, as one. A part whose files several wrote has them all."""
+    components: dict[str, ComponentFiles] = {}
+    files: dict[str, FileRecord] = {}
+    for share in shares:
+        files.update(share.files)
+        for name, found in share.components.items():
+            parts = dict(components[name].parts) if name in components else {}
+            for part, names in found.parts.items():
+                parts[part] = (*parts.get(part, ()), *names)
+            components[name] = ComponentFiles(found.pattern, parts)
+    return Contents(components, files)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says about itself. `configuration`, `position` and `metrics` are the caller's."""
+
+    step: int
+    world_size: int
+    contents: Contents
+    configuration: Mapping[str, Any] = field(default_factory=dict)
+    position: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def render(self) -> bytes:
+        values = flatten({name: getattr(self, name) for name in _FIELDS}, "manifest").structure
+        return _render({"format": FORMAT, "format_version": FORMAT_VERSION, **values, **self.contents.to_json()})
+
+    @classmethod
+    def parse(cls, content: bytes) -> Manifest:
+        """The manifest with these bytes; anything but what `render` gave is an error that says what is wrong."""
+        try:
+            found = json.loads(content)
+            _check_version(found)
+            _check_digest(found, content)
+            values = unflatten({name: found[name] for name in _FIELDS}, {})
+            return cls(contents=Contents.from_json(found), **_checked(values))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"is damaged: {type(error).__name__}: {error}") from None
+
+
+def library_versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        own = version("paceline")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {
+        "paceline": own,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def _render(content: dict[str, Any]) -> bytes:
+    content = {name: value for name, value in content.items() if name != "digest"}
+    return _dump({**content, "digest": hashlib.sha256(_dump(content)).hexdigest()})
+
+
+def _dump(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _check_version(found: dict[str, Any]) -> None:
+    if found["format"] != FORMAT:
+        raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
+    version = found["format_version"]
+    if type(version) is int and version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"has format version {version}, this version of paceline reads up to {FORMAT_VERSION}: "
+            "read it with a newer paceline"
+        )
+    if version != FORMAT_VERSION:
+        raise ValueError(f"its format version is {version!r}, which never was one")
+
+
+def _check_digest(found: dict[str, Any], content: bytes) -> None:
+    expected = _render(found)
+    if content != expected:
+        digest = json.loads(expected)["digest"]
+        raise CheckpointError(
+            f"is damaged: it says its digest is {found.get('digest')!r}, its content gives {digest!r}"
+            + (", but some of its bytes differ from how it was written" if digest == found.get("digest") else "")
+        )
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    for name in ("step", "world_size"):
+        if type(values[name]) is not int or values[name] < 0:
+            raise ValueError(f"{name} is {values[name]!r}, not a count")
+    for name in ("versions", "configuration", "position", "metrics"):
+        if type(values[name]) is not dict:
+            raise ValueError(f"{name} is {values[name]!r}, not a dict")
+    return values
+
+
+def _parse_components(found: Mapping[str, Any]) -> dict[str, ComponentFiles]:
+    components = {}
+    unclaimed = set(found["files"])
+    for name, entry in found["components"].items():
+        if not COMPONENT_NAME.fullmatch(name) or not all(_PART_NAME.fullmatch(part) for part in entry["parts"]):
+            raise ValueError(f"component {name!r} has parts {list(entry['parts'])}")
+        components[name] = ComponentFiles(
+            Pattern(entry["pattern"]), {part: tuple(names) for part, names in entry["parts"].items()}
+        )
+        for names in components[name].parts.values():
+            if not unclaimed.issuperset(names):
+                raise ValueError(f"component {name!r} has files {sorted(set(names) - unclaimed)} that are not its own")
+            unclaimed.difference_update(names)
+    if unclaimed:
+        raise ValueError(f"the files {sorted(unclaimed)} belong to no component")
+    return components
+
+
+def _parse_files(found: Mapping[str, Any]) -> dict[str, FileRecord]:
+    files = {name: FileRecord(**record) for name, record in found.items()}
+    for name, record in files.items():
+        # A name is a name in this folder: nothing in the manifest may lead elsewhere.
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+            raise ValueError(f"it lists a file {name!r}")
+        if type(record.size) is not int or record.size < 0 or not _SHA256.fullmatch(record.sha256):
+            raise ValueError(f"it lists {name!r} as {record}")
+    return files

@@ -1,0 +1,106 @@
+"""A disk that is full, read-only or gone: the error says so, and what was saved before stays."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoint_state import components, job, same, settled
+
+from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.folders import complete_steps
+from paceline.checkpoint.keep import Keep
+from paceline.checkpoint.reading import Checkpoint, verify
+from paceline.checkpoint.saving import Job
+from paceline.checkpoint.writer import AsyncWriter
+
+LARGE = 100_000
+
+
+def mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting a small disk needs root: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of half a megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder))
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fail(writer: AsyncWriter, failing: Job) -> str:
+    """The message of a save that fails, as a run that goes on would get it."""
+    writer.save(failing)
+    error = settled(writer).poll()
+    assert isinstance(error, CheckpointError)
+    assert writer.poll() is None
+    return str(error)
+
+
+def test_a_full_disk_is_reported_and_does_not_stop_later_saves(disk: Path) -> None:
+    with AsyncWriter(disk) as writer:
+        writer.save(job(1))
+        message = fail(writer, job(2, size=LARGE))
+        start = (
+            f"the checkpoint of step 2 was not saved in {disk}: No space left on device ({disk}/.step-00000002.partial"
+        )
+        assert message.startswith(start)
+        assert message.endswith(f"model.safetensors). Intact is still {disk}/step-00000001")
+        assert {path.name for path in disk.iterdir()} == {"step-00000001"}
+        writer.save(job(3))
+    assert complete_steps(disk) == [1, 3]
+    assert same(Checkpoint(disk / "step-00000003").load("model"), components(3)[0].state)
+    assert verify(disk / "step-00000001") == []
+
+
+def test_a_read_only_disk_is_reported(disk: Path) -> None:
+    with AsyncWriter(disk) as writer:
+        writer.save(job(1))
+        writer.wait()
+        mount("-o", "remount,ro", str(disk))
+        message = fail(writer, job(2))
+        mount("-o", "remount,rw", str(disk))
+        assert f"was not saved in {disk}: Read-only file system ({disk}/.step-00000002.partial-" in message
+        assert message.endswith(f"Intact is still {disk}/step-00000001")
+        writer.save(job(2))
+    assert complete_steps(disk) == [1, 2]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_reported_beside_the_one_saved(disk: Path) -> None:
+    with AsyncWriter(disk, keep=Keep(last=1)) as writer:
+        writer.save(job(1))
+        writer.wait()
+        inside = disk / "step-00000001" / "model.json"
+        mount("--bind", str(inside), str(inside))
+        message = fail(writer, job(2))
+        subprocess.run(["umount", "-l", str(next(disk.rglob("model.json")))], check=False)
+        assert f"step 2 was saved, but {disk}/step-00000001, which need not be kept, could not be deleted: " in message
+        assert verify(disk / "step-00000002") == []
+
+
+def test_a_vanished_folder_is_reported_and_not_made_again(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with AsyncWriter(root) as writer:
+        writer.save(job(1))
+        writer.wait()
+        shutil.rmtree(root)
+        message = fail(writer, job(2))
+        assert f"step 2 was not saved in {root}: No such file or directory" in message
+        assert message.endswith("There is no older one")
+    assert not root.exists()
+
+
+def test_a_file_where_the_folder_should_be_is_reported(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with AsyncWriter(root) as writer:
+        root.rmdir()
+        root.write_text("x")
+        assert f"was not saved in {root}: Not a directory" in fail(writer, job(1))

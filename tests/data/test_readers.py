@@ -1,0 +1,275 @@
+"""Reading in the background: the same batches, errors that arrive, processes that end with the worker."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from models import digest, mlp, vectors
+from torch.nn import functional
+from torch.utils.data import Dataset
+from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.data.packing import pack, unpack
+from paceline.data.prefetch import Prefetcher
+from paceline.data.readers import ReaderDied, ReaderProcesses, ReaderThread
+from paceline.data.skip_bad import SkipBad
+from paceline.data.sources import as_source
+
+
+class Noisy(Dataset):
+    """Augments with all three generators."""
+
+    def __init__(self, bad: tuple[int, ...] = ()) -> None:
+        self.x, self.y = vectors(48)
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index in self.bad:
+            raise OSError(f"sample {index} is rotten")
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return self.x[index] + 0.1 * noise, self.y[index]
+
+
+def train(size_or_data: Any = None, **settings: Any) -> str:
+    data = Noisy() if size_or_data is None else size_or_data
+    settings = {"global_batch": 16, "micro_batch": 4, "exact": True, **settings}
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings) as trainer:
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        return digest(trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+def test_readers_change_no_weight(readers: int) -> None:
+    expected = train()
+    assert train(readers=readers) == expected
+    assert train(readers=readers, prefetch=7) == expected
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_nor_do_they_on_several_workers(size: int, pool: WorkerPool) -> None:
+    assert set(pool.run(lambda: train(readers=2), size)) == {train()}
+
+
+def test_the_users_random_streams_go_on_undisturbed() -> None:
+    def draws(readers: int) -> tuple[float, ...]:
+        random.seed(1), np.random.seed(2), torch.manual_seed(3)
+        numbers = []
+        with pl.Trainer.setup(
+            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=Noisy(), global_batch=16, micro_batch=16, readers=readers
+        ) as trainer:
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    numbers += [random.random(), np.random.rand()]
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
+        return tuple(numbers)
+
+    assert draws(0) == draws(2)
+
+
+def test_an_error_in_a_reader_arrives_with_its_traceback() -> None:
+    with pytest.raises(OSError, match="sample 13 is rotten") as caught:
+        train(Noisy(bad=(13,)), readers=2)
+    assert "__getitem__" in "".join(caught.value.__notes__)
+
+
+def test_bad_samples_are_told_to_the_worker_whoever_read_them() -> None:
+    def run(readers: int) -> tuple[str, list[int]]:
+        told: list[int] = []
+        source = SkipBad(as_source(Noisy(bad=(3, 4, 13))), lambda skipped: told.append(skipped.index))
+        return train(source, readers=readers), told
+
+    weights, told = run(0)
+    assert sorted(told) == [3, 3, 4, 4, 13, 13]  # once in each of two epochs
+    assert run(2) == (weights, told)
+
+
+def test_a_micro_batch_of_bad_samples_only_is_left_out() -> None:
+    told: list[int] = []
+    source = SkipBad(as_source(Noisy(bad=(4, 5, 6, 7))), lambda skipped: told.append(skipped.index))
+    assert train(source, shuffle=False, micro_batch=4, readers=1) != train(Noisy(), shuffle=False)
+    assert sorted(set(told)) == [4, 5, 6, 7]
+
+
+def test_a_reader_that_dies_is_an_error_not_a_wait() -> None:
+    readers = ReaderProcesses(lambda _: os.kill(os.getpid(), signal.SIGKILL), 1)
+    try:
+        answer = readers.submit("anything")
+        with pytest.raises(ReaderDied, match=r"reader process 0 was killed by SIGKILL: .* choose fewer readers"):
+            answer()
+    finally:
+        readers.close()
+
+
+def test_answers_may_be_taken_in_any_order_or_not_at_all() -> None:
+    readers = ReaderProcesses(lambda request: (request, torch.full((200_000,), request)), 2)
+    open_files = psutil.Process().num_fds()
+    answers = [readers.submit(number) for number in range(12)]
+    for number in (7, 2, 11):
+        assert answers[number]()[0] == number
+    del answers
+    assert readers.submit(99)()[1].eq(99).all()
+    assert readers.submit(98)()[1].eq(98).all()
+    assert psutil.Process().num_fds() <= open_files  # nothing of what nobody wanted is kept
+    readers.close()
+
+
+def test_no_more_than_the_depth_is_under_way() -> None:
+    asked: list[int] = []
+
+    class Readers:
+        def submit(self, request: Any) -> Any:
+            asked.append(request)
+            return lambda: request
+
+        def close(self) -> None: ...
+
+    prefetcher = Prefetcher(Readers(), depth=3)
+    prefetcher.expect(iter(range(100)))
+    assert asked == [0, 1, 2]
+    assert prefetcher.take(0) == 0
+    prefetcher.expect(iter(range(1, 100)))
+    assert asked == [0, 1, 2, 3]
+    prefetcher.expect(iter([2, 50]))  # the plan changed
+    assert asked == [0, 1, 2, 3, 50]
+    assert prefetcher.take(70) == 70  # and once more
+    assert asked[-1] == 70
+
+
+def test_a_thread_reads_ahead_only_where_no_code_of_the_users_runs() -> None:
+    with pytest.raises(ValueError, match="prefetch=3 needs readers"):
+        train(prefetch=3)
+    thread = ReaderThread(lambda request: request + 1)
+    assert [answer() for answer in [thread.submit(n) for n in range(4)]] == [1, 2, 3, 4]
+    thread.close()
+
+
+def test_reading_is_hidden_behind_computing() -> None:
+    class Slow(Noisy):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            time.sleep(0.01)
+            return super().__getitem__(index)
+
+    def seconds(readers: int) -> float:
+        with pl.Trainer.setup(
+            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=Slow(), global_batch=4, micro_batch=4, readers=readers
+        ) as trainer:
+            start = time.perf_counter()
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    time.sleep(0.05)
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
+            return time.perf_counter() - start
+
+    # 12 steps of 40 ms reading and 50 ms computing.
+    assert seconds(1) < 0.8 * seconds(0)
+
+
+def test_readers_end_with_a_worker_that_is_killed(tmp_path: Any) -> None:
+    script = tmp_path / "worker.py"
+    script.write_text(
+        textwrap.dedent("""
+        import os, signal, socket, sys, time
+        from paceline.data.readers import ReaderProcesses
+        peer, ours = socket.socketpair()
+        peer.set_inheritable(False)
+        readers = ReaderProcesses(lambda request: os.getpid(), 2)
+        print(readers.submit(0)(), readers.submit(1)(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    )
+    finished = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert finished.returncode == -signal.SIGKILL, finished.stderr
+    pids = list(map(int, finished.stdout.split()))
+    assert len(pids) == 2
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline, "a reader lives on"
+        time.sleep(0.01)
+
+
+def test_readers_keep_no_connection_of_the_worker_open() -> None:
+    here, there = socket.socketpair()
+    readers = ReaderProcesses(lambda request: request, 1)
+    readers.submit(0)()
+    here.close()
+    there.settimeout(10)
+    assert there.recv(1) == b""  # the end, although the reader still runs
+    there.close()
+    readers.close()
+
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Tagged:
+    values: torch.Tensor
+    name: str
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.arange(6).view(2, 3),
+        Point(torch.rand(3, 5), torch.tensor(7)),
+        {"a": [torch.rand(2, dtype=torch.bfloat16), "text"], "b": (1, None, 2.5)},
+        Tagged(torch.ones(3, dtype=torch.bool), "name"),
+        [np.arange(5, dtype=np.int16), np.array(["a", "b"]), np.arange(3, dtype=np.uint64)],
+        torch.empty(0, 4),
+        "no tensors",
+        torch.rand(4, 6).t(),
+        (torch.rand(700, 700), torch.rand(5)),  # large: mapped, not copied
+    ],
+)
+def test_packing_gives_back_what_was_packed_aligned(batch: Any) -> None:
+    described, packed = pack(batch)
+    restored = unpack(described, None if packed is None else os.dup(packed.descriptor))
+    if packed is not None:
+        packed.close()
+    assert_same(restored, batch)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+        assert found.data_ptr() % 64 == 0 or not found.numel()
+    elif isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, Tagged):
+        assert_same((found.values, found.name), (expected.values, expected.name))
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected
