@@ -21,7 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def join(timeout_s: float = 20.0) -> ProcessGroupCommunicator:
-    communicator = connect(World.from_environment(), timeout_s=timeout_s)
+    communicator = connect(World.from_environment(), "gloo", timeout_s=timeout_s)
     assert isinstance(communicator, ProcessGroupCommunicator)
     return communicator
 
@@ -210,3 +210,15 @@ def test_nccl_where_every_worker_has_a_gpu_of_its_own(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert default_backend(World(0, 8, 0, local_size, device=device)) == expected
+
+
+def test_workers_of_one_host_share_memory_unless_a_backend_is_named(pool: WorkerPool) -> None:
+    def kinds() -> list[str]:
+        world = World.from_environment()
+        found = []
+        for backend in (None, "gloo"):
+            with closing(connect(world, backend)) as communicator:
+                found.append(type(communicator).__name__)
+        return found
+
+    assert pool.run(kinds, 2) == [["SharedMemoryCommunicator", "ProcessGroupCommunicator"]] * 2

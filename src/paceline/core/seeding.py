@@ -27,6 +27,8 @@ class Purpose(enum.IntEnum):
     EVALUATION = 4
     SAMPLE = 5
     SAMPLE_BLOCK = 6
+    SHUFFLE_BUFFER = 7
+    ORDER = 8
 
 
 def mix64(value: int) -> int:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from paceline.comm.base import Communicator, Pending
-from paceline.core.errors import GradientError
+from paceline.core.errors import GradientError, MisuseError
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan, owner
 from paceline.sync.buckets import BUCKET_BYTES, Bucket, ExactBucket, assign, largest_magnitude, sum_dtype
@@ -146,9 +146,15 @@ class BucketedGradients:
         self._slots = [slot for slots in self._slots_by_bucket for slot in slots]
         self._hooks = [slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self._slots]
         self._is_open = False
+        self._was_left_exchanging = False
         self._pending: list[Pending] = []
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        if self._was_left_exchanging:
+            raise MisuseError(
+                "the epoch was left between backward() and step() of a step's last micro-batch, when its exchange had "
+                "begun: leave it after step(), or pass overlap=False"
+            )
         num_micro_batches = plan[-1].stop
         self._plan = plan
         # Dividing by a known total while adding saves a pass over all gradients afterwards.
@@ -196,6 +202,7 @@ class BucketedGradients:
     def finish(self) -> StepNumbers | None:
         for pending in self._pending:
             pending.wait()
+        self._pending = []
         numbers = StepNumbers(self._layout, self._tail)
         if self._grids and not self._fit_grids(numbers):
             self._buffers.restore()
@@ -214,6 +221,8 @@ class BucketedGradients:
         return
 
     def abandon(self) -> None:
+        # Others may still be computing: waiting for them here would keep an error that ended this step from showing.
+        self._was_left_exchanging = bool(self._pending)
         self._is_open = False
         self._buffers.restore()
         self.complete()
