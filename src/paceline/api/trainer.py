@@ -13,6 +13,7 @@ from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
 from paceline.core.world import World, device_count
+from paceline.data.bring import Way, as_data
 from paceline.data.sources import as_source
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
@@ -70,8 +71,11 @@ class Trainer:
         backend: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         threads: int | None = None,
+        feed: Way = "sharded",
         readers: int = 0,
         prefetch: int | None = None,
+        num_shards: int | None = None,
+        shuffle_buffer: int = 0,
         overlap: bool = True,
     ) -> Trainer:
         """Join the world this process is in (torchrun, `paceline run`, `paceline.launch`) or train alone.
@@ -80,7 +84,8 @@ class Trainer:
         optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which
             is stepped after every optimizer step.
         data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
-            torch Dataset. Samples that are pairs arrive as micro-batches with .x and .y.
+            torch Dataset; a source of `paceline.data`; or a stream, something to iterate over again and again, such as
+            a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y.
         global_batch: samples per optimizer step, however many workers share them. micro_batch: samples per forward
             and backward (default: the global batch); global_batch must be a multiple of it. physical_batch: samples
             that a device may run at once, a multiple of micro_batch, one number or one per worker: what a large
@@ -95,8 +100,12 @@ class Trainer:
             steps.
         shares: how workers divide a step. "measured": by the speed each was measured at, starting from speed_hints
             if given; "equal"; or one relative speed per worker. No choice changes the result.
+        feed: "sharded", every worker reads its own micro-batches, or "dispatched", rank 0 reads and sends them; no
+            weight depends on it.
         readers: processes per worker that read micro-batches ahead; worth it where reading takes its time.
             prefetch: how many micro-batches ahead (default: two per reader).
+        num_shards: of a stream, into how many parts it is dealt: its order depends on it (default: the micro-batches
+            of a step). shuffle_buffer: of a stream, from how many samples each next one is drawn; 0: not shuffled.
         overlap: exchange gradients while backward still runs.
         timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
         """
@@ -113,22 +122,27 @@ class Trainer:
             strategy=strategy,
             shares=shares if isinstance(shares, str) else tuple(map(float, shares)),
             speed_hints=None if speed_hints is None else tuple(map(float, speed_hints)),
+            feed=feed,
             readers=readers,
             prefetch=prefetch,
+            num_shards=num_shards,
+            shuffle_buffer=shuffle_buffer,
             overlap=overlap,
             backend=backend,
             timeout_s=timeout_s,
             threads=threads,
         )
         world = World.from_environment(device)
-        source = as_source(data, collate_fn=collate_fn, seed=seed)
+        source = as_data(data, collate_fn=collate_fn, seed=seed)
         if world.size == 1 and device is None and device_count() > 1:
             print(
                 f"paceline: training on 1 of {device_count()} devices; start the script with `paceline run SCRIPT` "
                 "to use all",
                 file=sys.stderr,
             )
-        run = assemble(config, world, model, optimizer, source, scheduler=scheduler, weight_fn=weight_fn)
+        run = assemble(
+            config, world, model, optimizer, source, scheduler=scheduler, weight_fn=weight_fn, collate_fn=collate_fn
+        )
         return cls(run, config, weight_fn)
 
     @property

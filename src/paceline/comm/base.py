@@ -50,6 +50,19 @@ class Communicator(Protocol):
         """Release what the communicator holds. Further calls are errors."""
 
 
+class PointToPoint(Protocol):
+    """A communicator that also reaches single workers, one call after the other."""
+
+    @property
+    def world(self) -> World: ...
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Hand a tensor on the host to one worker, which receives it; returns when it has left."""
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Wait for what `source` sends, into `tensor`, which has its size and type."""
+
+
 class Done:
     """A `Pending` that is complete: nothing was exchanged, or it already happened."""
 

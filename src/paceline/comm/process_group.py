@@ -54,6 +54,20 @@ class ProcessGroupCommunicator:
             raise _translate(error, "broadcast", self) from None
         return _PendingWork(work, "broadcast", self)
 
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        group = self._open_group()
+        try:
+            dist.send(tensor, to, group=group)
+        except RuntimeError as error:
+            raise _translate(error, f"send to rank {to}", self) from None
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        group = self._open_group()
+        try:
+            dist.recv(tensor, source, group=group)
+        except RuntimeError as error:
+            raise _translate(error, f"receive from rank {source}", self) from None
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 

@@ -7,15 +7,19 @@ import mmap
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 # A micro-batch's tensors start on a cache line: on unaligned inputs some kernels give other results.
 ALIGNMENT = 64
 # Up to here copying costs less than another mapping, and no descriptor stays open for those who keep batches.
 SMALL = 1 << 20
+
+
+_Memory: TypeAlias = "mmap.mmap | npt.NDArray[np.uint8]"
 
 
 class _Place(NamedTuple):
@@ -65,6 +69,11 @@ def unpack(described: Any, descriptor: int | None) -> Any:
     return _restore(described, memory, copy=size <= SMALL)
 
 
+def unpack_from(described: Any, memory: torch.Tensor) -> Any:
+    """The batch that `pack` described, in memory that holds what it packed."""
+    return _restore(described, memory.numpy())
+
+
 class _Packer:
     def __init__(self) -> None:
         self._tensors: list[torch.Tensor] = []
@@ -97,7 +106,7 @@ class _Packer:
         return _Place(offset, tuple(tensor.shape), tensor.dtype, is_numpy)
 
 
-def _restore(value: Any, memory: mmap.mmap | None, *, copy: bool = False) -> Any:
+def _restore(value: Any, memory: _Memory | None, *, copy: bool = False) -> Any:
     # No closure that knows itself: such a cycle would keep the memory until the garbage collector comes.
     if not isinstance(value, _Place):
         return rebuild(value, partial(_restore, memory=memory, copy=copy))
@@ -122,7 +131,7 @@ def rebuild(value: Any, visit: Callable[[Any], Any]) -> Any:
     return value
 
 
-def _view(memory: mmap.mmap | None, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _view(memory: _Memory | None, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = int(np.prod(shape, dtype=np.int64))
     if memory is None or not count:
         return torch.empty(shape, dtype=dtype)

@@ -51,7 +51,8 @@ class ReaderThread:
         return future.result
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # What was asked for is done to its end: where workers read together, another waits for our part of it.
+        self._pool.shutdown(wait=True)
 
 
 class ReaderProcesses:
@@ -62,8 +63,10 @@ class ReaderProcesses:
             raise ValueError(f"readers={count}: choose at least 1 reader process, or 0 to read in the step")
         self._readers = [_ReaderProcess(read, number) for number in range(count)]
 
-    def submit(self, request: Hashable) -> Callable[[], Any]:
-        return min(self._readers, key=lambda reader: reader.num_open).submit(request)
+    def submit(self, request: Hashable, reader: int | None = None) -> Callable[[], Any]:
+        """To the reader with this number; else to the one with least to do."""
+        chosen = min(self._readers, key=lambda r: r.num_open) if reader is None else self._readers[reader]
+        return chosen.submit(request)
 
     def close(self) -> None:
         for reader in self._readers:

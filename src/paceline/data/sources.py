@@ -154,7 +154,7 @@ class Cycle:
 
 
 def as_source(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None = None, seed: int = 0) -> Source:
-    """The source for what the user passed as `data`."""
+    """The source for what the user passed as `data`, which has numbered samples."""
     from paceline.data.ready import ready_source  # not above: the sources it knows are made of parts of this module
 
     ready = ready_source(data, collate_fn, seed)

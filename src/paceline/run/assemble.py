@@ -15,8 +15,9 @@ from paceline.comm.base import Communicator
 from paceline.comm.single import SingleCommunicator
 from paceline.core.events import Events
 from paceline.core.world import World
-from paceline.data.sharded import ShardedFeed
+from paceline.data.bring import DataSettings, make_feed
 from paceline.data.sources import Source
+from paceline.data.streams import IterableStream
 from paceline.plan.steps import Steps
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
@@ -44,13 +45,14 @@ def assemble(
     world: World,
     model: Any,
     optimizer: OptimizerFactory,
-    source: Source,
+    data: Source | IterableStream,
     *,
     scheduler: SchedulerFactory | None = None,
     weight_fn: Callable[[Any], int] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Run:
     """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
-    steps = config.steps_of(len(source))
+    steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
     with ExitStack() as stack:
         if world.device.type == "cuda":
@@ -59,7 +61,12 @@ def assemble(
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
         replica = Replica(model, optimizer, scheduler, communicator, config.seed)
-        if steps.num_samples % steps.micro_batch == 1 and steps.micro_batch > 1 and not config.drop_last:
+        if (
+            not isinstance(data, IterableStream)
+            and steps.num_samples % steps.micro_batch == 1
+            and steps.micro_batch > 1
+            and not config.drop_last
+        ):
             stack.callback(_explain_one_sample_tail(replica.model, steps))
         if config.physical_batch is not None:
             _refuse_batch_norm(replica.model)
@@ -67,22 +74,30 @@ def assemble(
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
         planner = planner_for(config, world, config.max_micro_batches(world.size))
-        feed = ShardedFeed(
-            source,
-            steps,
-            planner.plan,
-            world.rank,
-            world.device,
-            seed=config.seed,
-            shuffle=config.shuffle,
-            weight_fn=weight_fn,
-            at_once=config.micro_batches_at_once(world.rank),
-            readers=config.readers,
-            prefetch=config.prefetch,
-        )
+        feed = make_feed(data, _data_settings(config, world, weight_fn, collate_fn), steps, planner.plan, communicator)
         stack.callback(feed.close)
         loop = Loop(config, world, replica, exchange, feed, planner, events)
         return Run(loop, steps, communicator, events, stack.pop_all())
+
+
+def _data_settings(
+    config: RunConfig,
+    world: World,
+    weight_fn: Callable[[Any], int] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> DataSettings:
+    return DataSettings(
+        seed=config.seed,
+        shuffle=config.shuffle,
+        way=config.feed,
+        readers=config.readers,
+        prefetch=config.prefetch,
+        num_shards=config.num_shards,
+        shuffle_buffer=config.shuffle_buffer,
+        weight_fn=weight_fn,
+        collate_fn=collate_fn,
+        at_once=config.micro_batches_at_once(world.rank),
+    )
 
 
 def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, events: Events) -> GradientExchange:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
+from paceline.data.bring import Way
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
 from paceline.sync.averaging import Averaging
@@ -19,9 +20,10 @@ Strategy: TypeAlias = Literal["gradients"] | Cadence | Averaging
 class RunConfig:
     """The settings of a run; the batch sizes are checked against the data when the run is put together.
 
-    Course: global_batch, micro_batch, seed, shuffle, drop_last, precision, max_grad_norm, strategy, exact (and then
-    threads), and physical_batch where the model draws random numbers.
-    Speed only: shares, speed_hints, readers, prefetch, overlap, backend, timeout_s, and threads outside of exact mode.
+    Course: global_batch, micro_batch, seed, shuffle, shuffle_buffer, num_shards, drop_last, precision, max_grad_norm,
+    strategy, exact (and then threads), and physical_batch where the model draws random numbers.
+    Speed only: shares, speed_hints, feed, readers, prefetch, overlap, backend, timeout_s, and threads outside of exact
+    mode.
     """
 
     global_batch: int | None = None
@@ -36,8 +38,11 @@ class RunConfig:
     strategy: Strategy = "gradients"
     shares: tuple[float, ...] | Literal["measured", "equal"] = "measured"
     speed_hints: tuple[float, ...] | None = None
+    feed: Way = "sharded"
     readers: int = 0
     prefetch: int | None = None
+    num_shards: int | None = None
+    shuffle_buffer: int = 0
     overlap: bool = True
     backend: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
@@ -73,6 +78,12 @@ class RunConfig:
             raise ValueError("speed_hints would be ignored, since shares is not 'measured': leave one of them out")
         if not (0 < self.timeout_s < math.inf):
             raise ValueError(f"timeout_s={self.timeout_s} is no time-out: choose a finite number of seconds > 0")
+        if self.feed not in get_args(Way):
+            raise ValueError(f"feed={self.feed!r} is unknown: choose one of {', '.join(get_args(Way))}")
+        if type(self.shuffle_buffer) is not int or self.shuffle_buffer < 0:
+            raise ValueError(
+                f"shuffle_buffer={self.shuffle_buffer!r}: choose how many samples of a stream it holds, >= 0"
+            )
         if type(self.readers) is not int or self.readers < 0:
             raise ValueError(f"readers={self.readers!r}: choose how many processes read for each worker, 0 for none")
         if self.prefetch is not None and (type(self.prefetch) is not int or self.prefetch < 1):
@@ -111,6 +122,19 @@ class RunConfig:
         global_batch = self.global_batch if self.global_batch is not None else self.micro_batch
         assert global_batch is not None
         return Steps(num_samples, global_batch, self.micro_batch or global_batch, self.drop_last)
+
+    def steps_of_stream(self) -> Steps:
+        """Where nobody knows the number of samples: a step's size is all there is to know."""
+        if isinstance(self.strategy, Cadence):
+            raise ValueError("a cadence needs data with numbered samples: a stream's steps must all have one size")
+        if self.drop_last:
+            raise ValueError(
+                "drop_last=True needs data with numbered samples: nobody knows which step of a stream is last"
+            )
+        if self.prefetch is not None:
+            raise ValueError("prefetch would be ignored: a stream is read ahead by steps; choose readers instead")
+        assert self.global_batch is not None
+        return self.steps_of(self.global_batch)
 
     def max_micro_batches(self, num_workers: int) -> int:
         """Micro-batches of the largest step."""

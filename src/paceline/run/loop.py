@@ -7,9 +7,9 @@ The loop hands out this worker's micro-batches and is told when each is done. So
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,6 +33,20 @@ from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import Numbers
 
 
+class Keeper(Protocol):
+    """Keeps the run's state safe, and ends the run when asked to: always between two steps, on all workers alike."""
+
+    @property
+    def wish(self) -> float:
+        """What this worker asks all to do; it travels with the step's exchange. 0 for nothing."""
+
+    def observe(self, numbers: Numbers) -> None:
+        """What was exchanged in a step; called with every step in turn."""
+
+    def between_steps(self, loop: Loop) -> None:
+        """The next step is about to begin: the moment to save, or to leave by an exception."""
+
+
 class Loop:
     """One worker's way through the run."""
 
@@ -45,6 +59,7 @@ class Loop:
         feed: Feed,
         planner: Planner,
         events: Events,
+        keeper: Keeper,
     ) -> None:
         self.position = Position()
         self.replica = replica
@@ -59,6 +74,7 @@ class Loop:
         self._stopwatch = stopwatch_for(world.device)
         self._account = Account(world.size)
         self._events = events
+        self._keeper = keeper
         self._loss_scale = LossScale() if config.precision == "fp16" else None
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._loss: torch.Tensor | None = None
@@ -74,6 +90,7 @@ class Loop:
         self.is_inside_epoch = True
         try:
             while self.position.epoch == epoch:
+                self._keeper.between_steps(self)
                 mine = self._begin_step()
                 if mine is None:
                     break
@@ -130,6 +147,26 @@ class Loop:
         """Where the workers' time went so far."""
         return self._account.report()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, and what its next step needs to know beside weights and optimizer."""
+        return {
+            "position": self.position.to_dict(),
+            "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
+            "exchange": self._exchange.state_dict(),
+            "num_workers": self._world.size,
+            "planner": self._planner.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there. What was learned about the workers counts only for as many of them."""
+        self.position = Position.from_dict(state["position"])
+        self._events.step = self.position.step
+        if self._loss_scale is not None and state["loss_scale"] is not None:
+            self._loss_scale.load_state_dict(state["loss_scale"])
+        self._exchange.load_state_dict(state["exchange"])
+        if state["num_workers"] == self._world.size:
+            self._planner.load_state_dict(state["planner"])
+
     def _begin_step(self) -> range | None:
         """This worker's micro-batches of the next step; None if the epoch is over."""
         self._stopwatch.begin_step()
@@ -162,13 +199,14 @@ class Loop:
 
     def _finish_step(self) -> StepRecord | None:
         position = self.position
-        self._exchange.send(self._stopwatch.send())
+        self._exchange.send(self._stopwatch.send(), self._keeper.wish)
         numbers = self._exchange.finish()
         self._stopwatch.received()
         if numbers is None:
             return None
         plan, num_samples = self._step.plan, self._step.num_samples
         self._planner.observe(plan, numbers)
+        self._keeper.observe(numbers)
         # From here on every worker does the same, drawing the same random numbers.
         seed_device(self._world.device, derive_seed(self._config.seed, Purpose.AFTER_STEP, position.step))
         norm = self._clip()

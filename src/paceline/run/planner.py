@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from paceline.core.world import World
 from paceline.plan.balance import Balancer
@@ -26,6 +26,12 @@ class Planner(Protocol):
     def observe(self, plan: Plan, numbers: Numbers) -> None:
         """What was exchanged in a step; called with every step in turn, some steps late."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What was learned about the workers; empty where nothing is."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave in a world of as many workers."""
+
 
 class FixedPlanner:
     """The same proportions in every step."""
@@ -38,6 +44,12 @@ class FixedPlanner:
         return ranges(shares(min(self._step_size, num_left), self._speeds))
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         return
 
 
@@ -54,6 +66,13 @@ class MeasuringPlanner:
     def observe(self, plan: Plan, numbers: Numbers) -> None:
         timings = numbers.timings
         self._balancer.observe([t.micro_batch for t in timings], [t.rest for t in timings])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"balancer": self._balancer.to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "balancer" in state:
+            self._balancer = Balancer.from_dict(state["balancer"])
 
 
 class CadencePlanner:
@@ -75,6 +94,13 @@ class CadencePlanner:
         syncs = [timing.sync for timing in timings if timing.sync]
         self._el_che.report_timing(compute_ms, counts, 1e3 * min(syncs) if syncs else None)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"el_che": self._el_che.to_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "el_che" in state:
+            self._el_che = ElChe.from_dict(state["el_che"])
+
 
 class Late:
     """Hands a planner the numbers of a step so many steps late, when they have long arrived."""
@@ -91,6 +117,12 @@ class Late:
         self._unread.append((plan, numbers))
         if len(self._unread) > self._lag:
             self._planner.observe(*self._unread.popleft())
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._planner.state_dict()  # of times that no planner has seen yet, nothing depends
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._planner.load_state_dict(state)
 
 
 def planner_for(config: RunConfig, world: World, step_size: int) -> Planner:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from paceline.comm.base import Communicator, Pending
 from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
-from paceline.plan.cadence import Cadence
+from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.gradients import GradientExchange
 from paceline.sync.guard import DivergenceGuard
@@ -95,7 +95,8 @@ class AveragedReplicas:
         )
         self._round = _Round()
         self._timing = NOT_MEASURED
-        self._timings = (NOT_MEASURED,) * self._world.size
+        self._wish = 0.0
+        self._forget_outcome()
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         self._plan = plan
@@ -114,19 +115,21 @@ class AveragedReplicas:
     def has_gradient(self) -> bool:
         return self._local.has_gradient()
 
-    def send(self, timing: Timing = NOT_MEASURED) -> None:
+    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
+        self._wish = wish
         if timing.micro_batch:
             self._timing = timing
         if self._mine:
             self._local.send(timing)
 
     def finish(self) -> LocalNumbers:
-        timings, self._timings = self._timings, (NOT_MEASURED,) * self._world.size
+        timings, wishes = self._timings, self._wishes
+        self._forget_outcome()
         if not self._mine:
-            return LocalNumbers(OneLoss(None, 0.0, NOT_MEASURED), 0, timings)
+            return LocalNumbers(OneLoss(None, 0.0, NOT_MEASURED), 0, timings, wishes)
         numbers = self._local.finish()
         assert isinstance(numbers, StepNumbers)
-        return LocalNumbers(numbers, self._mine.start, timings)
+        return LocalNumbers(numbers, self._mine.start, timings, wishes)
 
     def complete(self) -> None:
         self._local.complete()
@@ -143,21 +146,39 @@ class AveragedReplicas:
     def abandon(self) -> None:
         self._local.abandon()
 
+    def state_dict(self) -> dict[str, Any]:
+        drifts = [] if self._guard is None else self._guard.drifts
+        state = {"interval": self._interval.state(), "drifts": drifts, **self._meeting.state_dict()}
+        return {"averaging": state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("averaging")
+        if saved is None:
+            return  # a worker alone saved it: there was nothing to average
+        self._interval.restore(saved["interval"])
+        if self._guard is not None:
+            self._guard.drifts = saved["drifts"]
+        self._meeting.load_state_dict(saved)
+
     def close(self) -> None:
         self._local.close()
+
+    def _forget_outcome(self) -> None:
+        self._timings: Sequence[Timing] = (NOT_MEASURED,) * self._world.size
+        self._wishes: Sequence[float] = (0.0,) * self._world.size
 
     def _meet(self, *, is_final: bool) -> None:
         """Take what the last meeting found, start the next, and wait for that one too unless it may overlap."""
         if self._meeting.is_under_way:
             self._take_outcome()
-        self._meeting.start(self._round, self._timing)
+        self._meeting.start(self._round, self._timing, self._wish)
         self._round = _Round()
         if is_final or not self._is_overlapping:
             self._take_outcome()
 
     def _take_outcome(self) -> None:
         outcome = self._meeting.finish(has_moved_on=self._round.steps > 0)
-        self._timings = outcome.timings
+        self._timings, self._wishes = outcome.timings, outcome.wishes
         self._interval.observe(outcome)
         if self._guard is not None and self._guard.is_alarmed_by(outcome.drift) and self._interval.steps > 1:
             self._interval.halve()
@@ -179,6 +200,10 @@ class _Interval(Protocol):
 
     def halve(self) -> None: ...
 
+    def state(self) -> Any: ...
+
+    def restore(self, state: Any) -> None: ...
+
 
 class _Fixed:
     """As many as the user says, fewer when replicas drift."""
@@ -191,6 +216,12 @@ class _Fixed:
 
     def halve(self) -> None:
         self.steps = max(1, self.steps // 2)
+
+    def state(self) -> int:
+        return self.steps
+
+    def restore(self, state: int) -> None:
+        self.steps = state
 
 
 class _ByCadence:
@@ -211,6 +242,12 @@ class _ByCadence:
 
     def halve(self) -> None:
         self._el_che.nudge_anchor_down(0.5)
+
+    def state(self) -> dict[str, Any]:
+        return self._el_che.to_dict()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._el_che = ElChe.from_dict(state)
 
 
 def _interval(every: int | Cadence) -> _Interval:
@@ -233,6 +270,7 @@ class _Outcome:
 
     drift: float
     timings: tuple[Timing, ...]
+    wishes: tuple[float, ...]
     steps: int
     round_s: float
     sync_s: float
@@ -247,6 +285,7 @@ class _Row(NamedTuple):
     sync_s: float
     micro_batch_s: float
     rest_s: float
+    wish: float
 
 
 class _Meeting:
@@ -282,7 +321,7 @@ class _Meeting:
         return bool(self._pending)
 
     @torch.no_grad()
-    def start(self, own: _Round, timing: Timing) -> None:
+    def start(self, own: _Round, timing: Timing, wish: float) -> None:
         round_s, sync_s = self._clock.end_round()
         with self._clock.sync():
             self._steps = own.steps
@@ -291,7 +330,7 @@ class _Meeting:
             self._scale = 1.0 / max(own.micro_batches, 1)
             torch.mul(self._change, own.weight * self._scale, out=self._travelling)
             square = own.weight * self._change.norm(dtype=torch.float64).square().item()
-            row = _Row(own.weight, square, round_s, sync_s, timing.micro_batch, timing.rest)
+            row = _Row(own.weight, square, round_s, sync_s, timing.micro_batch, timing.rest, wish)
             rank = self._communicator.world.rank
             self._table.zero_()
             self._table.view(-1, len(row))[rank] = torch.tensor(row, dtype=torch.float64)
@@ -318,7 +357,17 @@ class _Meeting:
             drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
         timings = tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows)
         round_s, sync_s = max(row.round_s for row in rows), min(row.sync_s for row in rows)
-        return _Outcome(drift, timings, self._steps, round_s, sync_s)
+        return _Outcome(drift, timings, tuple(row.wish for row in rows), self._steps, round_s, sync_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For when no meeting is under way and nobody has moved on since the last."""
+        return {"common": self._common, "outer": None if self._outer is None else self._outer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._common.copy_(state["common"])
+        if self._outer is not None and state["outer"] is not None:
+            self._outer.load_state_dict(state["outer"])
 
     def _advance(self, mean: torch.Tensor) -> None:
         if self._outer is None:
@@ -387,8 +436,8 @@ class GradientsFirst:
     def has_gradient(self) -> bool:
         return self._now.has_gradient()
 
-    def send(self, timing: Timing = NOT_MEASURED) -> None:
-        self._now.send(timing)
+    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
+        self._now.send(timing, wish)
 
     def finish(self) -> Numbers | None:
         return self._now.finish()
@@ -397,8 +446,7 @@ class GradientsFirst:
         self._now.complete()
         self._steps_left -= 1
         if self._steps_left == 0:
-            self._now.close()
-            self._now = self._then()
+            self._switch()
 
     def synchronize(self) -> None:
         self._now.synchronize()
@@ -406,5 +454,18 @@ class GradientsFirst:
     def abandon(self) -> None:
         self._now.abandon()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"first_steps_left": self._steps_left, **self._now.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps_left = state.get("first_steps_left", self._steps_left)
+        if self._steps_left <= 0:
+            self._switch()
+        self._now.load_state_dict(state)
+
     def close(self) -> None:
         self._now.close()
+
+    def _switch(self) -> None:
+        self._now.close()
+        self._now = self._then()

@@ -8,7 +8,7 @@ Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -37,8 +37,8 @@ class GradientExchange(Protocol):
     def has_gradient(self) -> bool:
         """Whether this micro-batch has produced any gradient yet."""
 
-    def send(self, timing: Timing = NOT_MEASURED) -> None:
-        """Start exchanging what has not left yet, and with it what this worker says about its time."""
+    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
+        """Start exchanging what has not left yet, and with it what this worker says about its time and asks of all."""
 
     def finish(self) -> Numbers | None:
         """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
@@ -54,6 +54,12 @@ class GradientExchange(Protocol):
 
     def abandon(self) -> None:
         """Drop the gradients and undo what the micro-batches did to the buffers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step needs to know of earlier ones, between two steps of replicas that are equal."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, on any number of workers; the parameters already are those of then."""
 
     def close(self) -> None:
         """Leave the parameters as they were found."""
@@ -78,13 +84,14 @@ class DirectGradients:
     def has_gradient(self) -> bool:
         return any(parameter.grad is not None for parameter in self._parameters)
 
-    def send(self, timing: Timing = NOT_MEASURED) -> None:
+    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
         self._timing = timing
+        self._wish = wish
 
     def finish(self) -> OneLoss:
         if not self._weight:
             self._drop()
-        return OneLoss(self._loss, self._weight, self._timing)
+        return OneLoss(self._loss, self._weight, self._timing, self._wish)
 
     def complete(self) -> None:
         self._drop()
@@ -94,6 +101,12 @@ class DirectGradients:
 
     def abandon(self) -> None:
         self._drop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return
 
     def close(self) -> None:
         return
@@ -194,8 +207,8 @@ class BucketedGradients:
     def has_gradient(self) -> bool:
         return any(slot.firings or slot.parameter.grad is not None for slot in self._slots)
 
-    def send(self, timing: Timing = NOT_MEASURED) -> None:
-        self._write_host_numbers(timing)
+    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
+        self._write_host_numbers(timing, wish)
         while len(self._pending) < len(self._buckets):
             self._send_next()
 
@@ -226,6 +239,13 @@ class BucketedGradients:
         self._is_open = False
         self._buffers.restore()
         self.complete()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"grid_tops": [grid.top for grid in self._grids]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for grid, top in zip(self._grids, state.get("grid_tops", ()), strict=False):
+            grid.top = top
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -292,13 +312,16 @@ class BucketedGradients:
                 slot.view.zero_()
         self._pending.append(self._communicator.all_reduce(self._buckets[number].flat))
 
-    def _write_host_numbers(self, timing: Timing) -> None:
+    def _write_host_numbers(self, timing: Timing, wish: float) -> None:
         layout, rank = self._layout, self._communicator.world.rank
         by_worker = [0.0] * (len(timing) * layout.num_workers)
         by_worker[rank * len(timing) : (rank + 1) * len(timing)] = timing
+        wishes = [0.0] * layout.num_workers
+        wishes[rank] = wish
         values = [
             *pad(self._weights, layout.num_micro_batches),
             *by_worker,
+            *wishes,
             *(float(slot.is_used) for slot in self._slots),
             *map(float, self._buffers.changed_unmanaged()),
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 
 MEMORY = 5
@@ -21,6 +22,15 @@ class DivergenceGuard:
             raise ValueError(f"divergence_threshold={threshold}: choose a relative drift > 0, or None for no guard")
         self._threshold = threshold
         self._drifts: deque[float] = deque(maxlen=MEMORY)
+
+    @property
+    def drifts(self) -> list[float]:
+        """What the next judgement rests on."""
+        return list(self._drifts)
+
+    @drifts.setter
+    def drifts(self, values: Sequence[float]) -> None:
+        self._drifts = deque(values, maxlen=MEMORY)
 
     def is_alarmed_by(self, drift: float) -> bool:
         self._drifts.append(drift)

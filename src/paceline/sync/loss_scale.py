@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class LossScale:
     """A power of two that grows while gradients are finite and halves when they overflow.
@@ -24,3 +26,10 @@ class LossScale:
         if self._steps_since_change == self._growth_interval:
             self.value *= 2.0
             self._steps_since_change = 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "steps_since_change": self._steps_since_change}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = state["value"]
+        self._steps_since_change = int(state["steps_since_change"])

@@ -30,7 +30,8 @@ class Layout:
     @cached_property
     def counts(self) -> tuple[int, ...]:
         m = self.num_micro_batches
-        return (m, m * self.num_grids, m, len(Timing._fields) * self.num_workers, self.num_parameters, self.num_buffers)
+        timings = len(Timing._fields) * self.num_workers
+        return (m, m * self.num_grids, m, timings, self.num_workers, self.num_parameters, self.num_buffers)
 
     @property
     def num_device(self) -> int:
@@ -61,6 +62,10 @@ class Numbers(Protocol):
     @property
     def timings(self) -> Sequence[Timing]:
         """By rank."""
+
+    @property
+    def wishes(self) -> Sequence[float]:
+        """What each worker asks all to do after this step, by rank; 0 for nothing."""
 
     def non_finite(self) -> tuple[str, float, int] | None:
         """What is inf or NaN, its value and its micro-batch: a loss, or where peaks are known a gradient."""
@@ -120,13 +125,17 @@ class StepNumbers:
         return [Timing(*values[start : start + width]) for start in range(0, len(values), width)]
 
     @property
-    def used(self) -> list[float]:
-        """How many workers have a gradient for each parameter."""
+    def wishes(self) -> Sequence[float]:
         return self._parts[4]
 
     @property
-    def changed_buffers(self) -> list[float]:
+    def used(self) -> list[float]:
+        """How many workers have a gradient for each parameter."""
         return self._parts[5]
+
+    @property
+    def changed_buffers(self) -> list[float]:
+        return self._parts[6]
 
     def peaks(self, grid: int) -> list[float]:
         """The largest magnitude that each micro-batch added to this grid's buffer, before weighting."""
@@ -160,10 +169,11 @@ def pad(values: Sequence[float], count: int) -> list[float]:
 class OneLoss:
     """The numbers of a world of one with one micro-batch: they need no layout and no exchange."""
 
-    def __init__(self, loss: torch.Tensor | None, weight: float, timing: Timing) -> None:
+    def __init__(self, loss: torch.Tensor | None, weight: float, timing: Timing, wish: float = 0.0) -> None:
         self.total_weight = weight
         self.weights = [weight]
         self.timings: Sequence[Timing] = (timing,)
+        self.wishes: Sequence[float] = (wish,)
         # Without weight the loss is a mean over nothing, 0/0 perhaps.
         if loss is None or not weight:
             self._source: list[float] | HostCopy = [0.0]
@@ -192,10 +202,13 @@ class OneLoss:
 class LocalNumbers:
     """The numbers of one worker's part of a step that was not exchanged, which begins with micro-batch `first`."""
 
-    def __init__(self, own: StepNumbers | OneLoss, first: int, timings: Sequence[Timing]) -> None:
+    def __init__(
+        self, own: StepNumbers | OneLoss, first: int, timings: Sequence[Timing], wishes: Sequence[float]
+    ) -> None:
         self._own = own
         self._first = first
         self.timings = timings
+        self.wishes = wishes
 
     @property
     def has_arrived(self) -> bool:

@@ -1,0 +1,67 @@
+"""Short texts between workers, for what is agreed on once in a while: where to resume, what went wrong with whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.core.errors import PacelineError
+
+
+def from_rank_0(own: bytes, communicator: Communicator) -> bytes:
+    """Rank 0's bytes, on every worker."""
+    if communicator.world.size == 1:
+        return own
+    device = communicator.world.device
+    length = torch.tensor([len(own)], dtype=torch.int64, device=device)
+    communicator.broadcast(length, 0).wait()
+    if not (size := int(length.item())):
+        return b""
+    # What the others hold here is overwritten: it only has to have the length.
+    content = torch.frombuffer(bytearray(own if communicator.world.is_main else size), dtype=torch.uint8).to(device)
+    communicator.broadcast(content, 0).wait()
+    return content.cpu().numpy().tobytes()
+
+
+def gather(text: str, communicator: Communicator) -> list[str]:
+    """Every worker's text, on every worker."""
+    world = communicator.world
+    own = text.encode()
+    lengths = torch.zeros(world.size, dtype=torch.int64, device=world.device)
+    lengths[world.rank] = len(own)
+    communicator.all_reduce(lengths).wait()
+    if not (longest := int(lengths.max().item())):
+        return [""] * world.size
+    rows = torch.zeros(world.size, longest, dtype=torch.uint8)
+    rows[world.rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
+    rows = rows.to(world.device)
+    communicator.all_reduce(rows).wait()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def decided_by_rank_0(decide: Callable[[], Any], communicator: Communicator) -> Any:
+    """What `decide` returns on rank 0, as JSON knows it; its error, if it raises, is raised on every worker."""
+    answer: dict[str, Any] = {}
+    failure: Exception | None = None
+    if communicator.world.is_main:
+        try:
+            answer["value"] = decide()
+        except Exception as error:
+            failure = error
+            answer["error"] = f"{type(error).__name__}: {error}"
+    answer = json.loads(from_rank_0(json.dumps(answer).encode(), communicator))
+    if failure is not None:
+        raise failure
+    if "error" in answer:
+        raise PacelineError(f"on rank 0: {answer['error']}")
+    return answer["value"]
+
+
+def wait_for_all(communicator: Communicator) -> None:
+    """Return when every worker has come here."""
+    if communicator.world.size > 1:
+        communicator.all_reduce(torch.zeros(1, device=communicator.world.device)).wait()

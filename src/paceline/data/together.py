@@ -1,0 +1,215 @@
+"""Steps that workers read together: one that reads for all (dispatched), or a stream whose end nobody knows.
+
+Both need the workers to talk before a step begins: to hand over batches, or to learn which micro-batches there are.
+That is done ahead of time, beside the training, so the plan of a step is made `ahead` steps before it is taken.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from paceline.comm.base import Communicator, PointToPoint
+from paceline.data.device import DeviceCopier
+from paceline.data.feed import PlanStep, Step
+from paceline.data.packing import pack, unpack_from
+from paceline.data.readers import Readers
+from paceline.data.sharded import checked_weight
+from paceline.data.sources import Read
+from paceline.plan.shares import Plan, ranges
+from paceline.plan.steps import Position
+
+
+class Planned(NamedTuple):
+    """A step that will be taken: its first micro-batch in the epoch, and who takes which."""
+
+    epoch: int
+    first: int
+    plan: Plan
+
+
+class Delivered(NamedTuple):
+    """What came of it: how many samples each micro-batch has, 0 for one that does not exist, and this worker's."""
+
+    num_samples: Sequence[int]
+    own: Sequence[Read]
+
+
+class Course(Protocol):
+    """How an epoch goes on, as far as it is known beforehand."""
+
+    def num_left(self, position: Position) -> int:
+        """Micro-batches from there to the epoch's end, if it has a known one; more than any step has if not."""
+
+    def after(self, position: Position, num_micro_batches: int) -> Position: ...
+
+
+class TogetherFeed:
+    """Keeps `ahead` steps planned and under way, and hands them out one by one."""
+
+    def __init__(
+        self,
+        course: Course,
+        plan_step: PlanStep,
+        deliver: Readers,
+        rank: int,
+        device: torch.device,
+        *,
+        ahead: int,
+        weight_fn: Callable[[Any], int] | None = None,
+        tell: Callable[[Any], None] | None = None,
+    ) -> None:
+        self._course = course
+        self._plan_step = plan_step
+        self._deliver = deliver
+        self._rank = rank
+        self._ahead = ahead
+        self._weight_fn = weight_fn
+        self._tell = tell
+        self._to_device = DeviceCopier(device)
+        self._under_way: deque[tuple[Position, Planned, Callable[[], Delivered]]] = deque()
+        self._position: Position | None = None
+        self._planned: Planned
+        self._delivered: Delivered
+
+    def begin_step(self, position: Position) -> Step | None:
+        if position != self._position:  # else it is repeated
+            self._take(position)
+        counts = [self._delivered.num_samples[k] for k in range(self._planned.plan[-1].stop)]
+        # What does not exist is left out, and the rest numbered anew: the same for every way of dividing the step.
+        self._plan = ranges([sum(counts[k] > 0 for k in own) for own in self._planned.plan])
+        if not sum(counts):
+            self._give_up()
+            return None
+        num_samples = sum(counts)
+        is_cut = self._plan != self._planned.plan
+        return Step(self._plan, num_samples, num_samples if self._weight_fn is None else None, is_cut)
+
+    def micro_batch(self, numbers: range) -> tuple[Any, int]:
+        read = self._existing[numbers[0] - self._plan[self._rank].start]
+        if read.skipped and self._tell is not None:
+            self._tell(read.skipped)
+        weight = read.num_samples if self._weight_fn is None else checked_weight(self._weight_fn(read.batch))
+        return self._to_device(read.batch), weight
+
+    def after_step(self, position: Position) -> Position:
+        return self._course.after(position, self._planned.plan[-1].stop)
+
+    def close(self) -> None:
+        self._under_way.clear()
+        self._deliver.close()
+
+    def _take(self, position: Position) -> None:
+        if self._under_way and not _same_place(self._under_way[0][0], position):
+            self._give_up()  # the run went elsewhere
+        self._plan_ahead(position)
+        _, self._planned, answer = self._under_way.popleft()
+        self._delivered = answer()
+        self._existing = [read for read in self._delivered.own if read.batch is not None]
+        self._position = position
+
+    def _plan_ahead(self, position: Position) -> None:
+        if self._under_way:
+            last, planned, _ = self._under_way[-1]
+            position = self._course.after(last, planned.plan[-1].stop)
+        while len(self._under_way) <= self._ahead:
+            plan = self._plan_step(self._course.num_left(position))
+            planned = Planned(position.epoch, position.micro_batch, plan)
+            self._under_way.append((position, planned, self._deliver.submit(planned)))
+            position = self._course.after(position, plan[-1].stop)
+
+    def _give_up(self) -> None:
+        """Drop what was planned. All workers do, at the same step; what is on its way still has to arrive."""
+        for _, _, answer in self._under_way:
+            answer()
+        self._under_way.clear()
+        self._position = None
+
+
+def _same_place(one: Position, other: Position) -> bool:
+    return (one.epoch, one.micro_batch) == (other.epoch, other.micro_batch)
+
+
+class Inline:
+    """Does what is asked for when the answer is: nothing runs beside the step."""
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self._work = work
+
+    def submit(self, request: Any) -> Callable[[], Any]:
+        return _Once(self._work, request)
+
+    def close(self) -> None:
+        return
+
+
+class _Once:
+    def __init__(self, work: Callable[[Any], Any], request: Any) -> None:
+        self._work = work
+        self._request = request
+
+    def __call__(self) -> Any:
+        return self._work(self._request)
+
+
+class OwnParts:
+    """Every worker reads its own part of the stream, and tells the others what it found."""
+
+    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], communicator: Communicator) -> None:
+        self._read = read
+        self._communicator = communicator
+
+    def __call__(self, planned: Planned) -> Delivered:
+        own = planned.plan[self._communicator.world.rank]
+        reads = self._read(planned, own)
+        counts = torch.zeros(planned.plan[-1].stop, dtype=torch.int64)
+        counts[own.start : own.stop] = torch.tensor([read.num_samples for read in reads], dtype=torch.int64)
+        self._communicator.all_reduce(counts).wait()
+        return Delivered(counts.tolist(), reads)
+
+
+class ReadByOne:
+    """Rank 0 reads every micro-batch and sends each worker its own."""
+
+    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], link: PointToPoint) -> None:
+        self._read = read
+        self._link = link
+
+    def __call__(self, planned: Planned) -> Delivered:
+        if self._link.world.rank != 0:
+            counts, own = _receive(self._link)
+            return Delivered(counts, own)
+        everything = range(planned.plan[-1].stop)
+        reads = self._read(planned, everything)
+        counts = [read.num_samples for read in reads]
+        for rank, numbers in enumerate(planned.plan):
+            if rank != 0:
+                _send(self._link, (counts, [reads[k] for k in numbers]), rank)
+        return Delivered(counts, [reads[k] for k in planned.plan[0]])
+
+
+def _send(link: PointToPoint, value: Any, to: int) -> None:
+    described, packed = pack(value)
+    header = torch.frombuffer(bytearray(pickle.dumps(described)), dtype=torch.uint8)
+    size = 0 if packed is None else len(packed.memory)
+    link.send(torch.tensor([len(header), size], dtype=torch.int64), to)
+    link.send(header, to)
+    if packed is not None:
+        link.send(torch.frombuffer(packed.memory, dtype=torch.uint8), to)
+        packed.close()
+
+
+def _receive(link: PointToPoint) -> Any:
+    sizes = torch.empty(2, dtype=torch.int64)
+    link.receive(sizes, 0)
+    header_size, size = sizes.tolist()
+    header = torch.empty(header_size, dtype=torch.uint8)
+    link.receive(header, 0)
+    memory = torch.empty(size, dtype=torch.uint8)
+    if size:
+        link.receive(memory, 0)
+    return unpack_from(pickle.loads(header.numpy().tobytes()), memory)
