@@ -17,12 +17,17 @@ class Benchmark(NamedTuple):
     description: str
 
 
+# The exit code of a benchmark that this machine cannot run.
+NOT_HERE = 77
+
 # Listed here, not discovered, so that the listing and its descriptions cost no import of torch.
 BENCHMARKS = {
     "import": Benchmark("bench.import_time", "seconds to import paceline, against import torch"),
     "overhead": Benchmark("bench.overhead", "microseconds per step on one worker, against a bare PyTorch loop"),
     "scaling": Benchmark("bench.scaling", "samples/s of equal workers, against independent processes and torch DDP"),
     "hetero": Benchmark("bench.hetero", "samples/s of unequal workers, against what they do alone and torch DDP"),
+    "mps": Benchmark("bench.mps", "tokens/s of unequal workers on one GPU, against what they do alone and torch DDP"),
+    "slowlink": Benchmark("bench.slowlink", "samples/s and loss on a slow link, against workers that never talk"),
 }
 
 
@@ -45,10 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     module.add_options(options_parser)
     options = options_parser.parse_args(chosen.rest)
 
-    from bench.harness import CpuMeter  # not above: the listing needs no torch
+    from bench.harness import CpuMeter, Unavailable  # not above: the listing needs no torch
 
     meter = CpuMeter()
-    result = module.run(options)
+    try:
+        result = module.run(options)
+    except Unavailable as reason:
+        print(f"bench {chosen.name} cannot run here: {reason}", file=sys.stderr)
+        sys.exit(NOT_HERE)
     result.detail["others_cores"] = meter.others_cores()
     print(result.table())
     print(f"other processes used {result.detail['others_cores']:.2f} cores meanwhile")

@@ -24,6 +24,10 @@ import torch
 Contestant = Callable[[], float]
 
 
+class Unavailable(Exception):
+    """This machine lacks what a benchmark needs; the text says what."""
+
+
 def turn_order(names: Sequence[str], turn: int) -> list[str]:
     """The order of one turn: rotated by one each turn, and backwards every other time.
 

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from bench import hetero_shift, scaling
 from bench.cpu_quota import CpuQuota, cpu_quota, missing_cpu_quota
-from bench.harness import Contestant, Result, alternate, isolated, missing_package
+from bench.harness import Contestant, Result, Unavailable, alternate, isolated, missing_package
 from bench.models import LanguageModel
 from bench.scaling import LENGTH, VOCABULARY, make_model, make_optimizer
 from bench.unequal import FREE_RANK, NUM_WORKERS, Shares, Task, alone, join, paceline
@@ -240,5 +240,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     task = Task(options.quota, options.micro_batch, options.micro_batches, options.turns, options.seconds)
     if reason := missing_cpu_quota():
-        raise SystemExit(f"bench hetero: {reason}")
+        raise Unavailable(reason)
     return hetero_shift.shift(task, options.steps) if options.shift else contest(task, options.peers)

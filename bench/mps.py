@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from bench.harness import Contestant, Result, alternate, isolated
+from bench.harness import Contestant, Result, Unavailable, alternate, isolated
 from bench.hetero import whole_number_limit
 from bench.workers import gloo_group, run_workers
 
@@ -241,7 +241,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     if shutil.which("nvidia-cuda-mps-control") is None:
-        raise SystemExit("bench mps: nvidia-cuda-mps-control was not found: it needs an NVIDIA GPU and CUDA's MPS")
+        raise Unavailable("nvidia-cuda-mps-control was not found: it needs an NVIDIA GPU and CUDA's MPS")
     return contest(
         Task(tuple(options.percentages), options.micro_batch, options.micro_batches, options.turns, options.seconds)
     )

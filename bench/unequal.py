@@ -81,7 +81,7 @@ class Task:
             "vocabulary": VOCABULARY,
             "length": LENGTH,
             "optimizer": "AdamW",
-            "backend": "gloo",
+            "backend": "shared memory; peers: gloo",
             "threads_per_worker": 1,
         }
 

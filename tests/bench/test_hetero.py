@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from bench import hetero, hetero_shift
-from bench.__main__ import main
+from bench.__main__ import NOT_HERE, main
 from bench.cpu_quota import ROOT, CpuQuota, cpu_quota, missing_cpu_quota
 from bench.hetero import ExactRun
 from bench.hetero_shift import Change, Phase, Step, Trained
@@ -138,11 +138,12 @@ def test_a_shift_that_shows_nothing_is_refused(quota: float, num_steps: int, mes
 
 
 def test_where_there_is_no_quota_the_reason_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("bench.cpu_quota.ROOT", tmp_path / "absent")
-    with pytest.raises(SystemExit, match=r"bench hetero: a cgroup .* it takes root and the cpu controller: .*absent"):
+    with pytest.raises(SystemExit, match=str(NOT_HERE)):
         main(["hetero"])
+    assert re.search(r"a cgroup .* it takes root and the cpu controller: .*absent", capsys.readouterr().err)
 
 
 def busy_cores(quota: CpuQuota, seconds: float) -> list[float]:

@@ -19,6 +19,7 @@ from paceline.data.bring import DataSettings, make_feed
 from paceline.data.sources import Source
 from paceline.data.streams import IterableStream
 from paceline.plan.steps import Steps
+from paceline.run.checkpointing import Unsaved
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.loop import Loop
@@ -76,7 +77,7 @@ def assemble(
         planner = planner_for(config, world, config.max_micro_batches(world.size))
         feed = make_feed(data, _data_settings(config, world, weight_fn, collate_fn), steps, planner.plan, communicator)
         stack.callback(feed.close)
-        loop = Loop(config, world, replica, exchange, feed, planner, events)
+        loop = Loop(config, world, replica, exchange, feed, planner, events, Unsaved())
         return Run(loop, steps, communicator, events, stack.pop_all())
 
 
@@ -107,9 +108,10 @@ def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, e
 
     def averaging() -> GradientExchange:
         alone = SingleCommunicator(World(device=communicator.world.device))
-        local = _bucketed(config, replica, alone)
+        many = _bucketed(config, replica, alone)
+        one = None if config.precision == "fp16" else DirectGradients(replica.parameters)
         parameters, statistics = list(replica.parameters.values()), statistics_of(replica.model)
-        return AveragedReplicas(strategy, local, parameters, statistics, communicator, events)
+        return AveragedReplicas(strategy, many, one, parameters, statistics, communicator, events)
 
     if strategy.first_step == 0:
         return averaging()

@@ -71,19 +71,22 @@ class Averaging:
 class AveragedReplicas:
     """Gradients stay with the worker that computed them; after its step, when it is time, replicas are averaged.
 
-    `local` gives this worker's mean gradient over its own micro-batches, in a world of one.
+    `local` gives this worker's mean gradient over its own micro-batches, in a world of one; `local_single`, where there
+    is one, does so at no cost for a step in which it has just one.
     """
 
     def __init__(
         self,
         settings: Averaging,
         local: GradientExchange,
+        local_single: GradientExchange | None,
         parameters: Sequence[torch.Tensor],
         statistics: Sequence[torch.Tensor],
         communicator: Communicator,
         events: Events,
     ) -> None:
-        self._local = local
+        self._local = self._local_of_many = local
+        self._local_of_one = local_single or local
         self._world = communicator.world
         self._interval = _interval(settings.every)
         self._is_overlapping = settings.overlap
@@ -102,6 +105,7 @@ class AveragedReplicas:
         self._plan = plan
         self._mine = plan[self._world.rank]
         self._weight = 0
+        self._local = self._local_of_one if len(self._mine) == 1 else self._local_of_many
         if self._mine:
             self._local.begin_step((range(len(self._mine)),), loss_scale=loss_scale)
 
@@ -128,7 +132,7 @@ class AveragedReplicas:
         if not self._mine:
             return LocalNumbers(OneLoss(None, 0.0, NOT_MEASURED), 0, timings, wishes)
         numbers = self._local.finish()
-        assert isinstance(numbers, StepNumbers)
+        assert isinstance(numbers, StepNumbers | OneLoss)
         return LocalNumbers(numbers, self._mine.start, timings, wishes)
 
     def complete(self) -> None:
@@ -161,7 +165,8 @@ class AveragedReplicas:
         self._meeting.load_state_dict(saved)
 
     def close(self) -> None:
-        self._local.close()
+        self._local_of_one.close()
+        self._local_of_many.close()
 
     def _forget_outcome(self) -> None:
         self._timings: Sequence[Timing] = (NOT_MEASURED,) * self._world.size

@@ -1,0 +1,125 @@
+"""Two hosts on one machine: network namespaces joined by a link of limited speed, for as long as a `with` block."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+NUM_HOSTS = 2
+
+FOLDER = Path("/run/netns")  # where `ip netns` keeps its names
+INTERFACE = "paceline0"
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+PORT = 29500  # nobody else can have it: the namespaces are new
+BURST_BYTES = 128 * 1024  # may pass at once: two of TCP's largest packets
+LATENCY_MS = 400  # may wait: more than TCP has on its way, so that nothing is dropped and sent again
+
+CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two namespaces and the link between them. A value: whoever knows it may join a host or change the limit."""
+
+    namespaces: tuple[str, str]
+
+    def join(self, rank: int) -> None:
+        """Move this process to host `rank`, as its only worker: the environment is what torchrun would give it there.
+
+        Threads stay where they were started, so join before anything that talks to the network.
+        """
+        _enter(self.namespaces[rank])
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # a store that was out there; rank 0 opens one in here
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(NUM_HOSTS),
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR=ADDRESSES[0],
+            MASTER_PORT=str(PORT),
+            GLOO_SOCKET_IFNAME=INTERFACE,
+        )
+
+    def limit(self, mbit_per_s: float | None) -> None:
+        """Let so much pass in each direction, from now on; None: as much as the machine can move."""
+        for name in self.namespaces:
+            at_root = ("dev", INTERFACE, "root")
+            if mbit_per_s is None:
+                _run("tc", "-netns", name, "qdisc", "delete", *at_root)
+            else:
+                rate = ("rate", f"{mbit_per_s}mbit", "burst", f"{BURST_BYTES}b", "latency", f"{LATENCY_MS}ms")
+                _run("tc", "-netns", name, "qdisc", "replace", *at_root, "tbf", *rate)
+
+
+@contextmanager
+def slow_link(mbit_per_s: float) -> Iterator[Link]:
+    """Two new hosts with this limit between them. At the end both are gone, once the last process in them has ended."""
+    suffix = f"{os.getpid()}-{secrets.token_hex(4)}"
+    first, second = (f"paceline-bench-{suffix}-{rank}" for rank in range(NUM_HOSTS))
+    try:
+        for name in (first, second):
+            _run("ip", "netns", "add", name)
+        peer = ("peer", "name", INTERFACE, "netns", second)
+        _run("ip", "link", "add", "name", INTERFACE, "netns", first, "type", "veth", *peer)
+        for name, address in zip((first, second), ADDRESSES, strict=True):
+            _run("ip", "-netns", name, "address", "add", f"{address}/24", "dev", INTERFACE)
+            for interface in ("lo", INTERFACE):
+                _run("ip", "-netns", name, "link", "set", interface, "up")
+        link = Link((first, second))
+        link.limit(mbit_per_s)
+        yield link
+    finally:
+        with _signals_deferred():
+            for name in (first, second):
+                if (FOLDER / name).exists():
+                    _run("ip", "netns", "delete", name)
+
+
+def missing_slow_link() -> str | None:
+    """Why there cannot be a slow link here; None if there can."""
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            return f"the command `{command}` is missing: install iproute2 (Debian, Ubuntu: apt-get install -y iproute2)"
+    try:
+        with slow_link(100):
+            return None
+    except OSError as error:
+        return f"network namespaces with a limited link cannot be made; they take root and the kernel's tbf: {error}"
+
+
+def _enter(namespace: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with (FOLDER / namespace).open() as file:
+        if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(FOLDER / namespace))
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Ctrl-C and termination take effect at the end."""
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = {number: signal.signal(number, lambda received, _: arrived.append(received)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for received in arrived:
+            signal.raise_signal(received)
+
+
+def _run(*command: str) -> None:
+    # In a session of its own, where the terminal's Ctrl-C does not reach it: what it does, it does wholly.
+    result = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
+    if result.returncode != 0:
+        raise OSError(f"`{' '.join(command)}`: {result.stderr.strip()}")
