@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.api.ddp_config import DdpConfig
 from paceline.api.dp_train import DpResult, dp_train
 from paceline.api.trainer import Trainer
 from paceline.core.errors import (
@@ -29,6 +30,7 @@ __all__ = [
     "Cadence",
     "CommunicationError",
     "CommunicationTimeout",
+    "DdpConfig",
     "DpResult",
     "ElChe",
     "Event",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from paceline.api.ddp_config import DdpConfig
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
@@ -144,6 +145,27 @@ class Trainer:
             config, world, model, optimizer, source, scheduler=scheduler, weight_fn=weight_fn, collate_fn=collate_fn
         )
         return cls(run, config, weight_fn)
+
+    @classmethod
+    def setup_with(
+        cls, config: DdpConfig, model: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
+    ) -> Trainer:
+        """`setup` with El Che: workers exchange gradients after as many micro-batches as keep the exchange cheap.
+
+        With max_anchor=0 each step is one micro-batch for every worker. `settings` are those of `setup`.
+        """
+        size = World.from_environment(settings.get("device")).size
+        return cls.setup(
+            model,
+            optimizer,
+            data=data,
+            micro_batch=micro_batch,
+            global_batch=micro_batch * size if config.strategy == "gradients" else None,
+            strategy=config.strategy,
+            speed_hints=config.speed_hints(size),
+            max_grad_norm=config.max_grad_norm,
+            **settings,
+        )
 
     @property
     def model(self) -> Any:
