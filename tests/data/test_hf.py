@@ -6,7 +6,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -16,6 +15,8 @@ from worker_pool import WorkerPool
 from paceline.data.hf import HfTable, hf_source, is_hf_dataset
 from paceline.data.ready import ready_source
 from paceline.data.sources import Samples
+
+datasets = pytest.importorskip("datasets")
 
 
 def indices(*values: int) -> np.ndarray:

@@ -79,10 +79,19 @@ class Columns:
     def __len__(self) -> int:
         return len(self._tensors[0])
 
+    def on(self, device: torch.device) -> Columns:
+        """The same columns, all of them on this device."""
+        return Columns(self._pack([t.to(device) for t in self._tensors]))
+
+    def num_bytes_missing_on(self, device: torch.device) -> int:
+        """What `on` has to allocate there."""
+        return sum(t.numel() * t.element_size() for t in self._tensors if t.device != device)
+
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         index = torch.from_numpy(indices)
         if self._is_on_device:
-            return self._pack([t.index_select(0, index.to(t.device)) for t in self._tensors])
+            pinned = index.pin_memory()  # else the copy would wait for the device
+            return self._pack([t.index_select(0, pinned.to(t.device, non_blocking=True)) for t in self._tensors])
         return self._pack([t.index_select(0, index) for t in self._tensors])
 
 
