@@ -23,6 +23,7 @@ class Report:
     unigram_entropy: float
     story: str
     weights_sha256: str
+    where_time_went: str
 
     def summary(self) -> str:
         """A few lines for the terminal."""

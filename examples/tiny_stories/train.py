@@ -103,6 +103,7 @@ def train(options: argparse.Namespace) -> Report:
             unigram_entropy=unigram_entropy(stories),
             story=vocabulary.decode(write_story(trainer.model, seed=options.seed)),
             weights_sha256=weights_sha256(trainer.model),
+            where_time_went=str(trainer.report()),
         )
 
 
@@ -142,7 +143,8 @@ def main() -> int:
     report = pl.launch(train, options.workers, args=(options,))
     plot_path = options.out / "loss.png"
     plot_loss(report, plot_path)
-    print(f"\nA story by the trained model:\n  {report.story}\n\n{report.summary()}\n{'loss curve':<16} {plot_path}")
+    print(f"\nA story by the trained model:\n  {report.story}\n\n{report.summary()}\n{'loss curve':<16} {plot_path}\n")
+    print(report.where_time_went)
     return 0 if report.evaluation_loss < report.unigram_entropy else 1
 
 
