@@ -26,8 +26,12 @@ BENCHMARKS = {
     "overhead": Benchmark("bench.overhead", "microseconds per step on one worker, against a bare PyTorch loop"),
     "scaling": Benchmark("bench.scaling", "samples/s of equal workers, against independent processes and torch DDP"),
     "hetero": Benchmark("bench.hetero", "samples/s of unequal workers, against what they do alone and torch DDP"),
+    "data": Benchmark(
+        "bench.data", "reading data: dispatched, waiting, in memory, from Arrow files; each against its peer"
+    ),
     "gpu-input": Benchmark("bench.gpu_input", "tokens/s of a GPU fed from a file, against one fed from its own memory"),
     "mps": Benchmark("bench.mps", "tokens/s of unequal workers on one GPU, against what they do alone and torch DDP"),
+    "checkpoint": Benchmark("bench.checkpoint", "ms that training waits for a save, against torch.save and others"),
     "slowlink": Benchmark("bench.slowlink", "samples/s and loss on a slow link, against workers that never talk"),
 }
 

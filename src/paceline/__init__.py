@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from paceline.api.ddp_config import DdpConfig
 from paceline.api.dp_train import DpResult, dp_train
+from paceline.api.loaders import DataParallelDataLoader
 from paceline.api.trainer import Trainer
+from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import (
     CommunicationError,
     CommunicationTimeout,
@@ -16,31 +18,44 @@ from paceline.core.errors import (
 )
 from paceline.core.events import Event
 from paceline.core.world import World, device_count, devices
+from paceline.data.array_loader import ArrayLoader
+from paceline.data.batches import Batches, PerWorker
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.steps import Position
+from paceline.run.checkpoints import Checkpoints
 from paceline.run.launch import launch
 from paceline.run.loop import StepRecord
+from paceline.run.recovery import NoProgressError
 from paceline.run.report import Report
+from paceline.run.stopping import Stopped
 from paceline.sync.averaging import Averaging
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArrayLoader",
     "Averaging",
+    "Batches",
     "Cadence",
+    "CheckpointError",
+    "Checkpoints",
     "CommunicationError",
     "CommunicationTimeout",
+    "DataParallelDataLoader",
     "DdpConfig",
     "DpResult",
     "ElChe",
     "Event",
     "GradientError",
     "MisuseError",
+    "NoProgressError",
     "NonFiniteError",
     "PacelineError",
+    "PerWorker",
     "Position",
     "Report",
     "StepRecord",
+    "Stopped",
     "Trainer",
     "WorkerError",
     "World",

@@ -238,7 +238,7 @@ def test_a_worker_that_never_comes_is_named(tmp_path: Path) -> None:
 def test_a_folder_that_vanishes_while_waiting_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from shutil import rmtree
 
-    monkeypatch.setattr(saving, "sleep", lambda _: rmtree(tmp_path))
+    monkeypatch.setattr(saving.Event, "wait", lambda *_: rmtree(tmp_path))
     with pytest.raises(CheckpointError, match=r"partial-.* vanished while rank 1 was writing its part"):
         save(tmp_path, job(5), world(0, 2), timeout_s=20)
 

@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from paceline.data.device import to_device
+from paceline.data.orders import SeededEpochs
 from paceline.data.sharded import ShardedFeed, checked_weight
 from paceline.data.sources import as_source
 from paceline.plan.steps import Position, Steps
@@ -30,7 +31,8 @@ def feed(
 
 def make(source: Any, steps: Steps, device: torch.device, **settings: Any) -> ShardedFeed:
     """One worker takes everything that is left in one step."""
-    return ShardedFeed(source, steps, lambda left: (range(left),), 0, device, **{"seed": 0, **settings})
+    epochs = SeededEpochs(steps, len(source), seed=settings.pop("seed", 0), shuffle=settings.pop("shuffle"))
+    return ShardedFeed(source, epochs, lambda left: (range(left),), 0, device, **settings)
 
 
 def read(feed: ShardedFeed, epoch: int, number: int, count: int = 1) -> tuple[Any, int]:

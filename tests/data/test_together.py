@@ -104,7 +104,7 @@ def test_unequal_shards_leave_gaps_that_nobody_trains(pool: WorkerPool) -> None:
 
 
 @given(
-    num_samples=st.integers(0, 40),
+    num_samples=st.integers(1, 40),
     micro_batch=st.integers(1, 4),
     per_step=st.sampled_from([1, 2, 4, 6]),
     shards=st.sampled_from([1, 2]),

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from paceline.api.ddp_config import DdpConfig
+from paceline.checkpoint.manifest import Pattern
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
 from paceline.core.world import World, device_count
-from paceline.data.bring import Way, as_data
-from paceline.data.sources import as_source
+from paceline.data.adopt import Wishes, adopt, adopt_for_evaluation
+from paceline.data.bring import Way
+from paceline.data.skip_bad import Skipped
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
 from paceline.run.assemble import Run, assemble
+from paceline.run.checkpointing import SAVE, STOP
+from paceline.run.checkpoints import Checkpoints
 from paceline.run.config import Precision, RunConfig, Strategy
 from paceline.run.evaluate import evaluate
 from paceline.run.loop import Loop, StepRecord
+from paceline.run.recovery import Resume, Start
 from paceline.run.replica import OptimizerFactory, SchedulerFactory
 from paceline.run.report import Report
+from paceline.run.resuming import HasState
 
 
 class Epoch:
@@ -56,13 +64,15 @@ class Trainer:
         global_batch: int | None = None,
         micro_batch: int | None = None,
         physical_batch: int | Sequence[int] | None = None,
+        batches_per_step: int | None = None,
         scheduler: SchedulerFactory | None = None,
         weight_fn: Callable[[Any], int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         max_grad_norm: float | None = None,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         drop_last: bool = False,
+        skip_bad_samples: bool | Callable[[Skipped], None] = False,
         exact: bool = False,
         precision: Precision = "fp32",
         strategy: Strategy = "gradients",
@@ -72,12 +82,18 @@ class Trainer:
         backend: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         threads: int | None = None,
-        feed: Way = "sharded",
-        readers: int = 0,
+        feed: Way | None = None,
+        readers: int | None = None,
         prefetch: int | None = None,
         num_shards: int | None = None,
         shuffle_buffer: int = 0,
+        resident: bool = False,
         overlap: bool = True,
+        checkpoints: Checkpoints | None = None,
+        resume: Resume = "auto",
+        init_from: str | PathLike[str] | None = None,
+        allow: Sequence[str] = (),
+        skip: Sequence[str] = (),
     ) -> Trainer:
         """Join the world this process is in (torchrun, `paceline run`, `paceline.launch`) or train alone.
 
@@ -86,13 +102,21 @@ class Trainer:
             is stepped after every optimizer step.
         data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
             torch Dataset; a source of `paceline.data`; or a stream, something to iterate over again and again, such as
-            a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y.
+            a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
+            is taken as it is: batch_size is micro_batch, num_workers is readers, and a sampler decides the order, drawn
+            once per epoch for all workers (shuffle=True gives Paceline's own permutation). Batches that are made
+            elsewhere: `paceline.Batches(iterable)`, `paceline.PerWorker(iterables)`.
         global_batch: samples per optimizer step, however many workers share them. micro_batch: samples per forward
             and backward (default: the global batch); global_batch must be a multiple of it. physical_batch: samples
             that a device may run at once, a multiple of micro_batch, one number or one per worker: what a large
             device needs to be busy. Not with exact, nor with BatchNorm.
+        batches_per_step: instead of these, for data that comes as whole batches (`Batches`, `PerWorker`, a DataLoader
+            with a batch_sampler or batch_size=None): each is one micro-batch, and so many make a step.
         weight_fn: from a micro-batch (on the host) to the whole number its loss is a mean over, such as valid tokens;
             default: its samples.
+        shuffle: a new order in every epoch (default: yes, or as a DataLoader says). drop_last: leave out an epoch's
+            last step if it is smaller. skip_bad_samples: go on without samples that cannot be read, with a warning for
+            each, or with a call of your function.
         exact: weights that are bit-for-bit the same on any number of workers, for one kind of device.
         precision: what `trainer.autocast()` casts to; fp16 adds loss scaling.
         strategy: "gradients" exchanges gradients in every step. For slow links, where the result then depends on the
@@ -101,21 +125,47 @@ class Trainer:
             steps.
         shares: how workers divide a step. "measured": by the speed each was measured at, starting from speed_hints
             if given; "equal"; or one relative speed per worker. No choice changes the result.
-        feed: "sharded", every worker reads its own micro-batches, or "dispatched", rank 0 reads and sends them; no
-            weight depends on it.
+        feed: "sharded", every worker reads its own micro-batches, or "dispatched", rank 0 reads and sends them
+            (default: "dispatched" for `Batches`); no weight depends on it.
         readers: processes per worker that read micro-batches ahead; worth it where reading takes its time.
             prefetch: how many micro-batches ahead (default: two per reader).
         num_shards: of a stream, into how many parts it is dealt: its order depends on it (default: the micro-batches
             of a step). shuffle_buffer: of a stream, from how many samples each next one is drawn; 0: not shuffled.
+        resident: keep all of the data on the device; for tensors and arrays that fit there.
         overlap: exchange gradients while backward still runs.
         timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
+        checkpoints: when to save the run, and where: `paceline.Checkpoints(folder, every_steps=1000)`.
+        resume: "auto", from the newest checkpoint in that folder if there is one; True, there must be one; a path, from
+            that checkpoint, and what the folder has of later steps is moved aside; None, the folder must have none.
+        init_from: weights to start from where nothing is resumed: a checkpoint, a safetensors file, or a state_dict.
+        allow: settings that may differ from those of the checkpoint, such as "global_batch". skip: components of the
+            checkpoint that are not restored, such as "optimizer".
         """
+        adopted = adopt(
+            data,
+            Wishes(
+                global_batch=global_batch,
+                micro_batch=micro_batch,
+                physical_batch=physical_batch,
+                batches_per_step=batches_per_step,
+                has_steps_of_its_own=isinstance(strategy, Cadence),
+                shuffle=shuffle,
+                shuffle_buffer=shuffle_buffer,
+                num_shards=num_shards,
+                feed=feed,
+                readers=readers,
+                collate_fn=collate_fn,
+                skip_bad_samples=skip_bad_samples,
+                resident=resident,
+            ),
+            seed,
+        )
         config = RunConfig(
-            global_batch=global_batch,
-            micro_batch=micro_batch,
+            global_batch=adopted.global_batch,
+            micro_batch=adopted.micro_batch,
             physical_batch=tuple(physical_batch) if isinstance(physical_batch, Sequence) else physical_batch,
             seed=seed,
-            shuffle=shuffle,
+            shuffle=adopted.shuffle,
             drop_last=drop_last,
             precision=precision,
             max_grad_norm=max_grad_norm,
@@ -123,18 +173,18 @@ class Trainer:
             strategy=strategy,
             shares=shares if isinstance(shares, str) else tuple(map(float, shares)),
             speed_hints=None if speed_hints is None else tuple(map(float, speed_hints)),
-            feed=feed,
-            readers=readers,
+            feed=adopted.feed,
+            readers=adopted.readers,
             prefetch=prefetch,
             num_shards=num_shards,
             shuffle_buffer=shuffle_buffer,
+            resident=resident,
             overlap=overlap,
             backend=backend,
             timeout_s=timeout_s,
             threads=threads,
         )
         world = World.from_environment(device)
-        source = as_data(data, collate_fn=collate_fn, seed=seed)
         if world.size == 1 and device is None and device_count() > 1:
             print(
                 f"paceline: training on 1 of {device_count()} devices; start the script with `paceline run SCRIPT` "
@@ -142,7 +192,16 @@ class Trainer:
                 file=sys.stderr,
             )
         run = assemble(
-            config, world, model, optimizer, source, scheduler=scheduler, weight_fn=weight_fn, collate_fn=collate_fn
+            config,
+            world,
+            model,
+            optimizer,
+            adopted.data,
+            scheduler=scheduler,
+            weight_fn=weight_fn,
+            collate_fn=adopted.collate_fn,
+            checkpoints=checkpoints,
+            start=Start(resume, init_from, tuple(allow), tuple(skip)),
         )
         return cls(run, config, weight_fn)
 
@@ -205,6 +264,7 @@ class Trainer:
             yield Epoch(number, self._run.loop)
             if self.position.epoch == number:
                 return  # the epoch was left with `break`
+        self._run.keeper.save_last(self._run.loop)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch's loss, which is a mean over its samples. Several calls add up.
@@ -253,24 +313,74 @@ class Trainer:
                 "evaluate() was called inside an epoch's loop, which workers leave at different times: call it between "
                 "epochs, or register it with trainer.every(n, lambda record: ...)"
             )
-        source = as_source(data, collate_fn=collate_fn, seed=self._config.seed)
+        source, batch_size = adopt_for_evaluation(data, collate_fn, self._config.seed)
         self._run.loop.synchronize()
         return evaluate(
             self.model,
             source,
             eval_fn,
             self._run.communicator,
-            micro_batch=self._run.steps.micro_batch if micro_batch is None else micro_batch,
+            micro_batch=(batch_size or self._run.steps.micro_batch) if micro_batch is None else micro_batch,
             seed=self._config.seed,
             weight_fn=self._weight_fn,
         )
 
+    @property
+    def resumed_from(self) -> Path | None:
+        """The checkpoint that the run goes on from; None for a fresh start."""
+        return self._run.keeper.resumed_from
+
+    def register(self, name: str, thing: HasState, pattern: Pattern | str = Pattern.REPLICATED) -> None:
+        """Let an object with `state_dict` and `load_state_dict` take part in checkpoints; before the first epoch.
+
+        In a run that is resumed its state is loaded here. pattern: "replicated", the same on every worker; "global",
+        rank 0's; "per_rank", every worker's own; "per_node", every node's own, held by its first worker.
+        """
+        names = [known.value.lower() for known in Pattern]
+        if isinstance(pattern, str) and pattern.lower() not in names:
+            raise ValueError(f"pattern={pattern!r}: choose one of {', '.join(names)}")
+        self._run.keeper.register(name, thing, Pattern(pattern.upper()) if isinstance(pattern, str) else pattern)
+
+    def state_components(self) -> dict[str, str]:
+        """What a checkpoint of this run holds, by name, and how workers share it; empty if it is not saved."""
+        return {name: pattern.value.lower() for name, pattern in self._run.keeper.components.items()}
+
+    def save(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Save now, beside what is saved anyway; `metrics` are what `Checkpoints(keep_best=...)` chooses by.
+
+        Between epochs or inside `every`, on all workers. From a hook it is done when the step is over.
+        """
+        if self._run.loop.is_inside_epoch:
+            raise MisuseError(
+                "save() was called inside an epoch's loop, which workers leave at different times: call it between "
+                "epochs, or register it with trainer.every(n, lambda record: ...)"
+            )
+        self._run.keeper.save(self._run.loop, metrics or {})
+
+    def request_save(self) -> None:
+        """Have all workers save after one of the next steps. From any worker and any thread."""
+        self._run.keeper.ask(SAVE)
+
+    def request_stop(self) -> None:
+        """Have all workers save after one of the next steps and leave by `Stopped`. From any worker and any thread."""
+        self._run.keeper.ask(STOP)
+
     def close(self) -> None:
-        """Release the workers' connection, remove hooks, give back the process's settings. Safe to call twice."""
-        self._run.cleanup.close()
+        """End the run: a last checkpoint, unless an error is under way; then release what the run holds.
+
+        The workers' connection is closed, hooks are removed, the process has its settings back. Safe to call twice.
+        """
+        self._close(has_failed=sys.exception() is not None)
+
+    def _close(self, *, has_failed: bool) -> None:
+        try:
+            if not has_failed:
+                self._run.keeper.finish(self._run.loop)
+        finally:
+            self._run.cleanup.close()
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close(has_failed=kind is not None)

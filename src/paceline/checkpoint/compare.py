@@ -24,6 +24,7 @@ from paceline.checkpoint.errors import ReplicationError
 from paceline.checkpoint.safetensors_file import bytes_of
 from paceline.checkpoint.tree import flatten
 from paceline.comm.base import Communicator
+from paceline.comm.messages import from_rank_0, gather
 
 Level = Literal["none", "quick", "tensor", "full"]
 
@@ -49,7 +50,7 @@ def check_replication(name: str, state: Any, level: Level, communicator: Communi
 
 def _raise_together(name: str, difference: str, communicator: Communicator) -> None:
     """Share what each worker found; all raise, or none."""
-    found = {rank: text for rank, text in enumerate(_gather(difference, communicator)) if text}
+    found = {rank: text for rank, text in enumerate(gather(difference, communicator)) if text}
     if found:
         details = "; ".join(f"on rank {rank} {text}" for rank, text in found.items())
         raise ReplicationError(
@@ -74,7 +75,7 @@ def _plain_values(node: Any, path: str) -> Iterator[str]:
 
 def _compare_outlines(own: list[str], communicator: Communicator) -> str:
     """The first line in which this worker differs from rank 0."""
-    theirs = _from_rank_0("\n".join(own).encode(), communicator).decode().split("\n")
+    theirs = from_rank_0("\n".join(own).encode(), communicator).decode().split("\n")
     pairs = zip_longest(own, theirs, fillvalue="nothing more")
     return next((f"{mine}, on rank 0 {other}" for mine, other in pairs if mine != other), "")
 
@@ -84,7 +85,7 @@ def _compare_fingerprints(
 ) -> str:
     """Which tensors' fingerprints, of some or all of their values, are not those of rank 0."""
     own = [_fingerprint(tensor, num_samples) for tensor in tensors.values()]
-    theirs = _from_rank_0(b"".join(own), communicator)
+    theirs = from_rank_0(b"".join(own), communicator)
     starts = range(0, len(theirs), _FINGERPRINT_BYTES)
     return _named(
         [
@@ -122,32 +123,3 @@ def _named(differing: list[str]) -> str:
         return ""
     more = len(differing) - _MAX_NAMED
     return f"in tensor {', '.join(differing[:_MAX_NAMED])}" + (f" and {more} more" if more > 0 else "")
-
-
-def _from_rank_0(own: bytes, communicator: Communicator) -> bytes:
-    """Rank 0's bytes, on every worker."""
-    device = communicator.world.device
-    length = torch.tensor([len(own)], dtype=torch.int64, device=device)
-    communicator.broadcast(length, 0).wait()
-    if not (size := int(length.item())):
-        return b""
-    # What the others hold here is overwritten: it only has to have the length.
-    content = torch.frombuffer(bytearray(own if communicator.world.is_main else size), dtype=torch.uint8).to(device)
-    communicator.broadcast(content, 0).wait()
-    return bytes(bytes_of(content.cpu()))
-
-
-def _gather(text: str, communicator: Communicator) -> list[str]:
-    """Every worker's text, on every worker."""
-    world = communicator.world
-    own = text.encode()
-    lengths = torch.zeros(world.size, dtype=torch.int64, device=world.device)
-    lengths[world.rank] = len(own)
-    communicator.all_reduce(lengths).wait()
-    if not (longest := int(lengths.max().item())):
-        return [""] * world.size
-    rows = torch.zeros(world.size, longest, dtype=torch.uint8)
-    rows[world.rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
-    rows = rows.to(world.device)
-    communicator.all_reduce(rows).wait()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]

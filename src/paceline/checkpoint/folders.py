@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from paceline.checkpoint.hashed_file import flush_folder
@@ -56,7 +56,7 @@ def latest_common(steps_by_node: Sequence[Sequence[int]]) -> int | None:
     return max(set(first).intersection(*others), default=None)
 
 
-def make_visible(partial: Path, final: Path) -> None:
+def make_visible(partial: Path, final: Path, *, flush: bool = True) -> None:
     """Rename a finished folder. A checkpoint that already has the name stays until the new one is there."""
     root = partial.parent
     replaced = partial.with_name(partial.name.replace(".partial-", ".replaced-"))
@@ -68,7 +68,8 @@ def make_visible(partial: Path, final: Path) -> None:
         if replaced.exists():
             replaced.rename(final)
         raise
-    flush_folder(root)
+    if flush:
+        flush_folder(root)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -77,6 +78,26 @@ def delete(root: Path, step: int) -> None:
     hidden = _hidden(root, step, "deleted", new_token())
     step_folder(root, step).rename(hidden)
     shutil.rmtree(hidden)
+
+
+def set_aside(root: Path, steps: Iterable[int]) -> Path | None:
+    """Move these checkpoints into a new folder `set-aside-N` in `root`, whole; returns it, None if there was none.
+
+    For who went back to an older step: what came after it belongs to a course that was given up. The highest goes
+    first, so that an interruption leaves the lower ones in sight, as they were.
+    """
+    falling = sorted(steps, reverse=True)
+    if not falling:
+        return None
+    number = 1
+    while (aside := root / f"set-aside-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for step in falling:
+        step_folder(root, step).rename(aside / step_folder(root, step).name)
+    flush_folder(aside)
+    flush_folder(root)
+    return aside
 
 
 def clean_up(root: Path) -> list[Path]:

@@ -29,13 +29,13 @@ class FileRecord:
 
 
 class HashingWriter:
-    """A new file; an existing one is never written over. `close` returns once its content is on the disk.
-
-    Leaving the `with` block by an error closes the file without waiting for the disk.
+    """A new file; an existing one is never written over. With `flush` its content is on the disk after the `with`
+    block; leaving that by an error closes the file without waiting for the disk.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, flush: bool = True) -> None:
         self.path = path
+        self._flush = flush
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._hash = hashlib.sha256()
         self._size = 0
@@ -62,7 +62,7 @@ class HashingWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
+            if kind is None and self._flush:
                 with _naming(self.path):
                     os.fsync(self._descriptor)
         finally:
@@ -150,9 +150,9 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_file(path: Path, content: bytes) -> FileRecord:
-    """A small file, on the disk when this returns."""
-    with HashingWriter(path) as file:
+def write_file(path: Path, content: bytes, *, flush: bool = True) -> FileRecord:
+    """A small file, with `flush` on the disk when this returns."""
+    with HashingWriter(path, flush=flush) as file:
         file.write(content)
     return file.record
 

@@ -13,12 +13,14 @@ import os
 import socket
 from datetime import datetime
 from pathlib import Path
+from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
 from paceline.checkpoint.errors import LockedError
 
 LOCK_NAME = ".lock"
+_POLL_S = 0.1
 
 _held: set[int] = set()
 
@@ -26,21 +28,20 @@ _held: set[int] = set()
 class RunLock:
     """The lock on `folder`, held from construction to `close()` or the end of the `with` block.
 
-    Raises `LockedError` naming the holder if somebody else has it. For one worker per folder to take.
+    Raises `LockedError` naming the holder if somebody else has it, and keeps it for `patience_s`: the killed worker
+    whose place this one takes may not be quite gone. For one worker per folder to take.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, patience_s: float = 0.0) -> None:
         self.path = folder / LOCK_NAME
         self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(self._descriptor, patience_s):
             holder = os.pread(self._descriptor, 1000, 0).decode(errors="replace").strip()
             os.close(self._descriptor)
             raise LockedError(
                 f"{folder} is in use by {holder or 'another process'}: wait until that run has ended, stop it, or "
                 "choose another folder"
-            ) from None
+            )
         _held.add(self._descriptor)
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         os.ftruncate(self._descriptor, 0)
@@ -59,6 +60,19 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _lock(descriptor: int, patience_s: float) -> bool:
+    deadline = monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if monotonic() >= deadline:
+                return False
+            sleep(_POLL_S)
+        else:
+            return True
 
 
 def _let_go_in_child() -> None:

@@ -16,7 +16,9 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import complete_steps, step_folder
 from paceline.checkpoint.hashed_file import check_file, read_file
 from paceline.checkpoint.manifest import MANIFEST_NAME, WHOLE, Manifest
+from paceline.checkpoint.pieces import part_of
 from paceline.checkpoint.tree import unflatten
+from paceline.core.world import World
 
 MAX_JSON_BYTES = 1 << 30
 
@@ -52,6 +54,12 @@ class Checkpoint:
             )
         with _pointing_to_an_older_one(self.folder):
             return self._load(name, part)
+
+    def load_own(self, name: str, world: World) -> Any:
+        """This worker's part of a component's state; in a world of another size, that of the worker it stands for."""
+        parts = self.parts(name)
+        own = part_of(self.manifest.contents.components[name].pattern, world)
+        return self.load(name, own if own in parts else parts[world.rank % len(parts)])
 
     def _load(self, name: str, part: str) -> Any:
         contents = self.manifest.contents

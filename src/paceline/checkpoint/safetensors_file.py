@@ -45,10 +45,10 @@ ALIGNMENT_BYTES = 64
 MAX_HEADER_BYTES = 100_000_000
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """Write CPU tensors of the dtypes in `DTYPES`; contiguous ones are not copied. On the disk when this returns."""
+def write(path: Path, tensors: Mapping[str, torch.Tensor], *, flush: bool = True) -> FileRecord:
+    """Write CPU tensors of the dtypes in `DTYPES`; contiguous ones are not copied. See `HashingWriter`."""
     ordered = _by_alignment(tensors)
-    with HashingWriter(path) as file:
+    with HashingWriter(path, flush=flush) as file:
         file.write(_header(ordered))
         for _, tensor in ordered:
             file.write(bytes_of(tensor.contiguous()))

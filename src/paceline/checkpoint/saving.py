@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
+from threading import Event
+from time import monotonic
 from typing import Any
 
 import torch
@@ -56,6 +57,21 @@ class Job:
             object.__setattr__(self, name, unflatten(flat.structure, {}))
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a worker takes part in writing.
+
+    `flush`: wait for the disk; not for a folder in memory. `give_up`: set when nobody waits for the save any more, so
+    that this worker does not wait for another's part, which may never come.
+    """
+
+    world: World
+    disk: Disk = Disk.SHARED
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    flush: bool = True
+    give_up: Event = field(default_factory=Event)
+
+
 def save(
     root: Path,
     job: Job,
@@ -71,25 +87,24 @@ def save(
     An error leaves older checkpoints as they are and nothing of this one.
     """
     world = world or World()
-    return save_pieces(root, job, pieces_of(job.components, world, disk, num_shards), world, disk, timeout_s)
+    return save_pieces(root, job, pieces_of(job.components, world, disk, num_shards), Manner(world, disk, timeout_s))
 
 
-def save_pieces(
-    root: Path, job: Job, pieces: Iterable[Piece], world: World, disk: Disk, timeout_s: float
-) -> Path | None:
+def save_pieces(root: Path, job: Job, pieces: Iterable[Piece], manner: Manner) -> Path | None:
     """As `save`, with what this worker writes already laid out. All tensors are on the CPU."""
+    world = manner.world
     partial = partial_folder(root, job.step, job.token)
-    first, *others = writers(world, disk)
+    first, *others = writers(world, manner.disk)
     try:
         # Not with its parents: a run folder that vanished may be a disk that is no longer mounted.
         partial.mkdir(exist_ok=True)
-        own = _write(partial, pieces)
+        own = _write(partial, pieces, flush=manner.flush)
         if world.rank != first:
             _leave(partial, world.rank, own.to_json())
             return None
-        deadline = monotonic() + timeout_s
-        contents = joined([own, *(_record_of(partial, rank, deadline) for rank in others)])
-        return _publish(root, partial, job, contents, world.size)
+        deadline = monotonic() + manner.timeout_s
+        contents = joined([own, *(_record_of(partial, rank, deadline, manner.give_up) for rank in others)])
+        return _publish(root, partial, job, contents, manner)
     except BaseException as error:
         if world.rank == first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -101,13 +116,14 @@ def save_pieces(
         raise
 
 
-def _write(partial: Path, pieces: Iterable[Piece]) -> Contents:
+def _write(partial: Path, pieces: Iterable[Piece], *, flush: bool) -> Contents:
     shares = []
     for piece in pieces:
         if piece.must_be_finite:
             _check_finite(piece)
-        files = {name: write_file(partial / name, _dump(text)) for name, text in piece.texts.items()}
-        files |= {name: safetensors_file.write(partial / name, tensors) for name, tensors in piece.tensors.items()}
+        files = {name: write_file(partial / name, _dump(text), flush=flush) for name, text in piece.texts.items()}
+        for name, tensors in piece.tensors.items():
+            files[name] = safetensors_file.write(partial / name, tensors, flush=flush)
         shares.append(Contents({piece.component: ComponentFiles(piece.pattern, {piece.part: tuple(files)})}, files))
     return joined(shares)
 
@@ -129,14 +145,15 @@ def _leave(partial: Path, rank: int, record: Mapping[str, Any]) -> None:
     hidden.rename(path)
 
 
-def _record_of(partial: Path, rank: int, deadline: float) -> Contents:
+def _record_of(partial: Path, rank: int, deadline: float, give_up: Event) -> Contents:
     path = _record_path(partial, rank)
     while not path.exists():
         if not partial.is_dir():
             raise CheckpointError(f"{partial} vanished while rank {rank} was writing its part")
         if monotonic() > deadline:
             raise CheckpointError(f"rank {rank} did not finish its part in time: {path} did not appear")
-        sleep(_POLL_S)
+        if give_up.wait(_POLL_S):
+            raise CheckpointError(f"the run ended before rank {rank} had written its part")
     record = json.loads(path.read_bytes())
     if "error" in record:
         raise CheckpointError(f"rank {rank} could not write its part: {record['error']}")
@@ -148,12 +165,13 @@ def _record_path(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank}.written.json"
 
 
-def _publish(root: Path, partial: Path, job: Job, contents: Contents, world_size: int) -> Path:
-    manifest = Manifest(job.step, world_size, contents, job.configuration, job.position, job.metrics)
-    write_file(partial / MANIFEST_NAME, manifest.render())
-    flush_folder(partial)
+def _publish(root: Path, partial: Path, job: Job, contents: Contents, manner: Manner) -> Path:
+    manifest = Manifest(job.step, manner.world.size, contents, job.configuration, job.position, job.metrics)
+    write_file(partial / MANIFEST_NAME, manifest.render(), flush=manner.flush)
+    if manner.flush:
+        flush_folder(partial)
     final = step_folder(root, job.step)
-    make_visible(partial, final)
+    make_visible(partial, final, flush=manner.flush)
     return final
 
 

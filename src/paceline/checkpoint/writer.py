@@ -2,7 +2,8 @@
 
 Lifecycle. `save` copies the state into host memory and returns; a thread writes, makes the checkpoint visible and
 deletes what need not be kept. One save is under way at a time: the next one waits for it, or is skipped. A save that
-failed is reported once: by `poll`, for who wants to go on, or as an exception of the next `save`, `wait` or `close`.
+failed is reported once: by `poll` or `settle`, for who wants to go on, or as an exception of the next `save`, `wait`
+or `close`. Who leaves because of an error calls `abandon` before `close`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.checkpoint.host_copy import HostCopy
 from paceline.checkpoint.keep import Keep, Saved, to_delete
 from paceline.checkpoint.pieces import Component, Disk, Piece, pieces_of
 from paceline.checkpoint.reading import inspect
-from paceline.checkpoint.saving import DEFAULT_TIMEOUT_S, Job, save_pieces
+from paceline.checkpoint.saving import DEFAULT_TIMEOUT_S, Job, Manner, save_pieces
 from paceline.core.world import World
 
 
@@ -38,13 +39,12 @@ class AsyncWriter:
         num_shards: int = 1,
         keep: Keep | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        flush: bool = True,
     ) -> None:
         self._root = root
-        self._world = world or World()
-        self._disk = disk
+        self._manner = Manner(world or World(), disk, timeout_s, flush)
         self._num_shards = num_shards
         self._keep = keep or Keep()
-        self._timeout_s = timeout_s
         self._copy = HostCopy()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
         self._under_way: futures.Future[None] | None = None
@@ -92,12 +92,20 @@ class AsyncWriter:
             raise error
         return error
 
-    def wait(self) -> None:
-        """Return when nothing is being written any more; raise if the last save failed and nobody was told."""
+    def settle(self) -> CheckpointError | None:
+        """Wait until nothing is being written any more, and return why the last save failed, if nobody was told."""
         if self._under_way is not None:
             futures.wait([self._under_way])
-        if error := self.poll():
+        return self.poll()
+
+    def wait(self) -> None:
+        """Return when nothing is being written any more; raise if the last save failed and nobody was told."""
+        if error := self.settle():
             raise error
+
+    def abandon(self) -> None:
+        """Wait for no other worker's part any more: it may be gone."""
+        self._manner.give_up.set()
 
     def close(self) -> None:
         """Finish what is being written and end the thread."""
@@ -120,11 +128,11 @@ class AsyncWriter:
             error.add_note(str(not_saved))
 
     def _pieces(self, components: Sequence[Component]) -> list[Piece]:
-        return pieces_of(components, self._world, self._disk, self._num_shards)
+        return pieces_of(components, self._manner.world, self._manner.disk, self._num_shards)
 
     def _write(self, job: Job, pieces: list[Piece], wait_for_copies: Callable[[], None]) -> None:
         wait_for_copies()
-        folder = save_pieces(self._root, job, pieces, self._world, self._disk, self._timeout_s)
+        folder = save_pieces(self._root, job, pieces, self._manner)
         if folder is not None:
             delete_unneeded(self._root, job.step, self._keep)
 

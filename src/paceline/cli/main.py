@@ -11,6 +11,8 @@ from typing import NoReturn
 from paceline import __version__
 from paceline.core.errors import WorkerError
 from paceline.run import launch, worker
+from paceline.run.stopping import Stopped
+from paceline.run.worker import STOPPED_EXIT_CODE
 
 _RUN_EXAMPLE = """\
 example:
@@ -44,6 +46,13 @@ def _parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("--workers", type=_count, metavar="N", help="number of workers (default: one per device)")
+    run.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start the workers again when one fails, at most N times (default: 0)",
+    )
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     return parser
@@ -63,9 +72,11 @@ def _run(parser: _Parser, options: argparse.Namespace) -> int:
     except ValueError as error:
         parser.error(str(error))
     try:
-        launch.run_script(options.script, options.args, options.workers)
+        launch.run_script(options.script, options.args, options.workers, options.max_restarts)
     except KeyboardInterrupt:
         return 130
+    except Stopped:
+        return STOPPED_EXIT_CODE
     except WorkerError as error:
         print(f"paceline run: {error}", file=sys.stderr)
         return 1

@@ -8,6 +8,7 @@ every member, then wait on every member.
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,9 @@ class LocalGroup:
         self._lock = threading.Lock()
         self._meetings: dict[int, _Meeting] = {}
         self._left: set[int] = set()
+        # What was sent and not yet received, by sender and receiver.
+        self._mail: defaultdict[tuple[int, int], deque[torch.Tensor]] = defaultdict(deque)
+        self._mail_changed = threading.Condition(self._lock)
         self.members = tuple(
             LocalCommunicator(self, World(i, size, i, size, "local", torch.device(device)), timeout_s)
             for i, device in enumerate(devices)
@@ -55,10 +59,28 @@ class LocalGroup:
                 meeting.carry_out(operation)
             return meeting
 
+    def post(self, source: int, to: int, tensor: torch.Tensor) -> None:
+        with self._mail_changed:
+            self._mail[source, to].append(tensor)
+            self._mail_changed.notify_all()
+
+    def fetch(self, source: int, to: int, timeout_s: float) -> torch.Tensor:
+        """The oldest tensor that `source` posted to `to`."""
+        with self._mail_changed:
+            mail = self._mail[source, to]
+            if not self._mail_changed.wait_for(lambda: mail or source in self._left, timeout_s):
+                raise CommunicationTimeout(
+                    f"rank {to} waited timeout_s={timeout_s:g} s in receive: replica {source} did not send"
+                )
+            if not mail:
+                raise CommunicationError(f"replica {source} closed its communicator before it sent to rank {to}")
+            return mail.popleft()
+
     def leave(self, rank: int) -> None:
         """Rank makes no more calls: whoever waits for one, or will, is told."""
         with self._lock:
             self._left.add(rank)
+            self._mail_changed.notify_all()
             for meeting in self._meetings.values():
                 if rank not in meeting.tensors:
                     meeting.fail(_gone(rank, meeting))
@@ -80,6 +102,12 @@ class LocalCommunicator:
         if not 0 <= source < self.world.size:
             raise ValueError(f"source={source} is not a rank in a world of {self.world.size}")
         return self._arrive(f"broadcast from {source}", partial(_broadcast, source), tensor)
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self._group.post(self.world.rank, to, tensor.clone())
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        tensor.copy_(self._group.fetch(source, self.world.rank, self.timeout_s))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

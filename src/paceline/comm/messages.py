@@ -64,4 +64,6 @@ def decided_by_rank_0(decide: Callable[[], Any], communicator: Communicator) -> 
 def wait_for_all(communicator: Communicator) -> None:
     """Return when every worker has come here."""
     if communicator.world.size > 1:
-        communicator.all_reduce(torch.zeros(1, device=communicator.world.device)).wait()
+        count = torch.ones(1, device=communicator.world.device)
+        communicator.all_reduce(count).wait()
+        count.item()  # on a GPU only this makes the host wait

@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S, Pending
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
@@ -113,7 +114,11 @@ def _start_default_group(world: World, backend: str, timeout: timedelta) -> None
     if world.local_size == world.size:
         # Workers of one host meet on loopback: a host name that does not resolve cannot stop them.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, rank=world.rank, world_size=world.size, timeout=timeout)
+    store, _, _ = next(rendezvous("env://", world.rank, world.size, timeout=timeout))
+    # Workers that were restarted find the store of the workers before them, with addresses where nobody is any more.
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"start-{start}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
 
 
 def _translate(error: RuntimeError, operation: str, communicator: ProcessGroupCommunicator) -> CommunicationError:

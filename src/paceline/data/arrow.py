@@ -11,7 +11,7 @@ from typing import Any
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.arrow_batches import FileBatches
 from paceline.data.arrow_index import DataFile, index_files
-from paceline.data.arrow_rows import as_columns, as_rows, gather
+from paceline.data.arrow_rows import as_rows, gather, read_columns
 from paceline.data.errors import naming_sample, suggestion
 from paceline.data.joining import join
 from paceline.data.seeded import Seeded
@@ -81,10 +81,9 @@ class ArrowSource(Seeded):
         return self._batches.starts
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
-        table = gather(self._batches, indices)
         if self._transform is None and self._collate is None:
-            return as_columns(table, indices, self._batches)
-        samples, wanted = as_rows(table), indices.tolist()
+            return read_columns(self._batches, indices, indices)
+        samples, wanted = as_rows(gather(self._batches, indices)), indices.tolist()
         with host_randomness() as randomness:
             if self._transform is not None:
                 for place, index in enumerate(wanted):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.arrow_index import DataFile, fingerprint, one_line
+from paceline.data.arrow_rows import Arrays, numbers_in_place
 from paceline.data.errors import SampleError
 from paceline.data.optional import pyarrow
 from paceline.data.sources import Indices
@@ -32,6 +33,7 @@ class FileBatches:
         self._mapped: dict[int, Any] = {}
         self._decoded: OrderedDict[int, Any] = OrderedDict()
         self._decoded_bytes = 0
+        self._arrays: dict[int, Arrays | None] = {}
         self._readers: dict[str, tuple[Any, Any]] = {}
         self._lock = Lock()
 
@@ -52,6 +54,14 @@ class FileBatches:
                 self._decoded.move_to_end(number)
                 return self._decoded[number]
             return self._load(number)
+
+    def arrays(self, number: int) -> Arrays | None:
+        """A record batch's columns where they lie in the file; None where they are no arrays of numbers."""
+        if number not in self._arrays:
+            batch = self.batch(number)
+            # Views of a decoded batch would keep its memory beyond what is allowed.
+            self._arrays[number] = numbers_in_place(batch) if number in self._mapped else None
+        return self._arrays[number]
 
     def _file_number(self, number: int) -> tuple[DataFile, int]:
         """The file a batch is in, and its number there."""
@@ -127,6 +137,7 @@ class TableBatches:
 
     def __init__(self, table: Any) -> None:
         self._batches = table.to_batches()
+        self._arrays: dict[int, Arrays | None] = {}
         self.starts: Indices = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
 
     def file_of(self, row: int) -> None:
@@ -134,6 +145,11 @@ class TableBatches:
 
     def batch(self, number: int) -> Any:
         return self._batches[number]
+
+    def arrays(self, number: int) -> Arrays | None:
+        if number not in self._arrays:
+            self._arrays[number] = numbers_in_place(self._batches[number])
+        return self._arrays[number]
 
 
 def _check_unchanged(file: DataFile) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,12 +30,19 @@ _TORCH_DTYPES = {
 }
 
 
+# Columns by name, each (rows, ...).
+Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
+
+
 class Batches(Protocol):
     """Numbered record batches; `starts[number]` is the first row of one, `starts[-1]` the number of rows."""
 
     starts: Indices
 
     def batch(self, number: int) -> Any: ...
+
+    def arrays(self, number: int) -> Arrays | None:
+        """A record batch's columns where they lie; None where they are no arrays of numbers, or had to be decoded."""
 
     def file_of(self, row: int) -> str | None: ...
 
@@ -43,9 +51,58 @@ class _NotRectangular(Exception):
     """Numbers that make no array: something is null, or lists differ in length."""
 
 
+def read_columns(batches: Batches, rows: Indices, samples: Indices) -> dict[str, Any]:
+    """Rows by column: a tensor (rows, ...) for numbers and lists of them, else a list of Python values.
+
+    `samples` are the numbers that errors name them by.
+    """
+    columns = _copy_in_place(batches, rows)
+    return _as_columns(gather(batches, rows), samples, batches) if columns is None else columns
+
+
+def _copy_in_place(batches: Batches, indices: Indices) -> dict[str, Any] | None:
+    """The rows out of the memory they lie in, without a table between; None unless they are all numbers of one shape.
+
+    In random order building a table costs more than anything else.
+    """
+    pieces = [(batches.arrays(number), row, length) for number, row, length in _pieces(batches.starts, indices)]
+    if not pieces or pieces[0][0] is None:
+        return None
+    columns = {}
+    for name, first in pieces[0][0].items():
+        shape = first.shape[1:]
+        tensor = torch.empty((len(indices), *shape), dtype=_TORCH_DTYPES[first.dtype.name])
+        rows, place = tensor.numpy(), 0
+        for arrays, row, length in pieces:
+            if arrays is None or arrays[name].shape[1:] != shape:
+                return None
+            rows[place : place + length] = arrays[name][row : row + length]
+            place += length
+        columns[name] = tensor
+    return columns
+
+
+def numbers_in_place(batch: Any) -> Arrays | None:
+    """A record batch's columns as views of its memory; None unless all are numbers, or lists of one length of them."""
+    arrays = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if not _is_numeric(column.type):
+            return None
+        try:
+            arrays[name] = _numbers(column, copy=False)
+        except (_NotRectangular, pyarrow().ArrowInvalid):  # nulls, unequal lengths; booleans, which are bits
+            return None
+    return arrays
+
+
 def gather(batches: Batches, indices: Indices) -> Any:
-    """The rows with these numbers, in this order, as a table of one chunk. Neighbours are taken in one piece."""
-    starts = batches.starts
+    """The rows with these numbers, in this order, as a table of one chunk."""
+    pieces = [batches.batch(number).slice(row, length) for number, row, length in _pieces(batches.starts, indices)]
+    return pyarrow().Table.from_batches(pieces).combine_chunks()
+
+
+def _pieces(starts: Indices, indices: Indices) -> Iterator[tuple[int, int, int]]:
+    """Where rows lie, neighbours together: record batch, first row in it, number of rows."""
     check_range(indices, int(starts[-1]))
     numbers = np.searchsorted(starts, indices, side="right") - 1
     rows = indices - starts[numbers]
@@ -53,15 +110,10 @@ def gather(batches: Batches, indices: Indices) -> Any:
     begins_piece[1:] = (rows[1:] != rows[:-1] + 1) | (numbers[1:] != numbers[:-1])
     firsts = np.flatnonzero(begins_piece)
     lengths = np.append(firsts[1:], len(indices)) - firsts
-    pieces = [
-        batches.batch(number).slice(row, length)
-        for number, row, length in zip(numbers[firsts].tolist(), rows[firsts].tolist(), lengths.tolist(), strict=True)
-    ]
-    return pyarrow().Table.from_batches(pieces).combine_chunks()
+    return zip(numbers[firsts].tolist(), rows[firsts].tolist(), lengths.tolist(), strict=True)
 
 
-def as_columns(table: Any, indices: Indices, batches: Batches) -> dict[str, Any]:
-    """Gathered rows by column: a tensor (rows, ...) for numbers and lists of them, else a list of Python values."""
+def _as_columns(table: Any, indices: Indices, batches: Batches) -> dict[str, Any]:
     columns = {}
     for name, array in _arrays(table):
         if not _is_numeric(array.type):
@@ -108,15 +160,15 @@ def _is_numeric(type: Any) -> bool:
     return bool(types.is_integer(type) or types.is_floating(type) or types.is_boolean(type))
 
 
-def _numbers(array: Any) -> npt.NDArray[Any]:
-    """(rows, ...), in place where they can stay."""
+def _numbers(array: Any, *, copy: bool = True) -> npt.NDArray[Any]:
+    """(rows, ...), in place where they can stay; else a copy, or pyarrow's error."""
     array = getattr(array, "storage", array)
     if array.null_count:
         raise _NotRectangular
     if not _is_list(array.type):
-        numbers: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
+        numbers: npt.NDArray[Any] = array.to_numpy(zero_copy_only=not copy)
         return numbers
-    inner = _numbers(array.flatten())
+    inner = _numbers(array.flatten(), copy=copy)
     return inner.reshape(len(array), _list_length(array), *inner.shape[1:])
 
 

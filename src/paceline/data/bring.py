@@ -6,18 +6,23 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, Protocol, TypeAlias
 
 from torch.utils.data import IterableDataset
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, PointToPoint
 from paceline.comm.single import SingleCommunicator
+from paceline.core.world import World
+from paceline.data.batches import BatchStream
 from paceline.data.feed import Feed, PlanStep
+from paceline.data.orders import Epochs, NumberedData, epochs_of, num_left, source_of
 from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
-from paceline.data.sharded import IndexedReader, Request, ShardedFeed
+from paceline.data.resident import resident
+from paceline.data.sharded import ShardedFeed, read_request
 from paceline.data.sources import Read, Source, as_source
 from paceline.data.streams import IterableStream, Slot, StreamReader
-from paceline.data.together import Inline, OwnParts, Planned, ReadByOne, TogetherFeed
+from paceline.data.together import Course, Inline, OwnParts, Planned, ReadByOne, TogetherFeed
 from paceline.plan.steps import Position, Steps
 
 Way: TypeAlias = Literal["sharded", "dispatched"]
@@ -26,6 +31,10 @@ Way: TypeAlias = Literal["sharded", "dispatched"]
 AHEAD = 2
 # Reading ahead may rest for as long as training does: in an evaluation, say. Who waits in vain is told by the step.
 PATIENCE_S = 7 * 24 * 3600.0
+
+
+class Link(Communicator, PointToPoint, Protocol):
+    """What workers that read together talk over, beside the step's exchange."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class DataSettings:
     weight_fn: Callable[[Any], int] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     at_once: int = 1
+    resident: bool = False
 
 
 def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source | IterableStream:
@@ -52,96 +62,142 @@ def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: i
     return IterableStream(data, seed) if is_iterable_only else as_source(data, collate_fn=collate_fn, seed=seed)
 
 
+def link_of_its_own(world: World) -> Link:
+    # Imported here: a world of one should not pay for torch.distributed.
+    from paceline.comm.process_group import ProcessGroupCommunicator
+
+    return ProcessGroupCommunicator(world, "gloo", PATIENCE_S)
+
+
 def make_feed(
-    data: Source | IterableStream,
+    data: NumberedData | IterableStream,
     settings: DataSettings,
     steps: Steps,
     plan_step: PlanStep,
     communicator: Communicator,
+    connect: Callable[[World], Link] = link_of_its_own,
 ) -> Feed:
-    """The feed for this data. What cannot be is refused before anything is started."""
-    world = communicator.world
-    is_stream = isinstance(data, IterableStream)
-    if not is_stream and settings.way == "sharded":
-        return ShardedFeed(
-            data,
-            steps,
-            plan_step,
-            world.rank,
-            world.device,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            weight_fn=settings.weight_fn,
-            at_once=settings.at_once,
-            readers=settings.readers,
-            prefetch=settings.prefetch,
-        )
+    """The feed for this data. What cannot be is refused before anything is started.
+
+    `connect` makes the link that workers who read together need, where there are several.
+    """
+    if isinstance(data, IterableStream):
+        parts = _StreamParts(stream_reader(data, settings, steps))
+        return _together(parts, data, _StreamCourse(), settings, plan_step, communicator.world, connect)
+    source = source_of(data)
+    if settings.resident:
+        source = resident(source, communicator.world.device)
+    epochs = epochs_of(data, steps, communicator, seed=settings.seed, shuffle=settings.shuffle)
+    if settings.way == "dispatched":
+        numbered = _NumberedParts(source, epochs)
+        return _together(numbered, source, _SizedCourse(epochs), settings, plan_step, communicator.world, connect)
+    return ShardedFeed(
+        source,
+        epochs,
+        plan_step,
+        communicator.world.rank,
+        communicator.world.device,
+        weight_fn=settings.weight_fn,
+        at_once=settings.at_once,
+        readers=settings.readers,
+        prefetch=settings.prefetch,
+    )
+
+
+def _together(
+    parts: Parts,
+    data: Source | IterableStream,
+    course: Course,
+    settings: DataSettings,
+    plan_step: PlanStep,
+    world: World,
+    connect: Callable[[World], Link],
+) -> Feed:
     if settings.at_once > 1:
         raise ValueError(
             "physical_batch needs data with numbered samples that each worker reads for itself: leave it out, or "
             "choose a larger micro_batch"
         )
+    if settings.prefetch is not None:
+        raise ValueError(
+            f"prefetch={settings.prefetch} would be ignored: where workers read together, {AHEAD} steps are read "
+            "ahead; choose readers instead"
+        )
     with ExitStack() as undo:
-        reading = _Reading(data, settings, steps)
+        reading = _Reading(parts, settings.readers)
         undo.callback(reading.close)
-        deliver = _deliver(reading.read_all, settings.way, communicator, undo)
+        deliver = _deliver(reading.read_all, settings.way, world, connect, undo)
         runs_beside = settings.readers > 0 or getattr(data, "may_read_in_thread", False)
         return TogetherFeed(
-            _StreamCourse() if is_stream else _SizedCourse(steps),
+            course,
             plan_step,
             _Closing(ReaderThread(deliver) if runs_beside else Inline(deliver), undo.pop_all()),
             world.rank,
             world.device,
             ahead=AHEAD if runs_beside else 0,
+            knows_weights=not hasattr(data, "read_counted"),
             weight_fn=settings.weight_fn,
             tell=getattr(data, "tell", None),
         )
 
 
 def _deliver(
-    read_all: Callable[[Planned, range], Sequence[Read]], way: Way, communicator: Communicator, undo: ExitStack
+    read_all: Callable[[Planned, range], Sequence[Read]],
+    way: Way,
+    world: World,
+    connect: Callable[[World], Link],
+    undo: ExitStack,
 ) -> Callable[[Planned], Any]:
-    world = communicator.world
     if world.size == 1:
         return OwnParts(read_all, SingleCommunicator(world))
-    # Imported here: a world of one should not pay for torch.distributed.
-    from paceline.comm.process_group import ProcessGroupCommunicator
-
-    # A group of its own, since it is used beside the step's exchange.
-    link = ProcessGroupCommunicator(world, "gloo", PATIENCE_S)
+    link = connect(world)
     undo.callback(link.close)
     return ReadByOne(read_all, link) if way == "dispatched" else OwnParts(read_all, link)
+
+
+class Parts(Protocol):
+    """How micro-batches are asked for: `read` is called with a request, here or in a reader process."""
+
+    @property
+    def read(self) -> Callable[[Any], Read]: ...
+
+    def requests(self, planned: Planned, numbers: range, num_readers: int) -> list[tuple[Any, int | None]]:
+        """A request for each of these micro-batches of a step, and the reader that should answer it, if it matters."""
+
+
+class _NumberedParts:
+    def __init__(self, source: Source, epochs: Epochs) -> None:
+        self.read = partial(read_request, source)
+        self._epochs = epochs
+
+    def requests(self, planned: Planned, numbers: range, num_readers: int) -> list[tuple[Any, int | None]]:
+        epoch = self._epochs.known(planned.epoch)
+        assert epoch is not None, "a step is planned only in epochs whose order is known"
+        return [(epoch.request(planned.first + k, 1), None) for k in numbers]
+
+
+class _StreamParts:
+    def __init__(self, read: StreamReader) -> None:
+        self.read = read
+
+    def requests(self, planned: Planned, numbers: range, num_readers: int) -> list[tuple[Any, int | None]]:
+        slots = [Slot(planned.epoch, planned.first + k) for k in numbers]
+        return [(slot, self.read.reader_of(slot, num_readers) if num_readers else None) for slot in slots]
 
 
 class _Reading:
     """Reads micro-batches of a planned step: here, or in processes."""
 
-    def __init__(self, data: Source | IterableStream, settings: DataSettings, steps: Steps) -> None:
-        if isinstance(data, IterableStream):
-            self._read: StreamReader | IndexedReader = StreamReader(
-                data,
-                steps.micro_batch,
-                _checked_shards(settings.num_shards, steps),
-                seed=settings.seed,
-                shuffle_buffer=settings.shuffle_buffer,
-                collate_fn=settings.collate_fn,
-            )
-        else:
-            self._read = IndexedReader(data, steps, seed=settings.seed, shuffle=settings.shuffle)
-        self._num_readers = settings.readers
-        self._processes = ReaderProcesses(self._read, settings.readers) if settings.readers else None
+    def __init__(self, parts: Parts, num_readers: int) -> None:
+        self._parts = parts
+        self._num_readers = num_readers
+        self._processes = ReaderProcesses(parts.read, num_readers) if num_readers else None
 
     def read_all(self, planned: Planned, numbers: range) -> Sequence[Read]:
-        read, processes = self._read, self._processes
-        if isinstance(read, IndexedReader):
-            requests = [Request(planned.epoch, planned.first + k) for k in numbers]
-            if processes is None:
-                return [read(request) for request in requests]
-            return [answer() for answer in [processes.submit(request) for request in requests]]
-        slots = [Slot(planned.epoch, planned.first + k) for k in numbers]
-        if processes is None:
-            return [read(slot) for slot in slots]
-        answers = [processes.submit(slot, read.reader_of(slot, self._num_readers)) for slot in slots]
+        requests = self._parts.requests(planned, numbers, self._num_readers)
+        if self._processes is None:
+            return [self._parts.read(request) for request, _ in requests]
+        answers = [self._processes.submit(request, reader) for request, reader in requests]
         return [answer() for answer in answers]
 
     def close(self) -> None:
@@ -165,24 +221,54 @@ class _Closing:
 
 
 class _SizedCourse:
-    def __init__(self, steps: Steps) -> None:
-        self._steps = steps
+    def __init__(self, epochs: Epochs) -> None:
+        self._epochs = epochs
+
+    def begin(self, epoch: int) -> None:
+        self._epochs.begin(epoch)
 
     def num_left(self, position: Position) -> int:
-        return self._steps.num_micro_batches - position.micro_batch
+        epoch = self._epochs.known(position.epoch)
+        return 0 if epoch is None else num_left(epoch, position)
 
     def after(self, position: Position, num_micro_batches: int) -> Position:
-        return position.after_step(num_micro_batches, self._steps)
+        epoch = self._epochs.known(position.epoch)
+        assert epoch is not None
+        return position.after_step(num_micro_batches, epoch.steps)
 
 
 class _StreamCourse:
     """Nobody knows where it ends: a step in which no micro-batch exists ends the epoch."""
+
+    def begin(self, epoch: int) -> None:
+        return
 
     def num_left(self, position: Position) -> int:
         return sys.maxsize
 
     def after(self, position: Position, num_micro_batches: int) -> Position:
         return Position(position.epoch, position.micro_batch + num_micro_batches, position.step + 1)
+
+
+def stream_reader(stream: IterableStream, settings: DataSettings, steps: Steps) -> StreamReader:
+    """What reads a stream's micro-batches by their numbers."""
+    if isinstance(stream, BatchStream):
+        return StreamReader(
+            stream,
+            1,
+            stream.num_shards,
+            seed=settings.seed,
+            in_a_row=steps.max_micro_batches // stream.num_shards,
+            as_read=partial(stream.as_read, is_weighed=settings.weight_fn is not None),
+        )
+    return StreamReader(
+        stream,
+        steps.micro_batch,
+        _checked_shards(settings.num_shards, steps),
+        seed=settings.seed,
+        shuffle_buffer=settings.shuffle_buffer,
+        collate_fn=settings.collate_fn,
+    )
 
 
 def _checked_shards(num_shards: int | None, steps: Steps) -> int:

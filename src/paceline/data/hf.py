@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from paceline.data.arrow_batches import TableBatches
-from paceline.data.arrow_rows import as_columns, gather
+from paceline.data.arrow_rows import read_columns
 from paceline.data.sources import Indices, Samples, Source
 
 
@@ -49,7 +49,7 @@ class HfTable:
 
     def read(self, indices: Indices, epoch: int, position: int) -> dict[str, Any]:
         rows = indices if self._rows is None else self._rows[indices].astype(np.int64)
-        columns = as_columns(gather(self._batches, rows), indices, self._batches)
+        columns = read_columns(self._batches, rows, indices)
         return {name: _as_hf_torch(c) for name, c in columns.items()} if self._is_torch else columns
 
 

@@ -221,8 +221,9 @@ def _separate(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)  # the parent ended before the line above
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker decides what an interrupt means
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # The worker decides what these mean; it may need its readers to finish a step.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)  # the parent's pool of threads does not exist here
 
 

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from paceline.data.device import DeviceCopier
 from paceline.data.feed import PlanStep, Step
+from paceline.data.orders import Epoch, Epochs, Request, num_left
 from paceline.data.prefetch import Prefetcher
 from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
 from paceline.data.sources import Read, Source, read_counted
-from paceline.plan.order import EpochOrder
-from paceline.plan.steps import Position, Steps
-
-
-class Request(NamedTuple):
-    """Consecutive micro-batches of an epoch, as one batch."""
-
-    epoch: int
-    first: int
-    size: int = 1
-
-
-class IndexedReader:
-    """Reads any micro-batches of any epoch. Keeps the order of one epoch at a time."""
-
-    def __init__(self, source: Source, steps: Steps, *, seed: int, shuffle: bool) -> None:
-        self._source = source
-        self._steps = steps
-        self._seed = seed
-        self._shuffle = shuffle
-        self._order: EpochOrder | None = None
-        self._epoch = -1
-
-    def __call__(self, request: Request) -> Read:
-        if request.epoch != self._epoch or self._order is None:
-            self._epoch = request.epoch
-            num_samples = self._steps.num_samples
-            self._order = EpochOrder(num_samples, seed=self._seed, epoch=request.epoch, shuffle=self._shuffle)
-        positions = self._steps.sample_range(request.first, request.size)
-        indices = self._order.indices(positions.start, positions.stop)
-        return read_counted(self._source, indices, request.epoch, positions.start)
+from paceline.plan.steps import Position
 
 
 class ShardedFeed:
@@ -55,39 +27,39 @@ class ShardedFeed:
     def __init__(
         self,
         source: Source,
-        steps: Steps,
+        epochs: Epochs,
         plan_step: PlanStep,
         rank: int,
         device: torch.device,
         *,
-        seed: int,
-        shuffle: bool,
         weight_fn: Callable[[Any], int] | None = None,
         at_once: int = 1,
         readers: int = 0,
         prefetch: int | None = None,
     ) -> None:
         self._source = source
-        self._steps = steps
+        self._epochs = epochs
         self._plan_step = plan_step
         self._rank = rank
         self._weight_fn = weight_fn
         self._at_once = at_once
-        self._read = IndexedReader(source, steps, seed=seed, shuffle=shuffle)
+        self._read = partial(read_request, source)
         self._to_device = DeviceCopier(device)
         self._prefetcher = _prefetcher(source, self._read, readers, prefetch)
         # Weights that are known before reading save a pass over all gradients; bad samples that are left out are not.
         self._knows_weights = weight_fn is None and not hasattr(source, "read_counted")
 
     def begin_step(self, position: Position) -> Step:
-        num_left = self._steps.num_micro_batches - position.micro_batch
-        self._position, self._plan = position, self._plan_step(num_left)
-        num_samples = len(self._steps.sample_range(position.micro_batch, self._plan[-1].stop))
-        is_cut = self._plan[-1].stop == num_left and position.micro_batch > 0
+        self._epoch = self._epochs.begin(position.epoch)
+        left = num_left(self._epoch, position)
+        self._position, self._plan = position, self._plan_step(left)
+        count = self._plan[-1].stop
+        num_samples = self._epoch.num_samples(position.micro_batch, count)
+        is_cut = count == left and position.micro_batch > 0
         return Step(self._plan, num_samples, num_samples if self._knows_weights else None, is_cut)
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
-        request = Request(self._position.epoch, self._position.micro_batch + numbers[0], len(numbers))
+        request = self._epoch.request(self._position.micro_batch + numbers[0], len(numbers))
         if self._prefetcher is None:
             read = self._read(request)
         else:
@@ -102,7 +74,7 @@ class ShardedFeed:
         return self._to_device(read.batch), weight
 
     def after_step(self, position: Position) -> Position:
-        return position.after_step(self._plan[-1].stop, self._steps)
+        return position.after_step(self._plan[-1].stop, self._epoch.steps)
 
     def close(self) -> None:
         if self._prefetcher is not None:
@@ -111,13 +83,20 @@ class ShardedFeed:
     def _upcoming(self, first: int) -> Iterator[Request]:
         """This worker's requests from the one at number `first` of this step on, as the plan would have them."""
         position, plan = self._position, self._plan
-        while True:
+        epoch: Epoch | None = self._epoch
+        while epoch is not None:
             for numbers in passes(plan[self._rank], self._at_once):
                 if numbers[0] >= first:
-                    yield Request(position.epoch, position.micro_batch + numbers[0], len(numbers))
+                    yield epoch.request(position.micro_batch + numbers[0], len(numbers))
             first = 0
-            position = position.after_step(plan[-1].stop, self._steps)
-            plan = self._plan_step(self._steps.num_micro_batches - position.micro_batch)
+            position = position.after_step(plan[-1].stop, epoch.steps)
+            epoch = self._epochs.known(position.epoch)
+            if epoch is not None:
+                plan = self._plan_step(num_left(epoch, position))
+
+
+def read_request(source: Source, request: Request) -> Read:
+    return read_counted(source, request.indices, request.epoch, request.position)
 
 
 def passes(numbers: range, at_once: int) -> Iterator[range]:
@@ -136,7 +115,9 @@ def checked_weight(value: Any) -> int:
     return weight
 
 
-def _prefetcher(source: Source, read: IndexedReader, num_readers: int, depth: int | None) -> Prefetcher | None:
+def _prefetcher(
+    source: Source, read: Callable[[Request], Read], num_readers: int, depth: int | None
+) -> Prefetcher | None:
     readers: Readers
     if num_readers:
         readers = ReaderProcesses(read, num_readers)

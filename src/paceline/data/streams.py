@@ -1,7 +1,7 @@
 """Data without numbers: samples that come one after another, from an iterable that can be started again.
 
-The order of a stream is that of a fixed number of virtual shards, whoever reads them: the epoch's micro-batch k is the
-next `micro_batch` samples of shard k % num_shards. A shard that has ended leaves its places empty.
+The order of a stream is that of a fixed number of virtual shards, whoever reads them: they give micro-batches in turn,
+each the next `micro_batch` samples of its shard. A shard that has ended leaves its places empty.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class IterableStream:
             samples.set_epoch(epoch)
         if num_shards > 1 and _can_divide(samples, num_shards):
             samples, shard, num_shards = samples.shard(num_shards=num_shards, index=shard), 0, 1  # type: ignore[attr-defined]
-        return islice(_seeded(samples, self._seed, epoch), shard, None, num_shards)
+        return islice(seeded(samples, self._seed, epoch), shard, None, num_shards)
 
 
 def _can_divide(samples: Any, num_shards: int) -> bool:
@@ -52,7 +52,7 @@ def _can_divide(samples: Any, num_shards: int) -> bool:
     return callable(getattr(samples, "shard", None)) and isinstance(own, int) and own % num_shards == 0
 
 
-def _seeded(samples: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
+def seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
     """The samples, each produced with the random generators seeded for it; inside `host_randomness`."""
     _seed_for(seed, epoch, -1)
     iterator = iter(samples)
@@ -63,7 +63,7 @@ def _seeded(samples: Iterable[Any], seed: int, epoch: int) -> Iterator[Any]:
         except StopIteration:
             return
         except Exception as error:
-            error.add_note(f"while reading sample {position} of the stream in epoch {epoch}")
+            error.add_note(f"while reading {what} {position} of the stream in epoch {epoch}")
             raise
 
 
@@ -126,7 +126,11 @@ class Slot(NamedTuple):
 
 
 class StreamReader:
-    """Reads micro-batches of a stream by number; cheap where a shard's come in order, as they do in a run."""
+    """Reads micro-batches of a stream by number; cheap where a shard's come in order, as they do in a run.
+
+    A shard gives `in_a_row` micro-batches before the next one's turn. `as_read`: the stream's items are batches
+    already, of which this makes what was read.
+    """
 
     def __init__(
         self,
@@ -137,6 +141,8 @@ class StreamReader:
         seed: int,
         shuffle_buffer: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
+        in_a_row: int = 1,
+        as_read: Callable[[Any], Read] | None = None,
     ) -> None:
         self._stream = stream
         self._micro_batch = micro_batch
@@ -144,6 +150,8 @@ class StreamReader:
         self._seed = seed
         self._shuffle_buffer = shuffle_buffer
         self._collate = collate_fn or collate
+        self._in_a_row = in_a_row
+        self._as_read = as_read
         self._epoch = -1
         self._cursors: dict[int, _Cursor] = {}
 
@@ -153,17 +161,25 @@ class StreamReader:
             if not samples:
                 return Read(None, 0)
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE_BLOCK, slot.epoch, slot.number))
-            first = slot.number // self._num_shards * self._micro_batch
+            if self._as_read is not None:
+                return _noting(self._as_read, samples[0], slot)
+            first = self._place(slot.number)[0] * self._micro_batch
             return Read(join(self._collate, samples, range(first, first + len(samples))), len(samples))
 
     def reader_of(self, slot: Slot, num_readers: int) -> int:
         """Which of several readers should read it: a shard stays with one, which then need not skip."""
-        return slot.number % self._num_shards % num_readers
+        return self._place(slot.number)[1] % num_readers
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Which of its shard's micro-batches it is, and the shard."""
+        turn, in_turn = divmod(number, self._in_a_row)
+        round_number, shard = divmod(turn, self._num_shards)
+        return round_number * self._in_a_row + in_turn, shard
 
     def _samples(self, slot: Slot) -> list[Any]:
         if slot.epoch != self._epoch:
             self._epoch, self._cursors = slot.epoch, {}
-        ordinal, shard = divmod(slot.number, self._num_shards)
+        ordinal, shard = self._place(slot.number)
         cursor = self._cursors.get(shard)
         if cursor is None or cursor.next > ordinal:
             cursor = self._cursors[shard] = _Cursor(self._open(shard, ordinal * self._micro_batch), ordinal)
@@ -183,6 +199,14 @@ class StreamReader:
         # Fewer samples than the buffer holds were left: go through them one by one.
         again = ShuffleBuffer(self._stream.open(shard, self._num_shards, self._epoch), self._shuffle_buffer, seed)
         return islice(again, skip, None)
+
+
+def _noting(as_read: Callable[[Any], Read], batch: Any, slot: Slot) -> Read:
+    try:
+        return as_read(batch)
+    except Exception as error:
+        error.add_note(f"in micro-batch {slot.number} of epoch {slot.epoch}")
+        raise
 
 
 class _Cursor:

@@ -32,8 +32,12 @@ class Planned(NamedTuple):
     plan: Plan
 
 
+# Instead of a micro-batch's number of samples, where it does not exist.
+_NOT_THERE = -1
+
+
 class Delivered(NamedTuple):
-    """What came of it: how many samples each micro-batch has, 0 for one that does not exist, and this worker's."""
+    """What came of it: how many samples each micro-batch has, if it exists, and this worker's."""
 
     num_samples: Sequence[int]
     own: Sequence[Read]
@@ -42,8 +46,12 @@ class Delivered(NamedTuple):
 class Course(Protocol):
     """How an epoch goes on, as far as it is known beforehand."""
 
+    def begin(self, epoch: int) -> None:
+        """The run is in this epoch now; all workers say so together."""
+
     def num_left(self, position: Position) -> int:
-        """Micro-batches from there to the epoch's end, if it has a known one; more than any step has if not."""
+        """Micro-batches from there to the epoch's end, if it has a known one; more than any step has if not; 0 if
+        nobody knows the epoch before it begins."""
 
     def after(self, position: Position, num_micro_batches: int) -> Position: ...
 
@@ -60,6 +68,7 @@ class TogetherFeed:
         device: torch.device,
         *,
         ahead: int,
+        knows_weights: bool = True,
         weight_fn: Callable[[Any], int] | None = None,
         tell: Callable[[Any], None] | None = None,
     ) -> None:
@@ -68,6 +77,8 @@ class TogetherFeed:
         self._deliver = deliver
         self._rank = rank
         self._ahead = ahead
+        # In exact mode knowing them changes the last bit: that must not depend on how the same data is read.
+        self._knows_weights = knows_weights and weight_fn is None
         self._weight_fn = weight_fn
         self._tell = tell
         self._to_device = DeviceCopier(device)
@@ -79,20 +90,25 @@ class TogetherFeed:
     def begin_step(self, position: Position) -> Step | None:
         if position != self._position:  # else it is repeated
             self._take(position)
-        counts = [self._delivered.num_samples[k] for k in range(self._planned.plan[-1].stop)]
+        counts = self._delivered.num_samples
         # What does not exist is left out, and the rest numbered anew: the same for every way of dividing the step.
-        self._plan = ranges([sum(counts[k] > 0 for k in own) for own in self._planned.plan])
-        if not sum(counts):
+        self._plan = ranges([sum(counts[k] != _NOT_THERE for k in own) for own in self._planned.plan])
+        if not self._plan[-1].stop:
             self._give_up()
+            if not position.micro_batch:
+                raise ValueError(f"epoch {position.epoch} of the data has no sample: there is nothing to train on")
             return None
-        num_samples = sum(counts)
-        is_cut = self._plan != self._planned.plan
-        return Step(self._plan, num_samples, num_samples if self._weight_fn is None else None, is_cut)
+        num_samples = sum(count for count in counts if count != _NOT_THERE)
+        is_last = self._course.num_left(position) == self._plan[-1].stop and position.micro_batch > 0
+        is_cut = is_last or self._plan != self._planned.plan
+        return Step(self._plan, num_samples, num_samples if self._knows_weights else None, is_cut)
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
         read = self._existing[numbers[0] - self._plan[self._rank].start]
         if read.skipped and self._tell is not None:
             self._tell(read.skipped)
+        if read.batch is None:
+            return None, 0
         weight = read.num_samples if self._weight_fn is None else checked_weight(self._weight_fn(read.batch))
         return self._to_device(read.batch), weight
 
@@ -106,18 +122,19 @@ class TogetherFeed:
     def _take(self, position: Position) -> None:
         if self._under_way and not _same_place(self._under_way[0][0], position):
             self._give_up()  # the run went elsewhere
+        self._course.begin(position.epoch)
         self._plan_ahead(position)
         _, self._planned, answer = self._under_way.popleft()
         self._delivered = answer()
-        self._existing = [read for read in self._delivered.own if read.batch is not None]
+        self._existing = [read for read in self._delivered.own if _count(read) != _NOT_THERE]
         self._position = position
 
     def _plan_ahead(self, position: Position) -> None:
         if self._under_way:
             last, planned, _ = self._under_way[-1]
             position = self._course.after(last, planned.plan[-1].stop)
-        while len(self._under_way) <= self._ahead:
-            plan = self._plan_step(self._course.num_left(position))
+        while len(self._under_way) <= self._ahead and (num_left := self._course.num_left(position)):
+            plan = self._plan_step(num_left)
             planned = Planned(position.epoch, position.micro_batch, plan)
             self._under_way.append((position, planned, self._deliver.submit(planned)))
             position = self._course.after(position, plan[-1].stop)
@@ -128,6 +145,11 @@ class TogetherFeed:
             answer()
         self._under_way.clear()
         self._position = None
+
+
+def _count(read: Read) -> int:
+    """How many samples it has; one whose samples were all bad exists too, as where every worker reads its own."""
+    return read.num_samples if read.batch is not None or read.skipped else _NOT_THERE
 
 
 def _same_place(one: Position, other: Position) -> bool:
@@ -167,7 +189,7 @@ class OwnParts:
         own = planned.plan[self._communicator.world.rank]
         reads = self._read(planned, own)
         counts = torch.zeros(planned.plan[-1].stop, dtype=torch.int64)
-        counts[own.start : own.stop] = torch.tensor([read.num_samples for read in reads], dtype=torch.int64)
+        counts[own.start : own.stop] = torch.tensor([_count(read) for read in reads], dtype=torch.int64)
         self._communicator.all_reduce(counts).wait()
         return Delivered(counts.tolist(), reads)
 
@@ -185,7 +207,7 @@ class ReadByOne:
             return Delivered(counts, own)
         everything = range(planned.plan[-1].stop)
         reads = self._read(planned, everything)
-        counts = [read.num_samples for read in reads]
+        counts = [_count(read) for read in reads]
         for rank, numbers in enumerate(planned.plan):
             if rank != 0:
                 _send(self._link, (counts, [reads[k] for k in numbers]), rank)

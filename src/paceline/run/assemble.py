@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,15 +17,19 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.data.bring import DataSettings, make_feed
-from paceline.data.sources import Source
+from paceline.data.orders import NumberedData
 from paceline.data.streams import IterableStream
 from paceline.plan.steps import Steps
-from paceline.run.checkpointing import Unsaved
+from paceline.run.checkpointing import Checkpointing, Subject, Unsaved
+from paceline.run.checkpoints import Checkpoints
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
+from paceline.run.identity import identity
 from paceline.run.loop import Loop
 from paceline.run.planner import planner_for
+from paceline.run.recovery import Start
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
+from paceline.run.resuming import load_weights
 from paceline.sync.averaging import AveragedReplicas, Averaging, GradientsFirst
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.gradients import BucketedGradients, DirectGradients, GradientExchange
@@ -38,6 +43,7 @@ class Run:
     steps: Steps
     communicator: Communicator
     events: Events
+    keeper: Checkpointing | Unsaved
     cleanup: ExitStack
 
 
@@ -46,11 +52,13 @@ def assemble(
     world: World,
     model: Any,
     optimizer: OptimizerFactory,
-    data: Source | IterableStream,
+    data: NumberedData | IterableStream,
     *,
     scheduler: SchedulerFactory | None = None,
     weight_fn: Callable[[Any], int] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    checkpoints: Checkpoints | None = None,
+    start: Start | None = None,
 ) -> Run:
     """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
@@ -72,13 +80,32 @@ def assemble(
         if config.physical_batch is not None:
             _refuse_batch_norm(replica.model)
         events = Events()
+        own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None)
+        has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
+        subject = Subject(replica, own, communicator, events, has_own_optimizers)
+        keeper = _keeper(checkpoints, start or Start(), subject)  # loads the weights, which the exchange may look at
+        stack.callback(keeper.close)
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
         planner = planner_for(config, world, config.max_micro_batches(world.size))
         feed = make_feed(data, _data_settings(config, world, weight_fn, collate_fn), steps, planner.plan, communicator)
         stack.callback(feed.close)
-        loop = Loop(config, world, replica, exchange, feed, planner, events, Unsaved())
-        return Run(loop, steps, communicator, events, stack.pop_all())
+        loop = Loop(config, world, replica, exchange, feed, planner, events, keeper)
+        keeper.load_loop(loop)
+        return Run(loop, steps, communicator, events, keeper, stack.pop_all())
+
+
+def _keeper(checkpoints: Checkpoints | None, start: Start, subject: Subject) -> Checkpointing | Unsaved:
+    if checkpoints is not None:
+        return Checkpointing(checkpoints, start, subject)
+    if start.resume not in ("auto", None, False) or start.allow or start.skip:
+        raise ValueError(
+            f"resume={start.resume!r}, allow={list(start.allow)} and skip={list(start.skip)} need "
+            "checkpoints=Checkpoints(folder): the folder in which the run goes on"
+        )
+    if start.init_from is not None:
+        load_weights(subject.replica.model, Path(start.init_from))
+    return Unsaved()
 
 
 def _data_settings(
@@ -98,6 +125,7 @@ def _data_settings(
         weight_fn=weight_fn,
         collate_fn=collate_fn,
         at_once=config.micro_batches_at_once(world.rank),
+        resident=config.resident,
     )
 
 

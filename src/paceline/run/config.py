@@ -22,8 +22,8 @@ class RunConfig:
 
     Course: global_batch, micro_batch, seed, shuffle, shuffle_buffer, num_shards, drop_last, precision, max_grad_norm,
     strategy, exact (and then threads), and physical_batch where the model draws random numbers.
-    Speed only: shares, speed_hints, feed, readers, prefetch, overlap, backend, timeout_s, and threads outside of exact
-    mode.
+    Speed only: shares, speed_hints, feed, readers, prefetch, resident, overlap, backend, timeout_s, and threads outside
+    of exact mode.
     """
 
     global_batch: int | None = None
@@ -43,6 +43,7 @@ class RunConfig:
     prefetch: int | None = None
     num_shards: int | None = None
     shuffle_buffer: int = 0
+    resident: bool = False
     overlap: bool = True
     backend: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S

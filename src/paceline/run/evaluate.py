@@ -13,7 +13,8 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.data.device import DeviceCopier
-from paceline.data.sharded import IndexedReader, Request, checked_weight
+from paceline.data.orders import SeededEpochs
+from paceline.data.sharded import checked_weight, read_request
 from paceline.data.sources import Source
 from paceline.plan.shares import ranges, shares
 from paceline.plan.steps import Steps
@@ -43,13 +44,14 @@ def evaluate(
         raise ValueError(f"micro_batch={micro_batch!r}: choose how many samples eval_fn gets at once, at least 1")
     world = communicator.world
     steps = Steps(len(source), micro_batch, micro_batch)
-    read, to_device = IndexedReader(source, steps, seed=seed, shuffle=False), DeviceCopier(world.device)
+    epoch = SeededEpochs(steps, len(source), seed=seed, shuffle=False).begin(0)
+    to_device = DeviceCopier(world.device)
     mine = ranges(shares(steps.num_micro_batches, (1.0,) * world.size))[world.rank]
     results: list[dict[str, torch.Tensor]] = []
     weights: list[int] = []
     with _evaluation_mode(model), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
         for number in mine:
-            batch, num_samples, skipped = read(Request(0, number))
+            batch, num_samples, skipped = read_request(source, epoch.request(number, 1))
             if batch is None:
                 raise ValueError(f"all samples of the evaluation's micro-batch {number} are bad: {skipped[0].error}")
             weights.append(num_samples if weight_fn is None else checked_weight(weight_fn(batch)))

@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import WorkerError
-from paceline.run.worker import COMMUNICATION, FAILED, INTERRUPTED, LAUNCHING_FILES, report_file, stack_file
+from paceline.run.stopping import Stopped
+from paceline.run.worker import (
+    COMMUNICATION,
+    FAILED,
+    INTERRUPTED,
+    LAUNCHING_FILES,
+    NO_PROGRESS,
+    STOPPED,
+    report_file,
+    stack_file,
+)
 
 _HINTS = {
     signal.SIGKILL: "out of memory? `dmesg` shows what the kernel killed",
@@ -38,7 +48,8 @@ def first_failure(
     echoes of somebody's end; SIGTERM comes last, since with it the agent ends the others.
     """
     reports = read_reports(folder, num_workers)
-    told = {outcome: _by_time(reports, outcome) for outcome in (FAILED, COMMUNICATION, INTERRUPTED)}
+    outcomes = (FAILED, NO_PROGRESS, COMMUNICATION, INTERRUPTED, STOPPED)
+    told = {outcome: _by_time(reports, outcome) for outcome in outcomes}
     silent = [rank for rank in exit_codes if rank not in reports and rank not in ended_by_us]
     dead = [rank for rank in silent if exit_codes[rank] != -signal.SIGTERM]
     deaths = {rank: _death(folder, rank, exit_codes[rank]) for rank in dead}
@@ -47,10 +58,14 @@ def first_failure(
         return _raised(told[FAILED][0], reports, [error.args[0] for error in deaths.values()])
     if deaths:
         return next(iter(deaths.values()))
+    if told[NO_PROGRESS]:
+        return _raised(told[NO_PROGRESS][0], reports)
     if told[COMMUNICATION]:
         return _raised(told[COMMUNICATION][0], reports)
     if told[INTERRUPTED]:
         return KeyboardInterrupt()
+    if told[STOPPED]:
+        return Stopped(reports[told[STOPPED][0]]["step"])
     if silent:
         return _death(folder, silent[0], exit_codes[silent[0]])
     return None

@@ -31,6 +31,7 @@ def launch(
     *,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
 ) -> Any:
     """Call `fn(*args, **kwargs)` on `num_workers` workers of this machine and return rank 0's result.
 
@@ -42,20 +43,25 @@ def launch(
     The first worker that fails ends all others and is raised here as `WorkerError`, with its rank and traceback.
     When `launch` returns or raises, its workers are gone, and with them what they left running in their process
     groups.
+
+    With `max_restarts` the workers, also a single one, are started again when one fails, as often at most: `fn` begins
+    anew, and a trainer in it goes on from its newest checkpoint. Under torchrun its own --max-restarts counts.
     """
     count = workers_to_start(num_workers)
-    if count == 1:
+    if _is_done_here(count, max_restarts):
         return fn(*args, **(kwargs or {}))
     from paceline.run.payload import save_call  # cloudpickle: only those who start workers pay for it
 
     with _run_folder() as folder:
         save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs or {})
-        _run_workers(folder, count)
+        _run_workers(folder, count, max_restarts)
         return worker.load(folder / worker.RESULT_FILE)
 
 
-def run_script(path: str, argv: Sequence[str] = (), num_workers: int | None = None) -> None:
+def run_script(path: str, argv: Sequence[str] = (), num_workers: int | None = None, max_restarts: int = 0) -> None:
     """Run `python path *argv` on the workers that `launch` would use; same rules, same errors.
+
+    Asked to end, by a signal, it raises `Stopped` if the script's workers saved before they ended.
 
     This process becomes the script's, also where it only starts the workers: they take over its argv and path.
     """
@@ -63,11 +69,11 @@ def run_script(path: str, argv: Sequence[str] = (), num_workers: int | None = No
     sys.argv[:] = [path, *argv]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(path).resolve().parent)
-    if count == 1:
+    if _is_done_here(count, max_restarts):
         runpy.run_path(path, run_name="__main__")
         return
     with _run_folder() as folder:
-        _run_workers(folder, count, script=path)
+        _run_workers(folder, count, max_restarts, script=path)
 
 
 def workers_to_start(num_workers: int | None) -> int:
@@ -85,7 +91,14 @@ def workers_to_start(num_workers: int | None) -> int:
     return device_count() if num_workers is None else num_workers
 
 
-def _run_workers(folder: Path, count: int, script: str | None = None) -> None:
+def _is_done_here(count: int, max_restarts: int) -> bool:
+    """Whether this process does the work: it is a worker, or alone and need not outlive its own end."""
+    if type(max_restarts) is not int or max_restarts < 0:
+        raise ValueError(f"max_restarts={max_restarts!r}: choose how often workers are started again, 0 for never")
+    return count == 1 and (max_restarts == 0 or is_worker())
+
+
+def _run_workers(folder: Path, count: int, max_restarts: int, script: str | None = None) -> None:
     """Start the workers, wait for all, raise the first failure."""
     from paceline.run.agent import Workers  # torch's elastic modules, likewise
 
@@ -103,8 +116,13 @@ def _run_workers(folder: Path, count: int, script: str | None = None) -> None:
         },
     }
     worker.write_atomically(folder / worker.START_FILE, json.dumps(start))
-    with Workers(folder, count) as workers:
-        failure = workers.wait()
+    with Workers(folder, count, max_restarts) as workers:
+        try:
+            failure = workers.wait()
+        except (KeyboardInterrupt, SystemExit):
+            failure = workers.stop()
+            if script is None or failure is None:
+                raise
     if failure is not None:
         raise failure
 

@@ -79,7 +79,7 @@ class Loop:
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._loss: torch.Tensor | None = None
         self._is_open = False
-        self.is_inside_epoch = False
+        self.is_inside_epoch = self.is_in_hook = False
 
     def micro_batches(self, epoch: int) -> Iterator[Any]:
         """This worker's micro-batches until this epoch ends; `step` must be called after each.
@@ -261,11 +261,11 @@ class Loop:
         return True
 
     def _run_hook(self, hook: Callable[[StepRecord], object], record: StepRecord) -> None:
-        is_inside, self.is_inside_epoch = self.is_inside_epoch, False
+        is_inside, self.is_inside_epoch, self.is_in_hook = self.is_inside_epoch, False, True
         try:
             hook(record)
         finally:
-            self.is_inside_epoch = is_inside
+            self.is_inside_epoch, self.is_in_hook = is_inside, False
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ the worker ties its life to the launcher's, takes over the launcher's import pat
 reads it once, when torch is imported). Only then does it load the user's code. It prints nothing of its own: how it
 ended goes into FOLDER, where the launcher reads it.
 
-What lies in FOLDER: `start.json` and `call.pkl` from the launcher; from the worker of rank R `pid-R` (it is up and
-answers STACK_SIGNAL), `stack-R` (its Python stack when asked or crashed), `report-R.json` (how it ended), and from
-rank 0 `result.pkl`.
+What lies in FOLDER: `start.json` and `call.pkl` from the launcher; from rank 0 `result.pkl`; and in `start-N` for the
+group's N-th start, from the worker of rank R, `pid-R` (it is up and answers STACK_SIGNAL), `stack-R` (its Python stack
+when asked or crashed), `heard-R` (it was told to end and needs a moment to save), `report-R.json` (how it ended).
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ CALL_FILE = "call.pkl"
 RESULT_FILE = "result.pkl"
 STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
+# How long a worker that was stopped waits for the others to be done too: its end makes the agent end them.
+STOPPED_WAIT_S = 30.0
 LAUNCHING_FILES = (__file__, "<frozen runpy>")  # whose frames lie above the user's
 
 # How a worker ended, in its report.
@@ -40,6 +42,22 @@ DONE = "done"
 FAILED = "failed"
 COMMUNICATION = "communication"  # an exchange failed: mostly the echo of another worker's end
 INTERRUPTED = "interrupted"
+STOPPED = "stopped"  # it was asked to stop, and did after saving
+NO_PROGRESS = "no progress"  # since the last restart: another one would gain nothing
+
+# EX_TEMPFAIL of sysexits.h: nothing is wrong, and running the same command again goes on.
+STOPPED_EXIT_CODE = 75
+
+# Names the file by which a worker tells its launcher that it has heard a signal and needs a moment.
+HEARD_VARIABLE = "PACELINE_HEARD_FILE"
+
+
+def start_folder(folder: Path, num_restarts: int) -> Path:
+    return folder / f"start-{num_restarts}"
+
+
+def heard_file(folder: Path, rank: int) -> Path:
+    return folder / f"heard-{rank}"
 
 
 def pid_file(folder: Path, rank: int) -> Path:
@@ -75,19 +93,24 @@ def user_traceback(error: BaseException, *also_launching: str) -> str:
     return "".join(traceback.format_exception(type(error), error, frame))
 
 
-def main(folder: Path, rank: int) -> NoReturn:
-    start = json.loads((folder / START_FILE).read_text())
+def main(shared: Path, rank: int) -> NoReturn:
+    start = json.loads((shared / START_FILE).read_text())
     _die_with(start["launcher_pid"])
+    folder = start_folder(shared, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    folder.mkdir(exist_ok=True)
     _answer_stack_requests(folder, rank)
+    os.environ[HEARD_VARIABLE] = str(heard_file(folder, rank))
     try:
         _take_over(start)
-        _work(start, folder, rank)
+        _work(start, shared, rank)
         _finish_like_python()
         report: dict[str, Any] = {"outcome": DONE}
     except BaseException as error:
         report = _describe(error, folder, rank, start["num_workers"])
     write_atomically(report_file(folder, rank), json.dumps(report))
-    _leave(0 if report["outcome"] == DONE else 1)
+    if report["outcome"] == STOPPED:
+        _wait_for_peers(folder, start["num_workers"])
+    _leave({DONE: 0, STOPPED: STOPPED_EXIT_CODE}.get(report["outcome"], 1))
 
 
 def _die_with(launcher_pid: int) -> None:
@@ -152,8 +175,14 @@ def _describe(error: BaseException, folder: Path, rank: int, num_workers: int) -
     }
     # Errors that nobody imported cannot have been raised, so there is nothing to import here.
     errors = sys.modules.get("paceline.core.errors")
+    recovery = sys.modules.get("paceline.run.recovery")
+    stopping = sys.modules.get("paceline.run.stopping")
     if isinstance(error, KeyboardInterrupt):
         report["outcome"] = INTERRUPTED
+    elif stopping is not None and isinstance(error, stopping.Stopped):
+        report |= {"outcome": STOPPED, "step": error.step}
+    elif recovery is not None and isinstance(error, recovery.NoProgressError):
+        report["outcome"] = NO_PROGRESS
     elif errors is not None and isinstance(error, errors.CommunicationError):
         report["outcome"] = COMMUNICATION
         if isinstance(error, errors.CommunicationTimeout):
@@ -186,6 +215,14 @@ def _stacks_of_peers(folder: Path, rank: int, num_workers: int) -> dict[int, str
         stacks = seen
         time.sleep(0.05)
     return stacks
+
+
+def _wait_for_peers(folder: Path, num_workers: int) -> None:
+    deadline = time.monotonic() + STOPPED_WAIT_S
+    while time.monotonic() < deadline:
+        if all(report_file(folder, peer).exists() for peer in range(num_workers)):
+            return
+        time.sleep(0.05)
 
 
 def _read_if_there(path: Path) -> str:

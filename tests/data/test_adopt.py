@@ -1,0 +1,441 @@
+"""What users already have is taken as it is: torch's DataLoader with its sampler, sizes and functions."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import digest, mlp, vectors
+from torch.nn import functional
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.comm.single import SingleCommunicator
+from paceline.core.world import World
+from paceline.data.adopt import Wishes, adopt
+from paceline.data.bring import DataSettings, make_feed
+from paceline.data.orders import DrawnEpochs, Sampled, Visited
+from paceline.data.sources import Columns, as_source
+from paceline.plan.shares import ranges
+from paceline.plan.steps import Position, Steps
+
+X, Y = vectors(50)
+
+
+class Noisy(Dataset):
+    """Fifty samples with noise from two generators."""
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return X[index] + 0.1 * random.random() + 0.1 * torch.rand(()), Y[index]
+
+
+class NoisyBatches(Dataset):
+    """The same as 17 batches of up to three."""
+
+    def __len__(self) -> int:
+        return 17
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(3 * index, 3 * index + 3)
+        return X[rows] + 0.1 * random.random() + 0.1 * torch.rand(()), Y[rows]
+
+
+class Given(Sampler):
+    """An order, another one for every epoch."""
+
+    def __init__(self, orders: list[Any]) -> None:
+        self.orders = orders
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.orders[self.epoch])
+
+
+class ByLength(Sampler):
+    """Batches of one to four samples, as many as it takes; another number of them in every epoch."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.permutation(50).tolist()
+        while order:
+            size = random.randint(1, 4)
+            yield order[:size]
+            order = order[size:]
+
+
+def numbers(data: Any, epochs: int = 2, **settings: Any) -> list[list[list[int]]]:
+    """The micro-batches that one worker sees of a data set of numbers, by epoch."""
+    with pl.Trainer.setup(
+        lambda: torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings
+    ) as trainer:
+        seen = []
+        for epoch in trainer.epochs(epochs):
+            seen.append([])
+            for batch in epoch:
+                seen[-1].append(batch.tolist())
+                trainer.backward(trainer.model(batch.float().reshape(-1, 1)).mean())
+                trainer.step()
+    return seen
+
+
+def train(data: Any, **settings: Any) -> tuple[str, list[float]]:
+    """A digest of the weights after two epochs, and what each step weighed."""
+    weights: list[float] = []
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, exact=True, **settings) as trainer:
+        trainer.every(1, lambda record: weights.append(record.weight))
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        return digest(trainer.model.state_dict()), weights
+
+
+LOADERS = {
+    "sequential": lambda: DataLoader(Noisy(), batch_size=2),
+    "shuffled": lambda: DataLoader(Noisy(), batch_size=2, shuffle=True),
+    "weighted": lambda: DataLoader(Noisy(), batch_size=2, sampler=WeightedRandomSampler([1.0, 3.0] * 25, 37)),
+    "by length": lambda: DataLoader(Noisy(), batch_sampler=ByLength()),
+    "whole batches": lambda: DataLoader(NoisyBatches(), batch_size=None, shuffle=True),
+}
+BY_BATCH = {"batches_per_step": 8}
+STEPS = {name: {"global_batch": 16} for name in LOADERS} | {"by length": BY_BATCH, "whole batches": BY_BATCH}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_workers_readers_and_feeds_change_no_weight(name: str, pool: WorkerPool) -> None:
+    expected = train(LOADERS[name](), **STEPS[name])
+    assert sum(expected[1]) == (74 if name == "weighted" else 100)
+    assert train(LOADERS[name](), **STEPS[name], readers=2) == expected
+    for size, settings in [
+        (2, {}),
+        (3, {"readers": 2}),
+        (2, {"feed": "dispatched"}),
+        (3, {"feed": "dispatched", "readers": 2}),
+    ]:
+        outcomes = pool.run(lambda settings: train(LOADERS[name](), **STEPS[name], **settings), size, settings)
+        assert outcomes == [expected] * size, (size, settings)
+
+
+def test_a_plain_loader_is_its_data_set() -> None:
+    assert train(LOADERS["shuffled"](), global_batch=16) == train(Noisy(), global_batch=16, micro_batch=2)
+    assert train(LOADERS["sequential"](), global_batch=16) == train(
+        Noisy(), global_batch=16, micro_batch=2, shuffle=False
+    )
+
+
+TENS = torch.arange(10)
+
+
+@pytest.mark.parametrize(
+    ("loader", "expected"),
+    [
+        (lambda: DataLoader(TENS, batch_size=4), [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]] * 2),
+        (lambda: DataLoader(TENS, batch_size=4, drop_last=True), [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2),
+        (lambda: DataLoader(TENS, batch_size=2, sampler=Given([[7, 3, 3], [9, 0, 1, 2]])),
+         [[[7, 3], [3]], [[9, 0], [1, 2]]]),
+        (lambda: DataLoader(TENS, batch_size=2, sampler=Given([[7, 3, 3], [9, 0, 1, 2]]), drop_last=True),
+         [[[7, 3]], [[9, 0], [1, 2]]]),
+        (lambda: DataLoader(TENS, batch_sampler=BatchSampler(SequentialSampler(TENS), 4, True)),
+         [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2),
+        (lambda: DataLoader(TENS.tolist(), batch_size=5, collate_fn=lambda samples: -torch.tensor(samples)),
+         [[[0, -1, -2, -3, -4], [-5, -6, -7, -8, -9]]] * 2),
+    ],
+)  # fmt: skip
+def test_the_order_and_the_cut_are_the_loaders(loader: Any, expected: list[Any]) -> None:
+    size = loader().batch_sampler.batch_size
+    assert numbers(loader(), global_batch=2 * size) == expected
+    assert numbers(loader(), global_batch=2 * size, readers=1) == expected
+    assert numbers(loader(), global_batch=2 * size, feed="dispatched", readers=1) == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"readers": 1}, {"feed": "dispatched"}, {"feed": "dispatched", "readers": 2}])
+def test_a_batch_sampler_gives_micro_batches_of_its_own_sizes(settings: dict[str, Any]) -> None:
+    batches = [[[1, 2, 3], [4], [5, 6], [0]], [[9], [8, 7]]]
+    assert numbers(DataLoader(TENS, batch_sampler=Given(batches)), batches_per_step=2, **settings) == batches
+
+
+def test_a_step_of_a_batch_sampler_weighs_its_samples() -> None:
+    batches = [[[1, 2, 3], [4], [5, 6], [0], [7]], [[9], [8, 7]]]
+    loader = DataLoader(TensorDataset(X, Y), batch_sampler=Given(batches))
+    assert train(loader, batches_per_step=2)[1] == [4, 3, 1, 3]
+    assert train(DataLoader(TensorDataset(X, Y), batch_sampler=Given(batches)), batches_per_step=2, drop_last=True)[
+        1
+    ] == [4, 3, 3]
+
+
+def test_a_shuffled_loader_that_drops_its_last_batch_drops_other_samples_each_time() -> None:
+    first, second = numbers(DataLoader(TENS, batch_size=4, shuffle=True, drop_last=True), global_batch=8)
+    dropped = [set(range(10)) - {i for batch in epoch for i in batch} for epoch in (first, second)]
+    assert [len(left) for left in dropped] == [2, 2]
+    assert dropped[0] != dropped[1]
+
+
+def test_only_rank_0_draws(pool: WorkerPool) -> None:
+    class OnRank0(Sampler):
+        def __len__(self) -> int:
+            return 50
+
+        def __iter__(self) -> Iterator[int]:
+            assert os.environ.get("RANK", "0") == "0"
+            return iter(range(49, -1, -1))
+
+    def outcome() -> Any:
+        return train(DataLoader(TensorDataset(X, Y), batch_size=2, sampler=OnRank0()), global_batch=8)
+
+    assert pool.run(outcome, 3) == [outcome()] * 3
+
+
+@pytest.mark.parametrize("sampler", [
+    lambda: SubsetRandomSampler(range(5, 25)),
+    lambda: RandomSampler(TENS, replacement=True, num_samples=30, generator=torch.Generator().manual_seed(5)),
+    lambda: BatchSampler(SubsetRandomSampler(range(5), generator=torch.Generator()), 3, False),
+])  # fmt: skip
+def test_an_epochs_order_depends_on_seed_and_epoch_alone(sampler: Any) -> None:
+    fresh = Sampled(as_source(TENS), sampler(), seed=3)
+    used = Sampled(as_source(TENS), sampler(), seed=3)
+    torch.manual_seed(0)
+    expected = [fresh.draw(epoch) for epoch in range(3)]
+    torch.manual_seed(1)
+    state, drawn = torch.get_rng_state(), {epoch: used.draw(epoch) for epoch in (2, 0, 2, 1)}
+    assert [drawn[epoch] for epoch in range(3)] == expected
+    assert expected[0] != expected[1]
+    assert torch.equal(torch.get_rng_state(), state), "the user's generators go on as if nothing had been drawn"
+    assert Sampled(as_source(TENS), sampler(), seed=4).draw(0) != expected[0]
+
+
+@pytest.mark.parametrize("way", ["sharded", "dispatched"])
+@pytest.mark.parametrize("readers", [0, 1])
+@pytest.mark.parametrize("cut", range(8))
+def test_a_drawn_order_goes_on_where_it_was(cut: int, readers: int, way: Any) -> None:
+    def steps_from(position: Position, limit: int) -> tuple[list[Any], Position]:
+        data = Sampled(as_source(TENS), WeightedRandomSampler([1.0] * 10, 13), seed=1)
+        feed = make_feed(
+            data, DataSettings(seed=1, shuffle=True, way=way, readers=readers), Steps(13, 4, 2),
+            lambda left: ranges((min(left, 2),)), SingleCommunicator(World()),
+        )  # fmt: skip
+        found = []
+        for _ in range(limit):
+            step = feed.begin_step(position)
+            found.append([feed.micro_batch(range(k, k + 1))[0].tolist() for k in step.plan[0]])
+            position = feed.after_step(position)
+        feed.close()
+        return found, position
+
+    whole, _ = steps_from(Position(), 8)
+    assert [len(step) for step in whole] == [2, 2, 2, 1] * 2
+    before, position = steps_from(Position(), cut)
+    assert before + steps_from(position, 8 - cut)[0] == whole
+
+
+def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_sampler(tmp_path: Any) -> None:
+    def run(folder: str | None, num_steps: int) -> str:
+        checkpoints = None if folder is None else pl.Checkpoints(folder, every_steps=1)
+        loader = LOADERS["weighted"]()
+        with pl.Trainer.setup(
+            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=loader, global_batch=16, exact=True, checkpoints=checkpoints
+        ) as trainer:
+            while trainer.position.step < num_steps:
+                for epoch in trainer.epochs(2):
+                    for batch in epoch:
+                        trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                        trainer.step()
+                        if trainer.position.step == num_steps:
+                            break
+            return digest(trainer.model.state_dict())
+
+    expected = run(None, 6)
+    run(str(tmp_path), 4)
+    assert run(str(tmp_path), 6) == expected
+
+
+# Streams, and items that are batches already.
+
+
+class Letters(IterableDataset):
+    def __init__(self, num_samples: int = 50, size: int | None = None) -> None:
+        self.num_samples = num_samples
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.size is None:
+            yield from range(self.num_samples)
+        else:
+            yield from torch.arange(self.num_samples).split(self.size)
+
+
+def test_an_iterable_data_set_in_a_loader_is_a_stream() -> None:
+    loader = DataLoader(Letters(7), batch_size=2, collate_fn=lambda samples: 10 * torch.tensor(samples))
+    assert numbers(loader, epochs=1, global_batch=4) == [[[0, 20], [10, 30], [40, 60], [50]]]
+    assert numbers(loader, epochs=1, global_batch=2) == [[[0, 10], [20, 30], [40, 50], [60]]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"readers": 2}, {"feed": "dispatched"}, {"feed": "sharded", "readers": 1}])
+def test_items_that_are_batches_are_micro_batches(settings: dict[str, Any]) -> None:
+    expected = [[[0, 1, 2], [3, 4, 5], [6]]] * 2
+    items = [torch.tensor(batch) for batch in expected[0]]
+    assert numbers(DataLoader(items, batch_size=None), batches_per_step=2, **settings) == expected
+    assert numbers(DataLoader(Letters(7, size=3), batch_size=None), batches_per_step=2, **settings) == expected
+    reverse = DataLoader(items, batch_size=None, sampler=Given([[2, 0], [1]]), collate_fn=lambda batch: -batch)
+    assert numbers(reverse, batches_per_step=2, **settings) == [[[-6], [0, -1, -2]], [[-3, -4, -5]]]
+
+
+def test_a_dict_or_tuple_in_a_loader_is_a_collection_of_samples() -> None:
+    for items in ({i: torch.tensor(i) for i in range(3)}, tuple(torch.arange(3))):
+        assert numbers(DataLoader(items, batch_size=2), epochs=1, global_batch=2) == [[[0, 1], [2]]]
+
+
+def test_a_loader_can_be_evaluated() -> None:
+    model = torch.nn.Linear(1, 1)
+    with pl.Trainer.setup(model, lambda p: torch.optim.SGD(p, lr=0.1), data=TENS, global_batch=4) as trainer:
+        sizes = []
+        mean = trainer.evaluate(
+            DataLoader(TENS, batch_size=3), lambda _, batch: sizes.append(len(batch)) or batch.float().mean()
+        )
+        with pytest.raises(ValueError, match=r"evaluate\(\) visits every sample of a data set once"):
+            trainer.evaluate(DataLoader(TENS, batch_size=3, drop_last=True), lambda _, batch: batch.float().mean())
+    assert (mean, sizes) == (4.5, [3, 3, 3, 1])
+
+
+# What a loader's settings become.
+
+
+def test_settings_are_taken_over() -> None:
+    loader = DataLoader(Noisy(), batch_size=8, num_workers=3, shuffle=True, drop_last=True)
+    adopted = adopt(loader, Wishes(global_batch=16), seed=0)
+    assert (adopted.micro_batch, adopted.readers, adopted.shuffle, adopted.feed) == (8, 3, True, "sharded")
+    assert isinstance(adopted.data, Visited)
+    assert len(adopted.data) == 48
+    in_memory = adopt(DataLoader(TensorDataset(X, Y), batch_size=8, num_workers=3), Wishes(), seed=0)
+    assert isinstance(in_memory.data, Columns)
+    assert (in_memory.readers, in_memory.shuffle) == (0, False), "processes would only slow indexing down"
+
+
+class Own(DataLoader):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+def loader(**settings: Any) -> DataLoader:
+    return DataLoader(Noisy(), **{"batch_size": 4, **settings})
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "text"),
+    [
+        (loader(), {"shuffle": True}, "shuffle=True contradicts the DataLoader's shuffle=False: leave one of them out"),
+        (loader(shuffle=True), {"shuffle": False}, "shuffle=False contradicts the DataLoader's shuffle=True"),
+        (loader(sampler=SubsetRandomSampler([1, 2])), {"shuffle": True},
+         "shuffle=True contradicts the DataLoader's SubsetRandomSampler, which decides the order: leave shuffle out"),
+        (loader(), {"micro_batch": 2}, "micro_batch=2 contradicts the DataLoader's batch_size=4"),
+        (loader(num_workers=2), {"readers": 1}, "readers=1 contradicts the DataLoader's num_workers=2"),
+        (loader(collate_fn=list), {"collate_fn": tuple},
+         "collate_fn=<class 'tuple'> contradicts the DataLoader's collate_fn=<class 'list'>"),
+        (loader(), {"batches_per_step": 2}, "batches_per_step=2 is for data that comes as whole batches"),
+        (loader(), {"shuffle_buffer": 5}, "shuffle_buffer and num_shards are for streams"),
+        (loader(sampler=DistributedSampler(TENS, 2, 0)), {},
+         "DistributedSampler gives each worker a part of the data, but Paceline divides the data itself"),
+        (loader(worker_init_fn=print), {}, "worker_init_fn, which Paceline's readers would not call"),
+        (loader(batch_size=64, drop_last=True), {},
+         "drop_last=True leaves nothing of 50 samples with batch_size=64: choose a smaller batch_size"),
+        (DataLoader(Noisy(), batch_sampler=ByLength()), {"batches_per_step": 2},
+         "global_batch has no meaning for a DataLoader with a ByLength, whose batches have sizes of their own"),
+        (DataLoader(Noisy(), batch_sampler=ByLength()), {"global_batch": None},
+         "batches_per_step is missing: give the number of batches of a DataLoader with a ByLength per optimizer step"),
+        (DataLoader(Letters(), batch_size=4, drop_last=True), {},
+         "drop_last=True over an IterableDataset, but every sample of a stream is trained"),
+        (DataLoader(Letters(), batch_size=4), {"shuffle": True}, "shuffle=True cannot be had of a stream"),
+        (DataLoader(Letters(), batch_size=None), {"global_batch": None, "batches_per_step": 2, "shuffle": True},
+         "gives batches in an order of its own, which cannot be shuffled"),
+        (loader(), {"feed": "dispatched", "prefetch": 3}, "prefetch=3 would be ignored: where workers read together"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_names_both_sides(data: Any, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        train(data, **{"global_batch": 8, **settings})
+
+
+def test_a_loader_with_an_iteration_of_its_own_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"data is a Own, .* pass paceline.Batches\(loader\)"):
+        train(Own(Noisy()), global_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "in_batches", "text"),
+    [
+        ([], False, "list gave no samples in epoch 0: there must be at least one sample"),
+        ([3, 10], False, "list gave 3 to 10 in epoch 0: it must give the numbers of samples, from 0 to 9"),
+        ([-1, 4], False, "list gave -1 to 4 in epoch 0"),
+        (["a"], False, "list gave 'a' in epoch 0"),
+        ([0.5], False, "list gave 0.5 in epoch 0"),
+        ([[0], []], True, "list gave an empty batch 1 in epoch 0"),
+        ([[0], [11]], True, "list gave 0 to 11 in epoch 0"),
+    ],
+)
+def test_what_a_sampler_must_not_give(sampler: Any, in_batches: bool, text: str) -> None:
+    data = Sampled(as_source(TENS), sampler, seed=0, in_batches=in_batches)
+    with pytest.raises(ValueError, match=text):
+        DrawnEpochs(data, Steps(2, 2, 1), SingleCommunicator(World())).begin(0)
+
+
+@pytest.mark.parametrize("way", ["sharded", "dispatched"])
+def test_a_position_beyond_the_data_says_that_the_data_changed(way: Any) -> None:
+    feed = make_feed(
+        as_source(TENS), DataSettings(seed=0, shuffle=True, way=way), Steps(10, 4, 2),
+        lambda left: ranges((min(left, 2),)), SingleCommunicator(World()),
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match="stands at micro-batch 6 of epoch 1, which has 5: the data is shorter than it"
+    ):
+        feed.begin_step(Position(1, 6, 9))
+
+
+def test_an_empty_stream_is_an_error_not_an_endless_loop(pool: WorkerPool) -> None:
+    class Drying(IterableDataset):
+        """Dry from the second epoch on."""
+
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(0 if self.epoch else 6))
+
+    for readers in (0, 1):
+        with pytest.raises(ValueError, match="epoch 1 of the data has no sample: there is nothing to train on"):
+            numbers(Drying(), global_batch=4, micro_batch=2, readers=readers)
+    with pytest.raises(AssertionError, match="epoch 1 of the data has no sample"):
+        pool.run(lambda: numbers(Drying(), global_batch=4, micro_batch=2), 2)
+
+
+@pytest.mark.parametrize(("data", "text"), [
+    (object(), "data is a object, which has no __getitem__ and __len__"),
+    (5, "data is a int"),
+    ((i for i in range(3)), "data is a generator, which can be read only once"),
+])  # fmt: skip
+def test_unknown_data_is_named(data: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        train(data, global_batch=8)

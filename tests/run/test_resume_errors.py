@@ -1,0 +1,170 @@
+"""A disk that fails under a run: the run goes on or stops, as chosen, and what was saved before stays."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from resumable import NUM_STEPS, setup, step
+from worker_pool import WorkerPool, WorkersFailed
+
+import paceline as pl
+from paceline.checkpoint.errors import ReplicationError
+from paceline.checkpoint.folders import complete_steps
+from paceline.checkpoint.reading import verify
+
+BREAKS_AT = 7  # after checkpoints of steps 3 and 6
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of two megabytes."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount("-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder))
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def mount(*arguments: str) -> None:
+    done = subprocess.run(["mount", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"mounting a small disk needs root: {done.stderr.strip()}")
+
+
+def train(root: Path, on_error: str, breaks: Callable[[], None], repairs: Callable[[], None] | None = None) -> int:
+    """Save every 3 steps, all of them kept; the step at which the run ended."""
+    with setup(root, every_steps=3, keep_last=None, on_error=on_error) as trainer:
+
+        def break_it(record: pl.StepRecord) -> None:
+            if record.step == BREAKS_AT:
+                while not (root / "step-00000006").exists():  # it is being written beside the training
+                    time.sleep(0.001)
+                trainer.evaluate([0.0], lambda *_: 0.0)  # all workers have seen it
+                if trainer.is_main:
+                    breaks()
+
+        trainer.every(BREAKS_AT, break_it)
+        if repairs is not None:
+            trainer.every(13, lambda record: repairs() if record.step == 13 else None)
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                step(trainer, batch)
+        return trainer.position.step
+
+
+def fill(disk: Path) -> None:
+    with (disk / "filler").open("wb") as file:
+        try:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        except OSError:
+            return
+
+
+def check_intact(root: Path, steps: list[int]) -> None:
+    assert complete_steps(root) == steps
+    assert [verify(root / f"step-{number:08d}") for number in steps] == [[]] * len(steps)
+
+
+def test_a_full_disk_stops_the_run_with_path_cause_and_what_is_intact(disk: Path) -> None:
+    with pytest.raises(pl.CheckpointError) as caught:
+        train(disk / "run", "stop", lambda: fill(disk))
+    message = str(caught.value)
+    assert message.startswith(
+        f"the checkpoint of step 9 was not saved in {disk}/run: No space left on device ({disk}/run"
+    )
+    assert message.endswith(f"Intact is still {disk}/run/step-00000006")
+    check_intact(disk / "run", [3, 6])
+
+
+def test_a_full_disk_is_a_warning_where_chosen_and_later_saves_succeed(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train(disk / "run", "continue", lambda: fill(disk), (disk / "filler").unlink) == NUM_STEPS
+    check_intact(disk / "run", [3, 6, 15, 18, 21, 22])
+    warnings = [record.getMessage() for record in caplog.records if "goes on without" in record.getMessage()]
+    assert len(warnings) == 2
+    assert f"step 9 was not saved in {disk}/run: No space left on device" in warnings[0]
+    assert warnings[0].endswith(f"Intact is still {disk}/run/step-00000006")
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_disk_that_becomes_read_only(disk: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+    def breaks() -> None:
+        # A mount of its own over the folder: the disk itself cannot become read-only while the run's lock is open.
+        mount("--bind", str(disk / "run"), str(disk / "run"))
+        mount("-o", "remount,bind,ro", str(disk / "run"))
+
+    if on_error == "stop":
+        with pytest.raises(pl.CheckpointError, match=rf"step 9 was not saved in {disk}/run: Read-only file system"):
+            train(disk / "run", on_error, breaks)
+    else:
+        assert train(disk / "run", on_error, breaks) == NUM_STEPS
+        assert f"not saved in {disk}/run: Read-only file system" in caplog.text
+    check_intact(disk / "run", [3, 6])
+
+
+@pytest.mark.parametrize("on_error", ["stop", "continue"])
+def test_a_folder_that_vanishes(tmp_path: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
+    root = tmp_path / "run"
+    if on_error == "stop":
+        with pytest.raises(pl.CheckpointError, match=rf"step 9 was not saved in {root}: No such file .* no older one"):
+            train(root, on_error, lambda: shutil.rmtree(root))
+    else:
+        assert train(root, on_error, lambda: shutil.rmtree(root)) == NUM_STEPS
+        assert f"not saved in {root}: No such file or directory" in caplog.text
+    assert not root.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="Not a directory"):
+        setup(tmp_path / "file" / "run")
+
+
+def test_a_disk_that_fails_on_two_workers_stops_both(tmp_path: Path, pool: WorkerPool) -> None:
+    root = tmp_path / "run"
+
+    def main() -> None:
+        train(root, "stop", lambda: shutil.rmtree(root))
+
+    with pytest.raises(WorkersFailed) as caught:
+        pool.run(main, 2)
+    assert isinstance(caught.value.errors[0], pl.CheckpointError)
+
+
+def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
+    message = r"'8.bias' of component 'model' has values that are inf or NaN"
+    with pytest.raises(pl.CheckpointError, match=message), setup(tmp_path, every_steps=1, final=False) as trainer:
+        trainer.every(2, lambda _: trainer.model[8].bias.data.fill_(float("nan")))
+        for batch in next(trainer.epochs(1)):
+            if trainer.position.step == 2:
+                break
+            step(trainer, batch)
+        trainer.save()
+    assert complete_steps(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("level", ["quick", "tensor", "full"])
+def test_replicas_that_differ_are_found_before_they_are_saved(tmp_path: Path, pool: WorkerPool, level: str) -> None:
+    def main() -> None:
+        with setup(tmp_path, every_steps=3, check_replicas=level) as trainer:
+            if trainer.world.rank == 1:
+                trainer.every(6, lambda _: trainer.optimizer.state[trainer.model[0].weight]["exp_avg"].add_(1e-3))
+            for batch in next(trainer.epochs(1)):
+                step(trainer, batch)
+
+    with pytest.raises(WorkersFailed) as caught:
+        pool.run(main, 2)
+    for error in caught.value.errors.values():
+        assert isinstance(error, ReplicationError)
+        assert "optimizer must be the same on every worker, but differs from rank 0's: on rank 1" in str(error)
+        assert "state.0.exp_avg" in str(error)
+    assert len(caught.value.errors) == 2
+    assert complete_steps(tmp_path) == [3]

@@ -1,0 +1,161 @@
+"""Workers that die are started again and go on from the newest state, as long as that gains anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from disturbed import Disturbed, end, wait_until, workers_of
+from resumable import NUM_STEPS, run, setup, snapshots_of, step
+
+import paceline as pl
+from paceline.checkpoint.folders import complete_steps
+
+
+def job(root: Path, dies_at: dict[int, int], **settings: object) -> Callable[[], tuple[str, list[str]]]:
+    """Train to the end; in the n-th start rank 1 (or 0, if alone) kills itself after step dies_at[n], once what was to
+    be saved before that is on the disk.
+
+    The result: a digest, and what each start was resumed from.
+    """
+
+    every = int(settings.get("every_steps", 10**6))
+
+    def main() -> tuple[str, list[str]]:
+        start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        with setup(root, **settings) as trainer:
+            if trainer.is_main:
+                with (root.parent / "starts").open("a") as file:
+                    file.write(f"{trainer.resumed_from}\n")
+
+            def die(record: pl.StepRecord) -> None:
+                if record.step == dies_at.get(start) and trainer.world.rank == trainer.world.size - 1:
+                    last = (record.step - 1) // every * every
+                    while last and not (root / f"step-{last:08d}").exists():
+                        time.sleep(0.01)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            trainer.every(1, die)
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    step(trainer, batch)
+            weights = trainer.model.state_dict()
+            return digest_of(weights), (root.parent / "starts").read_text().splitlines()
+
+    def digest_of(weights: dict[str, object]) -> str:
+        from models import digest
+
+        return digest(weights)
+
+    return main
+
+
+def undisturbed(folder: Path) -> str:
+    folder.mkdir()
+    return job(folder / "run", {})()[0]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_dead_worker_leads_to_a_restart_that_goes_on(
+    tmp_path: Path, num_workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    main = job(root, {0: 5, 1: 9}, every_steps=2)
+    digest, starts = pl.launch(main, num_workers, max_restarts=2)
+    assert digest == undisturbed(tmp_path / "other")
+    assert starts == ["None", f"{root}/step-00000004", f"{root}/step-00000008"]
+    err = capfd.readouterr().err
+    assert f"paceline: restart 1: rank {num_workers - 1} was killed by SIGKILL" in err
+    assert "paceline: restart 2: " in err
+
+
+def test_a_restart_goes_on_from_memory_and_leaves_nothing_there(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    digest, starts = pl.launch(job(root, {0: 7, 1: 8}, snapshot_every=1), 2, max_restarts=2)
+    assert digest == undisturbed(tmp_path / "other")
+    # The snapshot of the step before the last is surely complete; whether the last one is depends on the instant.
+    assert [Path(start).parent.parent for start in starts[1:]] == [Path("/dev/shm")] * 2
+    assert all(int(Path(start).name[-2:]) >= step for start, step in zip(starts[1:], [5, 6], strict=True))
+    assert complete_steps(root) == [NUM_STEPS]
+    assert not snapshots_of(root)
+
+
+def test_memory_of_a_run_whose_folder_was_deleted_is_not_found(tmp_path: Path) -> None:
+    from shutil import rmtree
+
+    root = tmp_path / "run"
+    with pytest.raises(pl.WorkerError, match="rank 0 was killed by SIGKILL"):
+        pl.launch(kill_after_four(root), 2)
+    assert snapshots_of(root)
+    rmtree(root)
+    with setup(root, snapshot_every=1) as trainer:
+        assert trainer.resumed_from is None
+    assert not snapshots_of(root)
+
+
+def kill_after_four(root: Path) -> Callable[[], None]:
+    def main() -> None:
+        with setup(root, snapshot_every=1) as trainer:
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    step(trainer, batch)
+                    if trainer.position.step == 4 and trainer.is_main:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+    return main
+
+
+def test_a_restart_without_progress_since_the_last_is_the_last(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    main = job(root, dict.fromkeys(range(100), 5), every_steps=2)
+    with pytest.raises(pl.WorkerError) as caught:
+        pl.launch(main, 2, max_restarts=50)
+    assert "NoProgressError: the workers were restarted at step 4 and died before a newer one was saved" in str(
+        caught.value
+    )
+    # The first start, the one restart that nothing speaks against, and the one that finds nothing was gained.
+    assert (tmp_path / "starts").read_text().splitlines() == ["None", f"{root}/step-00000004"]
+
+
+def test_restarts_are_counted(tmp_path: Path) -> None:
+    main = job(tmp_path / "run", {0: 3, 1: 6, 2: 9}, every_steps=1)
+    with pytest.raises(pl.WorkerError, match="rank 1 was killed by SIGKILL"):
+        pl.launch(main, 2, max_restarts=2)
+    assert len((tmp_path / "starts").read_text().splitlines()) == 3
+
+
+def test_a_restart_does_not_go_back_to_where_the_first_start_was_told_to_begin(tmp_path: Path) -> None:
+    run(tmp_path / "old", 3)
+    root = tmp_path / "run"
+    first = tmp_path / "old" / "step-00000003"
+    main = job(root, {0: 8}, every_steps=2, resume=first, skip=["average"])
+    _, starts = pl.launch(main, 2, max_restarts=1)
+    assert starts == [str(first), f"{root}/step-00000006"]
+
+
+def test_torchrun_restarts_the_group_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    alone.mkdir()
+    killed.mkdir()
+    reference = Disturbed(alone)
+    assert end(reference.start())[0] == 0
+    disturbed = Disturbed(killed, pause_s=0.05, every_steps=1)
+    torchrun = disturbed.start(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"),
+        *("--log-dir", str(tmp_path / "logs")),
+    )
+    wait_until(lambda: disturbed.step >= 4, torchrun)
+    workers_of(torchrun)[1].kill()
+    code, err = end(torchrun)
+    assert code == 0, err
+    assert disturbed.digest == reference.digest
+
+
+@pytest.mark.parametrize("max_restarts", [-1, 1.5, True])
+def test_a_bad_number_of_restarts_is_named(max_restarts: object) -> None:
+    with pytest.raises(ValueError, match=f"max_restarts={max_restarts!r}: choose how often"):
+        pl.launch(print, 2, max_restarts=max_restarts)  # type: ignore[arg-type]
