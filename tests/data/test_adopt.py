@@ -333,6 +333,21 @@ def test_settings_are_taken_over() -> None:
     assert (in_memory.readers, in_memory.shuffle) == (0, False), "processes would only slow indexing down"
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(TENS, replacement=True),
+        RandomSampler(TENS, num_samples=7),
+        SequentialSampler(range(7)),
+        type("Mine", (RandomSampler,), {})(TENS),
+    ],
+)
+def test_samplers_that_do_not_visit_every_sample_once_decide_themselves(sampler: Any) -> None:
+    data = adopt(DataLoader(TENS, batch_size=2, sampler=sampler), Wishes(global_batch=4), seed=0).data
+    assert isinstance(data, Sampled)
+    assert data.sampler is sampler
+
+
 class Own(DataLoader):
     def __iter__(self) -> Any:
         return iter([])

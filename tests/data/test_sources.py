@@ -223,14 +223,26 @@ class BrokenTogether(Broken):
         (Broken(), (6,), OSError, "while reading sample 6 of the data set"),
         (Broken(), (2, 6), OSError, "while reading sample 6 of the data set"),
         (BrokenTogether(), (2, 6), OSError, "while reading samples [2, 6] of the data set"),
-        (Broken(), (2, 3), RuntimeError, "while joining samples [2, 3] of the data set to a micro-batch"),
-        ([X[0], X[:2]], (0, 1), RuntimeError, "while joining samples [0, 1] of the data set to a micro-batch"),
     ],
 )
 def test_a_sample_that_fails_is_named(data: Any, wanted: tuple[int, ...], error: type[Exception], note: str) -> None:
     with pytest.raises(error) as caught:
         read(data, *wanted)
     assert caught.value.__notes__ == [note]
+
+
+def test_samples_that_cannot_be_joined_are_named() -> None:
+    class Unjoinable:
+        pass
+
+    with pytest.raises(TypeError) as caught:
+        read([Unjoinable(), Unjoinable()], 0, 1)
+    assert caught.value.__notes__ == ["while joining samples [0, 1] of the data set to a micro-batch"]
+
+
+def test_samples_of_unequal_shapes_are_named() -> None:
+    with pytest.raises(ValueError, match=r"samples 0 and 1 do not fit into one micro-batch: .* a collate_fn that pads"):
+        read([X[0], X[:2]], 0, 1)
 
 
 # Random augmentation

@@ -66,6 +66,21 @@ def test_a_finished_run_is_not_run_again_and_one_with_more_epochs_goes_on(tmp_pa
     assert run(tmp_path, epochs=3, scheduler=schedule) == longer
 
 
+def test_exact_modes_grids_go_on_where_they_were(tmp_path: Path) -> None:
+    def grids(trainer: pl.Trainer) -> list[int]:
+        return trainer._run.loop._exchange.state_dict()["grid_tops"]
+
+    with setup(tmp_path) as trainer:
+        for batch in next(trainer.epochs(1)):
+            step(trainer, batch)
+        trainer._run.loop._exchange._grids[0].top += 3  # as after a burst of larger gradients
+        saved = grids(trainer)
+    with setup(tmp_path) as trainer:
+        assert grids(trainer) == saved
+    with setup(None) as trainer:
+        assert grids(trainer) != saved
+
+
 def test_weights_are_a_file_that_anyone_can_load(tmp_path: Path) -> None:
     run(tmp_path, 3)
     state = load_file(tmp_path / "step-00000003" / "model.safetensors")

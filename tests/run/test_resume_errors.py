@@ -94,6 +94,19 @@ def test_a_full_disk_is_a_warning_where_chosen_and_later_saves_succeed(
     assert warnings[0].endswith(f"Intact is still {disk}/run/step-00000006")
 
 
+def test_a_last_save_that_failed_is_tried_again_when_the_run_ends(disk: Path) -> None:
+    with setup(disk / "run", every_steps=11, on_error="continue") as trainer:
+        for batch in next(trainer.epochs(1)):
+            step(trainer, batch)
+        fill(disk)
+        trainer.save()
+        while trainer._run.keeper._writer.is_busy:  # type: ignore[union-attr]
+            time.sleep(0.001)
+        assert complete_steps(disk / "run") == []
+        (disk / "filler").unlink()
+    check_intact(disk / "run", [11])
+
+
 @pytest.mark.parametrize("on_error", ["stop", "continue"])
 def test_a_disk_that_becomes_read_only(disk: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
     def breaks() -> None:

@@ -110,10 +110,10 @@ def test_snapshots_in_memory_are_gone_when_the_run_ended_well(tmp_path: Path) ->
 # Averaged replicas
 
 
-def average(root: Path, **settings: Any) -> str:
+def average(root: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> str:
     """Local steps, two meetings between saves, an outer optimizer, every worker with an optimizer of its own."""
     with pl.Trainer.setup(
-        lambda: torch.nn.Linear(12, 4),
+        lambda: torch.nn.Linear(12, 4, dtype=dtype),
         lambda params: torch.optim.Adam(params, lr=0.01),
         data=vectors(320),
         global_batch=16,
@@ -125,22 +125,24 @@ def average(root: Path, **settings: Any) -> str:
     ) as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:
-                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x.to(dtype)), batch.y))
                 trainer.step()
         return digest(trainer.model.state_dict(), trainer.optimizer.state_dict())
 
 
-def test_averaged_replicas_go_on_as_they_were(tmp_path: Path, pool: WorkerPool) -> None:
-    ends = pool.run(average, 2, tmp_path / "a")
+# In bfloat16 what replicas have in common is finer than their weights.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_averaged_replicas_go_on_as_they_were(tmp_path: Path, pool: WorkerPool, dtype: torch.dtype) -> None:
+    ends = pool.run(average, 2, tmp_path / "a", dtype)
     assert ends[0] != ends[1], "each worker has an optimizer of its own"
     assert complete_steps(tmp_path / "a") == [5, 10, 15, 20]
 
     def resumed() -> str:
-        return average(tmp_path / "b", resume=tmp_path / "a" / "step-00000010")
+        return average(tmp_path / "b", dtype, resume=tmp_path / "a" / "step-00000010")
 
     assert pool.run(resumed, 2) == ends
-    average(tmp_path / "c", resume=tmp_path / "a" / "step-00000010")  # alone
-    pool.run(average, 3, tmp_path / "c")
+    average(tmp_path / "c", dtype, resume=tmp_path / "a" / "step-00000010")  # alone
+    pool.run(average, 3, tmp_path / "c", dtype)
 
 
 # Parts that remember

@@ -59,17 +59,14 @@ def undisturbed(folder: Path) -> str:
     return job(folder / "run", {})()[0]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_a_dead_worker_leads_to_a_restart_that_goes_on(
-    tmp_path: Path, num_workers: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dead_worker_leads_to_a_restart_that_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     root = tmp_path / "run"
     main = job(root, {0: 5, 1: 9}, every_steps=2)
-    digest, starts = pl.launch(main, num_workers, max_restarts=2)
+    digest, starts = pl.launch(main, 1, max_restarts=2)
     assert digest == undisturbed(tmp_path / "other")
     assert starts == ["None", f"{root}/step-00000004", f"{root}/step-00000008"]
     err = capfd.readouterr().err
-    assert f"paceline: restart 1: rank {num_workers - 1} was killed by SIGKILL" in err
+    assert "paceline: restart 1: rank 0 was killed by SIGKILL" in err
     assert "paceline: restart 2: " in err
 
 
@@ -113,7 +110,7 @@ def test_a_restart_without_progress_since_the_last_is_the_last(tmp_path: Path) -
     root = tmp_path / "run"
     main = job(root, dict.fromkeys(range(100), 5), every_steps=2)
     with pytest.raises(pl.WorkerError) as caught:
-        pl.launch(main, 2, max_restarts=50)
+        pl.launch(main, 1, max_restarts=50)
     assert "NoProgressError: the workers were restarted at step 4 and died before a newer one was saved" in str(
         caught.value
     )
@@ -122,10 +119,10 @@ def test_a_restart_without_progress_since_the_last_is_the_last(tmp_path: Path) -
 
 
 def test_restarts_are_counted(tmp_path: Path) -> None:
-    main = job(tmp_path / "run", {0: 3, 1: 6, 2: 9}, every_steps=1)
-    with pytest.raises(pl.WorkerError, match="rank 1 was killed by SIGKILL"):
-        pl.launch(main, 2, max_restarts=2)
-    assert len((tmp_path / "starts").read_text().splitlines()) == 3
+    main = job(tmp_path / "run", {0: 3, 1: 6}, every_steps=1)
+    with pytest.raises(pl.WorkerError, match="rank 0 was killed by SIGKILL"):
+        pl.launch(main, 1, max_restarts=1)
+    assert len((tmp_path / "starts").read_text().splitlines()) == 2
 
 
 def test_a_restart_does_not_go_back_to_where_the_first_start_was_told_to_begin(tmp_path: Path) -> None:
@@ -133,7 +130,7 @@ def test_a_restart_does_not_go_back_to_where_the_first_start_was_told_to_begin(t
     root = tmp_path / "run"
     first = tmp_path / "old" / "step-00000003"
     main = job(root, {0: 8}, every_steps=2, resume=first, skip=["average"])
-    _, starts = pl.launch(main, 2, max_restarts=1)
+    _, starts = pl.launch(main, 1, max_restarts=1)
     assert starts == [str(first), f"{root}/step-00000006"]
 
 

@@ -129,8 +129,8 @@ class Trainer:
             (default: "dispatched" for `Batches`); no weight depends on it.
         readers: processes per worker that read micro-batches ahead; worth it where reading takes its time.
             prefetch: how many micro-batches ahead (default: two per reader).
-        num_shards: of a stream, into how many parts it is dealt: its order depends on it (default: the micro-batches
-            of a step). shuffle_buffer: of a stream, from how many samples each next one is drawn; 0: not shuffled.
+        num_shards: of a stream, into how many parts it is dealt: its order depends on it (default: as many as it can
+            be divided into). shuffle_buffer: from how many samples of a shard each next one is drawn; 0: not shuffled.
         resident: keep all of the data on the device; for tensors and arrays that fit there.
         overlap: exchange gradients while backward still runs.
         timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.

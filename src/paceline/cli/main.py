@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -48,7 +49,7 @@ def _parser() -> _Parser:
     run.add_argument("--workers", type=_count, metavar="N", help="number of workers (default: one per device)")
     run.add_argument(
         "--max-restarts",
-        type=_count,
+        type=partial(_count, least=0),
         default=0,
         metavar="N",
         help="start the workers again when one fails, at most N times (default: 0)",
@@ -58,9 +59,9 @@ def _parser() -> _Parser:
     return parser
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: choose an integer >= 1")
+def _count(text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r}: choose an integer >= {least}")
     return int(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -264,18 +265,21 @@ def stream_reader(stream: IterableStream, settings: DataSettings, steps: Steps) 
     return StreamReader(
         stream,
         steps.micro_batch,
-        _checked_shards(settings.num_shards, steps),
+        _checked_shards(settings.num_shards, stream, steps),
         seed=settings.seed,
         shuffle_buffer=settings.shuffle_buffer,
         collate_fn=settings.collate_fn,
     )
 
 
-def _checked_shards(num_shards: int | None, steps: Steps) -> int:
-    """A step takes equally many micro-batches of every shard, so that one without any ends the epoch."""
+def _checked_shards(num_shards: int | None, stream: IterableStream, steps: Steps) -> int:
+    """A step takes equally many micro-batches of every shard, so that one without any ends the epoch.
+
+    By default as many as the stream can really be divided into: of one that cannot, every shard would read everything.
+    """
     per_step = steps.max_micro_batches
     if num_shards is None:
-        return per_step
+        return math.gcd(per_step, stream.num_own_shards)
     if num_shards < 1 or per_step % num_shards:
         divisors = [d for d in range(1, per_step + 1) if per_step % d == 0]
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.data.joining import join
 
 Indices = npt.NDArray[np.int64]
 
@@ -115,7 +116,7 @@ class Samples:
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         wanted = indices.tolist()
         if not self._runs_user_code:
-            return self._join([self._samples[i] for i in wanted], wanted)
+            return join(self._collate, [self._samples[i] for i in wanted], wanted)
         block_seed = derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position)
         with host_randomness() as randomness:
             if self._fetch_together is not None:
@@ -127,14 +128,7 @@ class Samples:
                     randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, i))
                     fetched.append(_fetch(self._samples.__getitem__, i))
                 randomness.seed(block_seed)
-            return self._join(fetched, wanted)
-
-    def _join(self, fetched: list[Any], wanted: list[int]) -> Any:
-        try:
-            return self._collate(fetched)
-        except Exception as error:
-            error.add_note(f"while joining samples {wanted} of the data set to a micro-batch")
-            raise
+            return join(self._collate, fetched, wanted)
 
 
 class Cycle:

@@ -38,18 +38,19 @@ class IterableStream:
         self._samples = samples
         self._seed = seed
 
+    @property
+    def num_own_shards(self) -> int:
+        """Into how many parts the samples can divide themselves; 1 if they cannot."""
+        own = getattr(self._samples, "num_shards", None)
+        return own if isinstance(own, int) and own > 0 and callable(getattr(self._samples, "shard", None)) else 1
+
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         samples = self._samples
         if hasattr(samples, "set_epoch"):
             samples.set_epoch(epoch)
-        if num_shards > 1 and _can_divide(samples, num_shards):
+        if num_shards > 1 and self.num_own_shards % num_shards == 0:
             samples, shard, num_shards = samples.shard(num_shards=num_shards, index=shard), 0, 1  # type: ignore[attr-defined]
         return islice(seeded(samples, self._seed, epoch), shard, None, num_shards)
-
-
-def _can_divide(samples: Any, num_shards: int) -> bool:
-    own = getattr(samples, "num_shards", None)
-    return callable(getattr(samples, "shard", None)) and isinstance(own, int) and own % num_shards == 0
 
 
 def seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:

@@ -106,7 +106,7 @@ class Checkpointing:
         self._unread: deque[Numbers] = deque()
         self._requested: dict[str, float] | None = None
         self._num_saves = 0
-        self._is_prepared = self._is_finished = False
+        self._is_prepared = self._has_failed = self._is_finished = False
         with ExitStack() as stack:
             self._folder = RunFolder(settings.root.absolute(), communicator, settings.disk_kind)
             stack.callback(self._folder.close)
@@ -149,9 +149,7 @@ class Checkpointing:
         if name in self._registered or name in OWN:
             raise ValueError(f"{name!r} is taken: choose another name than {', '.join([*OWN, *self._registered])}")
         if not has_state(thing):
-            raise TypeError(
-                f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict: give it both"
-            )
+            raise TypeError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict: give both")
         Component(name, None)  # checks the name
         self._beginning.load(name, thing)
         self._registered[name] = (thing, pattern)
@@ -227,7 +225,11 @@ class Checkpointing:
         """The run ends well: return when everything is on the disk, on all workers."""
         if self._is_finished:
             return
-        self.save_last(loop)
+        self._report(self._writer.settle())
+        if self._has_failed_on_rank_0() and self._settings.final:
+            self._save(loop)  # once more: the disk may have recovered
+        else:
+            self.save_last(loop)
         self._report(self._writer.settle())
         self._leave_together()
 
@@ -243,6 +245,7 @@ class Checkpointing:
         metrics, self._requested = self._requested or {}, None
         self._write(self._writer, loop, metrics)
         self._last = self._moment(loop)
+        self._has_failed = False
         # Whatever was asked for until now is done.
         self._agreed = NOTHING
         self._asked = self._asked if self._asked == STOP else NOTHING
@@ -280,7 +283,8 @@ class Checkpointing:
             self._snapshots.prepare(components)
 
     def _stop(self, loop: Loop) -> None:
-        if self._requested is not None or loop.position.step > self._last.step:
+        self._has_failed |= self._writer.settle() is not None
+        if self._requested is not None or loop.position.step > self._last.step or self._has_failed_on_rank_0():
             self._save(loop)
         if error := self._writer.settle():
             raise error
@@ -291,17 +295,24 @@ class Checkpointing:
         raise Stopped(loop.position.step)
 
     def _leave_together(self) -> None:
-        """The newest state is on the disk everywhere: nobody needs the snapshots any more."""
+        """Where the newest state is on the disk nobody needs the snapshots any more."""
+        is_on_disk = not self._has_failed_on_rank_0()
         wait_for_all(self._subject.communicator)
         if self._snapshots is not None:
             self._snapshots.settle()
-            self._folder.remove_memory()
+            if is_on_disk:
+                self._folder.remove_memory()
         self._is_finished = True
+
+    def _has_failed_on_rank_0(self) -> bool:
+        """Whether the last checkpoint did not become visible. Rank 0 makes it so, and all must act alike."""
+        return bool(decided_by_rank_0(lambda: self._has_failed, self._subject.communicator))
 
     def _report(self, error: CheckpointError | None) -> None:
         """A save failed: stop or go on, as chosen."""
         if error is None:
             return
+        self._has_failed = True
         if self._settings.on_error == "stop":
             raise error
         logger.warning("training goes on without a checkpoint: %s", error)
