@@ -241,7 +241,7 @@ def test_exact_mode_names_the_micro_batch_of_an_infinite_gradient(pool: WorkerPo
         ({"shares": "equal", "speed_hints": [1]}, ValueError, "speed_hints would be ignored"),
         ({"data": []}, ValueError, "data is empty"),
         ({"data": (X, Y[:10])}, ValueError, r"the columns of data have \[50, 10\] rows"),
-        ({"data": iter([1])}, TypeError, "has no __getitem__ and __len__"),
+        ({"data": iter([1])}, TypeError, "can be read only once"),
         ({"model": lambda: nn.ReLU()}, ValueError, "no parameter that requires a gradient"),
         ({"model": lambda: 3}, TypeError, "without a parameters\\(\\) method"),
         ({"optimizer": lambda _: 3}, TypeError, "optimizer made a int"),

@@ -323,12 +323,12 @@ def test_a_loader_can_be_evaluated() -> None:
 
 
 def test_settings_are_taken_over() -> None:
-    loader = DataLoader(Noisy(), batch_size=8, num_workers=3, shuffle=True, drop_last=True)
+    loader = DataLoader(Noisy(), batch_size=8, num_workers=2, shuffle=True, drop_last=True)
     adopted = adopt(loader, Wishes(global_batch=16), seed=0)
-    assert (adopted.micro_batch, adopted.readers, adopted.shuffle, adopted.feed) == (8, 3, True, "sharded")
+    assert (adopted.micro_batch, adopted.readers, adopted.shuffle, adopted.feed) == (8, 2, True, "sharded")
     assert isinstance(adopted.data, Visited)
     assert len(adopted.data) == 48
-    in_memory = adopt(DataLoader(TensorDataset(X, Y), batch_size=8, num_workers=3), Wishes(), seed=0)
+    in_memory = adopt(DataLoader(TensorDataset(X, Y), batch_size=8, num_workers=2), Wishes(), seed=0)
     assert isinstance(in_memory.data, Columns)
     assert (in_memory.readers, in_memory.shuffle) == (0, False), "processes would only slow indexing down"
 

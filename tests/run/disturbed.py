@@ -69,6 +69,7 @@ class Disturbed:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "run")]),
                 "OMP_NUM_THREADS": "1",
+                "TMPDIR": str(self.folder),  # a launcher that is killed leaves its folder to the next one
                 "CUDA_VISIBLE_DEVICES": "",
             },
             stdout=subprocess.PIPE,

@@ -58,7 +58,9 @@ class Average:
         return {"weights": self.weights, "draws": self.draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.weights, self.draws = state["weights"], state["draws"]
+        for name, weight in state["weights"].items():
+            self.weights[name].copy_(weight)  # which comes from the disk, to wherever the model is
+        self.draws = state["draws"]
 
 
 def setup(root: Path | None, **settings: Any) -> pl.Trainer:

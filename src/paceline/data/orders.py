@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
@@ -146,11 +146,14 @@ class Sampled:
 
     def __len__(self) -> int:
         """Samples, or batches, of an epoch; of the first, where the sampler does not know."""
+        return self._length // self.whole * self.whole
+
+    @cached_property
+    def _length(self) -> int:
         try:
-            length = len(self.sampler)  # type: ignore[arg-type]
+            return len(self.sampler)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
-            length = len(self.draw(0))
-        return length // self.whole * self.whole
+            return len(self.draw(0))
 
     @property
     def fingerprint(self) -> Any:

@@ -96,21 +96,23 @@ def forget_newer(folder: RunFolder, found: Found) -> None:
 def check_progress(root: Path, step: int, communicator: Communicator) -> None:
     """Raise on every worker if the group was restarted twice from the same step."""
     launch, count = restarts()
-    if count:
-        decided_by_rank_0(lambda: _note_restart(root / RESTART_NAME, launch, step), communicator)
+    if count and (before := decided_by_rank_0(lambda: _note_restart(root / RESTART_NAME, launch, step), communicator)):
+        raise NoProgressError(
+            f"the workers were restarted at step {before['step']} and died before a newer one was saved: save more "
+            "often, or look at what ended them"
+        )
 
 
-def _note_restart(path: Path, launch: str, step: int) -> None:
+def _note_restart(path: Path, launch: str, step: int) -> dict[str, Any] | None:
+    """The restart before this one, if it was at this step or a later one; else this one is the last known."""
     try:
         last = json.loads(path.read_text())
     except (OSError, ValueError):
         last = {}
     if last.get("launch") == launch and step <= last["step"]:
-        raise NoProgressError(
-            f"the workers were restarted at step {last['step']} and died before a newer one was saved: save more "
-            "often, or look at what ended them"
-        )
+        return dict(last)
     path.write_text(json.dumps({"launch": launch, "step": step}))
+    return None
 
 
 def _common(folder: RunFolder, communicator: Communicator) -> list[Path]:
