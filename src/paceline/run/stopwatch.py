@@ -34,6 +34,7 @@ class HostStopwatch:
 
     def __init__(self) -> None:
         self._sync = self._rest = 0.0
+        self._is_first = True
 
     def begin_step(self) -> None:
         self._begun = perf_counter()
@@ -54,6 +55,9 @@ class HostStopwatch:
         self._received = perf_counter()
 
     def end_step(self) -> None:
+        if self._is_first:  # it made the optimizer's state and the connections, which no later step will
+            self._is_first = False
+            return
         self._sync = self._received - self._sent
         self._rest = self._sent - self._begun - self._seconds + perf_counter() - self._received
 
@@ -63,6 +67,7 @@ class CudaStopwatch:
 
     def __init__(self) -> None:
         self._steps: deque[_Marks] = deque()
+        self._is_first = True
 
     def begin_step(self) -> None:
         self._marks = _Marks()
@@ -86,7 +91,9 @@ class CudaStopwatch:
 
     def end_step(self) -> None:
         self._marks.ended = _mark()
-        self._steps.append(self._marks)
+        if not self._is_first:  # which compiled, allocated and connected
+            self._steps.append(self._marks)
+        self._is_first = False
 
 
 class _Marks:
