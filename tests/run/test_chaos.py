@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -22,6 +23,7 @@ from disturbed import PACELINE_RUN, Disturbed, end, workers_of
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.checkpoint.reading import verify
+from paceline.checkpoint.run_folder import MEMORY, memory_folder
 
 # Workers give up on one that is silent for so long; it is stopped for longer.
 TIMEOUT_S = 4.0
@@ -60,6 +62,8 @@ class Chaos:
             run = Disturbed(folder, pause_s=0.15, timeout_s=TIMEOUT_S, **settings)
             self._finish(run)
             self.digests.append(run.digest)
+            for left in MEMORY.glob(f"{memory_folder(run.root, '').name}*"):
+                shutil.rmtree(left)  # of a run that was killed when it had ended but for the clean-up
             assert [verify(path) for path in sorted(run.root.glob("step-*"))] == [[]] * len(complete_steps(run.root))
 
     def _finish(self, run: Disturbed) -> None:
