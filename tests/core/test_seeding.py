@@ -51,6 +51,8 @@ def test_purposes_never_change() -> None:
         "EVALUATION": 4,
         "SAMPLE": 5,
         "SAMPLE_BLOCK": 6,
+        "SHUFFLE_BUFFER": 7,
+        "ORDER": 8,
     }
 
 
