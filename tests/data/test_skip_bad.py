@@ -100,7 +100,7 @@ def test_without_a_callback_there_is_a_warning_for_each() -> None:
 
 def test_samples_that_do_not_fit_together_are_not_skipped() -> None:
     source = SkipBad(as_source([torch.zeros(2), torch.zeros(3)]), lambda _: pytest.fail("skipped"))
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
+    with pytest.raises(ValueError, match="samples 0 and 1 do not fit into one micro-batch"):
         source.read(indices(0, 1), 0, 0)
 
 
