@@ -30,9 +30,10 @@ from paceline.run.planner import planner_for
 from paceline.run.recovery import Start
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
 from paceline.run.resuming import load_weights
-from paceline.sync.averaging import AveragedReplicas, Averaging, GradientsFirst
+from paceline.sync.averaging import AveragedReplicas, Averaging
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.gradients import BucketedGradients, DirectGradients, GradientExchange
+from paceline.sync.gradients_first import GradientsFirst
 
 
 @dataclass(frozen=True)

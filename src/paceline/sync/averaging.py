@@ -7,23 +7,21 @@ the result depends on the number of workers (local SGD). Each worker's step is o
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
-from paceline.comm.base import Communicator, Pending
+from paceline.comm.base import Communicator
 from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.gradients import GradientExchange
 from paceline.sync.guard import DivergenceGuard
-from paceline.sync.numbers import LocalNumbers, Numbers, OneLoss, StepNumbers
+from paceline.sync.meeting import Meeting, Outcome, Round
+from paceline.sync.numbers import LocalNumbers, OneLoss, StepNumbers
 
 logger = logging.getLogger("paceline")
 
@@ -93,10 +91,8 @@ class AveragedReplicas:
         threshold = settings.divergence_threshold
         self._guard = None if threshold is None else DivergenceGuard(threshold)
         self._events = events
-        self._meeting = _Meeting(
-            parameters, statistics, communicator, TRANSFER_TYPES[settings.transfer], settings.outer
-        )
-        self._round = _Round()
+        self._meeting = Meeting(parameters, statistics, communicator, TRANSFER_TYPES[settings.transfer], settings.outer)
+        self._round = Round()
         self._timing = NOT_MEASURED
         self._wish = 0.0
         self._forget_outcome()
@@ -177,7 +173,7 @@ class AveragedReplicas:
         if self._meeting.is_under_way:
             self._take_outcome()
         self._meeting.start(self._round, self._timing, self._wish)
-        self._round = _Round()
+        self._round = Round()
         if is_final or not self._is_overlapping:
             self._take_outcome()
 
@@ -201,7 +197,7 @@ class _Interval(Protocol):
     @property
     def steps(self) -> int: ...
 
-    def observe(self, outcome: _Outcome) -> None: ...
+    def observe(self, outcome: Outcome) -> None: ...
 
     def halve(self) -> None: ...
 
@@ -216,7 +212,7 @@ class _Fixed:
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def observe(self, outcome: _Outcome) -> None:
+    def observe(self, outcome: Outcome) -> None:
         return
 
     def halve(self) -> None:
@@ -240,7 +236,7 @@ class _ByCadence:
     def steps(self) -> int:
         return self._el_che.total_batches
 
-    def observe(self, outcome: _Outcome) -> None:
+    def observe(self, outcome: Outcome) -> None:
         if outcome.steps and outcome.round_s > 0:
             sync_ms = 1e3 * outcome.sync_s if outcome.sync_s else None
             self._el_che.report_timing([1e3 * outcome.round_s], [outcome.steps], sync_ms)
@@ -257,220 +253,3 @@ class _ByCadence:
 
 def _interval(every: int | Cadence) -> _Interval:
     return _ByCadence(every) if isinstance(every, Cadence) else _Fixed(every)
-
-
-@dataclass
-class _Round:
-    """What happened since the last meeting: this worker's weight, and the steps and micro-batches of all."""
-
-    weight: float = 0.0
-    steps: int = 0
-    micro_batches: int = 0
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a meeting found. `round_s`: what the slowest worker took for the `steps` before it; `sync_s`: what the
-    meeting before it took of the worker that came last, who waited for nobody."""
-
-    drift: float
-    timings: tuple[Timing, ...]
-    wishes: tuple[float, ...]
-    steps: int
-    round_s: float
-    sync_s: float
-
-
-class _Row(NamedTuple):
-    """What a worker tells at a meeting."""
-
-    weight: float
-    weighted_square: float  # of its change's length
-    round_s: float
-    sync_s: float
-    micro_batch_s: float
-    rest_s: float
-    wish: float
-
-
-class _Meeting:
-    """All replicas' weights at one point, and the way from each replica to it.
-
-    What travels is each replica's change since the last meeting, which bears a coarse type better than the weights
-    themselves would. Changes are weighted by samples; the drift follows from their lengths and that of their mean.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        statistics: Sequence[torch.Tensor],
-        communicator: Communicator,
-        transfer: torch.dtype,
-        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
-    ) -> None:
-        self._tensors = [*(p.detach() for p in parameters), *statistics]
-        self._sizes = [tensor.numel() for tensor in self._tensors]
-        self._communicator = communicator
-        self._common = self._read()
-        device, size = self._common.device, communicator.world.size
-        self._travelling = communicator.empty(self._common.numel(), transfer, device)
-        self._table = communicator.empty(size * len(_Row._fields), torch.float64, device)
-        self._pending: list[Pending] = []
-        # A view: what the outer optimizer does to it, it does to the common weights, not to statistics.
-        self._trained = torch.nn.Parameter(self._common[: sum(p.numel() for p in parameters)])
-        self._outer = None if outer is None else outer([self._trained])
-        self._clock = _Clock(device)
-
-    @property
-    def is_under_way(self) -> bool:
-        return bool(self._pending)
-
-    @torch.no_grad()
-    def start(self, own: _Round, timing: Timing, wish: float) -> None:
-        round_s, sync_s = self._clock.end_round()
-        with self._clock.sync():
-            self._steps = own.steps
-            self._change = self._read().sub_(self._common)
-            # Divided by a number all workers know, so that a sum over thousands of samples stays in fp16's range.
-            self._scale = 1.0 / max(own.micro_batches, 1)
-            torch.mul(self._change, own.weight * self._scale, out=self._travelling)
-            square = own.weight * self._change.norm(dtype=torch.float64).square().item()
-            row = _Row(own.weight, square, round_s, sync_s, timing.micro_batch, timing.rest, wish)
-            rank = self._communicator.world.rank
-            self._table.zero_()
-            self._table.view(-1, len(row))[rank] = torch.tensor(row, dtype=torch.float64)
-            self._pending = [self._communicator.all_reduce(t) for t in (self._table, self._travelling)]
-
-    @torch.no_grad()
-    def finish(self, *, has_moved_on: bool) -> _Outcome:
-        """The common weights for a replica that waited; for one that moved on since `start`, the way to them."""
-        with self._clock.sync():
-            for pending in self._pending:
-                pending.wait()
-            self._pending = []
-            rows = [_Row(*row) for row in self._table.view(-1, len(_Row._fields)).tolist()]
-            total = max(sum(row.weight for row in rows), 1.0)  # nobody saw a sample: nothing has changed
-            mean = self._travelling.to(torch.float32).div_(total * self._scale)
-            before = self._common.clone() if has_moved_on else None
-            self._advance(mean)
-            if before is None:
-                self._write(self._common)
-            else:
-                self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
-            length = mean.norm(dtype=torch.float64).item()
-            square_distance = max(0.0, sum(row.weighted_square for row in rows) / total - length**2)
-            drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
-        timings = tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows)
-        round_s, sync_s = max(row.round_s for row in rows), min(row.sync_s for row in rows)
-        return _Outcome(drift, timings, tuple(row.wish for row in rows), self._steps, round_s, sync_s)
-
-    def state_dict(self) -> dict[str, Any]:
-        """For when no meeting is under way and nobody has moved on since the last."""
-        return {"common": self._common, "outer": None if self._outer is None else self._outer.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._common.copy_(state["common"])
-        if self._outer is not None and state["outer"] is not None:
-            self._outer.load_state_dict(state["outer"])
-
-    def _advance(self, mean: torch.Tensor) -> None:
-        if self._outer is None:
-            self._common.add_(mean)
-            return
-        num_trained = self._trained.numel()
-        self._trained.grad = -mean[:num_trained]
-        self._outer.step()
-        self._common[num_trained:].add_(mean[num_trained:])
-
-    def _read(self) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in self._tensors])
-
-    def _write(self, values: torch.Tensor) -> None:
-        for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
-            part = part.view_as(tensor)
-            tensor.copy_(part if tensor.is_floating_point() else part.round())
-
-
-class _Clock:
-    """What the meetings take of this worker's time, and what is left to its steps between two of them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun = perf_counter()
-        self._sync_s = 0.0
-
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        begun = self._now()
-        try:
-            yield
-        finally:
-            self._sync_s += self._now() - begun
-
-    def end_round(self) -> tuple[float, float]:
-        """Seconds since the last call, in steps and in meetings."""
-        now = self._now()
-        sync_s, self._sync_s = self._sync_s, 0.0
-        round_s, self._begun = now - self._begun - sync_s, now
-        return round_s, sync_s
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":  # else the meeting would be blamed for work that was queued before it
-            torch.cuda.synchronize(self._device)
-        return perf_counter()
-
-
-class GradientsFirst:
-    """Post-local SGD: gradients in every step at first, another strategy after so many steps."""
-
-    def __init__(self, first: GradientExchange, then: Callable[[], GradientExchange], num_steps: int) -> None:
-        self._now = first
-        self._then = then
-        self._steps_left = num_steps
-
-    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
-        self._now.begin_step(plan, total_weight=total_weight, loss_scale=loss_scale)
-
-    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
-        self._now.begin_micro_batch(number, weight, is_last=is_last)
-
-    def end_micro_batch(self, loss: torch.Tensor | None) -> None:
-        self._now.end_micro_batch(loss)
-
-    def has_gradient(self) -> bool:
-        return self._now.has_gradient()
-
-    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
-        self._now.send(timing, wish)
-
-    def finish(self) -> Numbers | None:
-        return self._now.finish()
-
-    def complete(self) -> None:
-        self._now.complete()
-        self._steps_left -= 1
-        if self._steps_left == 0:
-            self._switch()
-
-    def synchronize(self) -> None:
-        self._now.synchronize()
-
-    def abandon(self) -> None:
-        self._now.abandon()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first_steps_left": self._steps_left, **self._now.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps_left = state.get("first_steps_left", self._steps_left)
-        if self._steps_left <= 0:
-            self._switch()
-        self._now.load_state_dict(state)
-
-    def close(self) -> None:
-        self._now.close()
-
-    def _switch(self) -> None:
-        self._now.close()
-        self._now = self._then()
