@@ -17,7 +17,7 @@ from bench import scaling
 from bench.data_files import COLUMN, write_files
 from bench.data_reading import hf_dataset
 from bench.harness import Result, alternate, isolated
-from bench.scaling import ENDLESS, LENGTH, VOCABULARY, Loop, Task, make_model, make_optimizer, make_tokens
+from bench.scaling import LENGTH, VOCABULARY, Loop, Task, make_tokens
 from bench.workers import gloo_group, run_workers
 
 SHARDED, DISPATCHED = "sharded", "dispatched"
@@ -33,24 +33,12 @@ WAIT = 0.8
 Loops: TypeAlias = Mapping[str, Callable[[Task, int], Loop]]
 
 
-def train(make_data: Callable[[], Any], task: Task, rank: int, **settings: Any) -> Loop:  # noqa: ARG001 - it knows its rank
-    import paceline as pl
+def train(make_data: Callable[[], Any], task: Task, rank: int, **settings: Any) -> Loop:
+    def tokens_of(batch: Any) -> Tensor:
+        tokens: Tensor = batch[COLUMN] if isinstance(batch, dict) else batch
+        return tokens
 
-    with pl.Trainer.setup(
-        make_model,
-        make_optimizer,
-        data=make_data(),
-        global_batch=task.samples_per_worker * task.num_workers,
-        micro_batch=task.micro_batch,
-        threads=1,
-        shares="equal",
-        **settings,
-    ) as trainer:
-        for epoch in trainer.epochs(ENDLESS):
-            for batch in epoch:
-                trainer.backward(trainer.model(batch[COLUMN] if isinstance(batch, dict) else batch))
-                if trainer.step():
-                    yield
+    return scaling.paceline(task, rank, data=make_data(), tokens_of=tokens_of, shares="equal", **settings)
 
 
 def strategies(folder: Path, task: Task) -> Result:

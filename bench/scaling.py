@@ -100,22 +100,29 @@ def torch_ddp(task: Task, rank: int) -> Loop:
         yield
 
 
-def paceline(task: Task, rank: int, *, exact: bool = False, shares: Any = "measured") -> Loop:  # noqa: ARG001 - it knows its rank
+def paceline(
+    task: Task,
+    rank: int,  # noqa: ARG001 - it knows its rank
+    *,
+    data: Any = None,
+    tokens_of: Callable[[Any], Tensor] = lambda batch: batch,
+    **settings: Any,
+) -> Loop:
+    """Ours, over tokens in memory unless other data is given."""
     import paceline as pl
 
     with pl.Trainer.setup(
         make_model,
         make_optimizer,
-        data=make_tokens(),
+        data=make_tokens() if data is None else data,
         global_batch=task.samples_per_worker * task.num_workers,
         micro_batch=task.micro_batch,
         threads=1,
-        exact=exact,
-        shares=shares,
+        **settings,
     ) as trainer:
         for epoch in trainer.epochs(ENDLESS):
             for batch in epoch:
-                trainer.backward(trainer.model(batch))
+                trainer.backward(trainer.model(tokens_of(batch)))
                 if trainer.step():
                     yield
 

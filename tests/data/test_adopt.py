@@ -25,6 +25,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from training import train
 from worker_pool import WorkerPool
 
 import paceline as pl
@@ -99,18 +100,6 @@ def numbers(data: Any, epochs: int = 2, **settings: Any) -> list[list[list[int]]
                 trainer.backward(trainer.model(batch.float().reshape(-1, 1)).mean())
                 trainer.step()
     return seen
-
-
-def train(data: Any, **settings: Any) -> tuple[str, list[float]]:
-    """A digest of the weights after two epochs, and what each step weighed."""
-    weights: list[float] = []
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, exact=True, **settings) as trainer:
-        trainer.every(1, lambda record: weights.append(record.weight))
-        for epoch in trainer.epochs(2):
-            for batch in epoch:
-                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
-                trainer.step()
-        return digest(trainer.model.state_dict()), weights
 
 
 LOADERS = {

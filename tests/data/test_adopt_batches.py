@@ -15,6 +15,7 @@ import torch
 from models import digest, mlp, vectors
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from training import train
 from worker_pool import WorkerPool
 
 import paceline as pl
@@ -40,18 +41,6 @@ class Foreign:
             size = random.randint(1, 4)
             rows, order = order[:size], order[size:]
             yield [X[rows] + 0.1 * torch.rand(()), Y[rows]]
-
-
-def train(data: Any, **settings: Any) -> tuple[str, list[float]]:
-    """A digest of the weights after two epochs, and what each step weighed."""
-    weights: list[float] = []
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, exact=True, **settings) as trainer:
-        trainer.every(1, lambda record: weights.append(record.weight))
-        for epoch in trainer.epochs(2):
-            for batch in epoch:
-                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
-                trainer.step()
-        return digest(trainer.model.state_dict()), weights
 
 
 def numbers(data: Any, epochs: int = 1, **settings: Any) -> list[list[int]]:

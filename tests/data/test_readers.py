@@ -18,7 +18,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from models import digest, mlp, vectors
+import training
+from models import mlp, vectors
 from torch.nn import functional
 from torch.utils.data import Dataset
 from worker_pool import WorkerPool
@@ -48,15 +49,9 @@ class Noisy(Dataset):
         return self.x[index] + 0.1 * noise, self.y[index]
 
 
-def train(size_or_data: Any = None, **settings: Any) -> str:
-    data = Noisy() if size_or_data is None else size_or_data
-    settings = {"global_batch": 16, "micro_batch": 4, "exact": True, **settings}
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings) as trainer:
-        for epoch in trainer.epochs(2):
-            for batch in epoch:
-                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
-                trainer.step()
-        return digest(trainer.model.state_dict())
+def train(data: Any = None, **settings: Any) -> str:
+    """A digest of the weights."""
+    return training.train(data or Noisy(), **{"global_batch": 16, "micro_batch": 4, **settings})[0]
 
 
 @pytest.mark.parametrize("readers", [1, 2])

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import training
 from hypothesis import given
 from hypothesis import strategies as st
-from models import digest, mlp, vectors
-from torch.nn import functional
+from models import vectors
 from torch.utils.data import IterableDataset
 from worker_pool import WorkerPool
 
-import paceline as pl
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.bring import DataSettings, make_feed
@@ -47,15 +46,7 @@ class Noisy:
 
 
 def train(data: Any, **settings: Any) -> tuple[str, list[float]]:
-    weights: list[float] = []
-    settings = {"global_batch": 16, "micro_batch": 2, "exact": True, **settings}
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings) as trainer:
-        trainer.every(1, lambda record: weights.append(record.weight))
-        for epoch in trainer.epochs(2):
-            for batch in epoch:
-                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
-                trainer.step()
-        return digest(trainer.model.state_dict()), weights
+    return training.train(data, **{"global_batch": 16, "micro_batch": 2, **settings})
 
 
 def test_a_stream_ends_in_one_smaller_step() -> None:
