@@ -180,3 +180,29 @@ def test_a_world_of_one_exchanges_nothing() -> None:
     assert alone.empty(4, torch.float32, torch.device("cpu")).shape == (4,)
     with pytest.raises(ValueError, match="a world of 2 workers needs a communicator that reaches them"):
         SingleCommunicator(World(0, 2))
+
+
+def test_what_is_sent_arrives_in_order_and_by_value() -> None:
+    first, second = group(2)
+    sent = torch.tensor([1.0, 2.0])
+    first.send(sent, to=1)
+    sent.fill_(9.0)
+    first.send(sent, to=1)
+    received = torch.empty(2)
+    second.receive(received, source=0)
+    assert received.tolist() == [1.0, 2.0]
+    second.receive(received, source=0)
+    assert received.tolist() == [9.0, 9.0]
+
+
+def test_receiving_what_nobody_sends_ends_with_an_error() -> None:
+    first, second = group(2, timeout_s=0.05)
+    with pytest.raises(
+        CommunicationTimeout, match=r"rank 1 waited timeout_s=0.05 s in receive: replica 0 did not send"
+    ):
+        second.receive(torch.empty(1), source=0)
+    first.send(torch.ones(1), to=1)
+    first.close()
+    second.receive(torch.empty(1), source=0)  # it was sent before
+    with pytest.raises(CommunicationError, match="replica 0 closed its communicator before it sent to rank 1"):
+        second.receive(torch.empty(1), source=0)

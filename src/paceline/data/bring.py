@@ -20,7 +20,7 @@ from paceline.data.feed import Feed, PlanStep
 from paceline.data.orders import Epochs, NumberedData, epochs_of, num_left, source_of
 from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
 from paceline.data.resident import resident
-from paceline.data.sharded import ShardedFeed, read_request
+from paceline.data.sharded import ShardedFeed, reader_of
 from paceline.data.sources import Read, Source, as_source
 from paceline.data.streams import IterableStream, Slot, StreamReader
 from paceline.data.together import Course, Inline, OwnParts, Planned, ReadByOne, TogetherFeed
@@ -168,7 +168,7 @@ class Parts(Protocol):
 
 class _NumberedParts:
     def __init__(self, source: Source, epochs: Epochs) -> None:
-        self.read = partial(read_request, source)
+        self.read = reader_of(source)
         self._epochs = epochs
 
     def requests(self, planned: Planned, numbers: range, num_readers: int) -> list[tuple[Any, int | None]]:

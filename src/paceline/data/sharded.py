@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from paceline.data.feed import PlanStep, Step
 from paceline.data.orders import Epoch, Epochs, Request, num_left
 from paceline.data.prefetch import Prefetcher
 from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
-from paceline.data.sources import Read, Source, read_counted
+from paceline.data.sources import Read, Source
 from paceline.plan.steps import Position
 
 
@@ -43,7 +42,7 @@ class ShardedFeed:
         self._rank = rank
         self._weight_fn = weight_fn
         self._at_once = at_once
-        self._read = partial(read_request, source)
+        self._read = reader_of(source)
         self._to_device = DeviceCopier(device)
         self._prefetcher = _prefetcher(source, self._read, readers, prefetch)
         # Weights that are known before reading save a pass over all gradients; bad samples that are left out are not.
@@ -95,8 +94,11 @@ class ShardedFeed:
                 plan = self._plan_step(num_left(epoch, position))
 
 
-def read_request(source: Source, request: Request) -> Read:
-    return read_counted(source, request.indices, request.epoch, request.position)
+def reader_of(source: Source) -> Callable[[Request], Read]:
+    """Reads requests from this source; one that may leave samples out says how many it read."""
+    if hasattr(source, "read_counted"):
+        return lambda asked: source.read_counted(asked.indices, asked.epoch, asked.position)
+    return lambda asked: Read(source.read(asked.indices, asked.epoch, asked.position), asked.num_samples)
 
 
 def passes(numbers: range, at_once: int) -> Iterator[range]:

@@ -44,15 +44,6 @@ class Read(NamedTuple):
     skipped: tuple[Any, ...] = ()
 
 
-def read_counted(source: Source, indices: Indices, epoch: int, position: int) -> Read:
-    """These samples as one micro-batch; a source that may leave some out says how many there are."""
-    count = getattr(source, "read_counted", None)
-    if count is None:
-        return Read(source.read(indices, epoch, position), len(indices))
-    read: Read = count(indices, epoch, position)
-    return read
-
-
 class Columns:
     """Tensors or arrays with one row per sample: a tensor, or a tuple or dict of them. Reading is one gather each."""
 

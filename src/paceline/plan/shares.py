@@ -55,8 +55,13 @@ def _shares(num_micro_batches: int, speeds: tuple[float, ...], delays: tuple[flo
 
 def ranges(counts: Sequence[int]) -> Plan:
     """Consecutive micro-batch numbers per worker, in rank order: (3, 0, 2) gives 0..2, none, 3..4."""
+    return _ranges(tuple(counts))
+
+
+@lru_cache(maxsize=256)
+def _ranges(counts: tuple[int, ...]) -> Plan:
     if any(count < 0 for count in counts):
-        raise ValueError(f"shares {tuple(counts)} contain a negative one: choose shares >= 0")
+        raise ValueError(f"shares {counts} contain a negative one: choose shares >= 0")
     return tuple(range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0)))
 
 

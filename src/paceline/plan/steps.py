@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 
 def _is_int(value: object) -> bool:
@@ -84,8 +85,7 @@ def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
     return max(d for d in divisors if d < near), min(d for d in divisors if d > near)
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """Where a run is. Small, serialisable, independent of the number of workers.
 
     `micro_batch` counts those of this epoch that are done, `step` the steps of the whole run.
@@ -94,12 +94,6 @@ class Position:
     epoch: int = 0
     micro_batch: int = 0
     step: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("epoch", "micro_batch", "step"):
-            value = getattr(self, name)
-            if not _is_int(value) or value < 0:
-                raise ValueError(f"position's {name}={value!r} is not a count: it must be an integer >= 0")
 
     def after_step(self, num_micro_batches: int, steps: Steps) -> Position:
         """The position once a step of so many micro-batches is done; an epoch's last one leads to the next epoch."""
@@ -118,14 +112,17 @@ class Position:
         return Position(self.epoch + 1, 0, self.step)
 
     def to_dict(self) -> dict[str, int]:
-        return asdict(self)
+        return self._asdict()
 
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Position:
         """The position that `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
-        names = [field.name for field in fields(cls)]
+        names = cls._fields
         if missing := [name for name in names if name not in values]:
             raise ValueError(f"position lacks {', '.join(missing)}: it needs {', '.join(names)}")
         if unknown := [str(key) for key in values if key not in names]:
             raise ValueError(f"position has unknown {', '.join(unknown)}: it takes only {', '.join(names)}")
+        for name, value in values.items():
+            if not _is_int(value) or value < 0:
+                raise ValueError(f"position's {name}={value!r} is not a count: it must be an integer >= 0")
         return cls(**values)
