@@ -15,6 +15,8 @@ from paceline.core.world import World
 
 # Workers may reach their first meeting far apart: importing, or building the data, takes one longer than another.
 JOIN_TIMEOUT_S = 300.0
+# How many open communicators rely on a default group that one of them started: it ends with the last, in any order.
+_users: dict[dist.ProcessGroup, int] = {}
 
 
 class ProcessGroupCommunicator:
@@ -28,14 +30,15 @@ class ProcessGroupCommunicator:
         self.timeout_s = timeout_s
         self.backend = backend or default_backend(world)
         timeout = timedelta(seconds=timeout_s)
-        self._started_default_group = not dist.is_initialized()
+        self._default_group: dist.ProcessGroup | None = None
         try:
-            if self._started_default_group:
+            if not dist.is_initialized():
                 _start_default_group(world, self.backend, timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)))
+                _users[_default_group()] = 0
+            self._join_default_group()
             group = dist.new_group(backend=self.backend, timeout=timeout)
         except RuntimeError as error:
-            if self._started_default_group and dist.is_initialized():
-                dist.destroy_process_group()
+            self._leave_default_group()
             raise _translate(error, "joining the world", self) from None
         self._group: dist.ProcessGroup | None = group
 
@@ -77,7 +80,21 @@ class ProcessGroupCommunicator:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-            if self._started_default_group:
+        self._leave_default_group()
+
+    def _join_default_group(self) -> None:
+        self._default_group = _default_group()
+        if self._default_group in _users:
+            _users[self._default_group] += 1
+
+    def _leave_default_group(self) -> None:
+        default, self._default_group = self._default_group, None
+        if default not in _users:
+            return
+        _users[default] -= 1
+        if _users[default] == 0:
+            del _users[default]
+            if dist.is_initialized() and _default_group() is default:
                 dist.destroy_process_group()
 
     def _open_group(self) -> dist.ProcessGroup:
@@ -97,6 +114,12 @@ class _PendingWork:
             self._work.wait()
         except RuntimeError as error:
             raise _translate(error, self._operation, self._communicator) from None
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def default_backend(world: World) -> str:
