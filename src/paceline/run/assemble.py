@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoint.manifest import Pattern
 from paceline.comm import connect
 from paceline.comm.base import Communicator
 from paceline.comm.single import SingleCommunicator
@@ -19,11 +20,13 @@ from paceline.core.world import World
 from paceline.data.bring import DataSettings, make_feed
 from paceline.data.orders import NumberedData
 from paceline.data.streams import IterableStream
+from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
 from paceline.run.checkpointing import Checkpointing, Subject, Unsaved
 from paceline.run.checkpoints import Checkpoints
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
+from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
 from paceline.run.identity import identity
 from paceline.run.loop import Loop
 from paceline.run.planner import planner_for
@@ -38,13 +41,15 @@ from paceline.sync.gradients_first import GradientsFirst
 
 @dataclass(frozen=True)
 class Run:
-    """A run's parts. `cleanup` takes it apart again, in reverse order."""
+    """A run's parts. `cleanup` takes it apart again, in reverse order. `steps_per_epoch`: None if nobody knows."""
 
     loop: Loop
     steps: Steps
+    steps_per_epoch: int | None
     communicator: Communicator
     events: Events
     keeper: Checkpointing | Unsaved
+    average: Average
     cleanup: ExitStack
 
 
@@ -60,13 +65,16 @@ def assemble(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     checkpoints: Checkpoints | None = None,
     start: Start | None = None,
+    ema: float | None = None,
 ) -> Run:
     """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
+    check_ema(ema, config.strategy)
     with ExitStack() as stack:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
+            _check_device(world.device)
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
@@ -86,14 +94,30 @@ def assemble(
         subject = Subject(replica, own, communicator, events, has_own_optimizers)
         keeper = _keeper(checkpoints, start or Start(), subject)  # loads the weights, which the exchange may look at
         stack.callback(keeper.close)
+        average = NoAverage() if ema is None else WeightAverage(replica, ema)
+        if isinstance(average, WeightAverage) and checkpoints is not None:
+            keeper.register("ema", average, Pattern.REPLICATED)
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
         planner = planner_for(config, world, config.max_micro_batches(world.size))
         feed = make_feed(data, _data_settings(config, world, weight_fn, collate_fn), steps, planner.plan, communicator)
         stack.callback(feed.close)
-        loop = Loop(config, world, replica, exchange, feed, planner, events, keeper)
+        loop = Loop(config, world, replica, exchange, feed, planner, events, keeper, average)
         keeper.load_loop(loop)
-        return Run(loop, steps, communicator, events, keeper, stack.pop_all())
+        is_known = not isinstance(data, IterableStream) and not isinstance(config.strategy, Cadence)
+        num_steps = steps.num_steps if is_known else None
+        return Run(loop, steps, num_steps, communicator, events, keeper, average, stack.pop_all())
+
+
+def _check_device(device: torch.device) -> None:
+    """A device that torch sees may still be one that this build of torch has no kernels for, or that is broken."""
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        raise ValueError(
+            f"{device} ({torch.cuda.get_device_name(device)}) cannot run a kernel: {str(error).splitlines()[0]}. Leave "
+            "it out with CUDA_VISIBLE_DEVICES, or install a torch that supports it"
+        ) from error
 
 
 def _keeper(checkpoints: Checkpoints | None, start: Start, subject: Subject) -> Checkpointing | Unsaved:

@@ -12,6 +12,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import torch
+
 from paceline.checkpoint.compare import check_replication
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import new_token, step_folder
@@ -42,21 +44,44 @@ logger = logging.getLogger("paceline")
 NOTHING, SAVE, STOP = 0.0, 1.0, 2.0
 
 
+class Agreement:
+    """What all workers do before the next step, from what each of them wished in the exchange of an earlier one."""
+
+    def __init__(self, device: torch.device) -> None:
+        # On a GPU the numbers take a while to arrive: all workers read them equally late.
+        self._lag_steps = GPU_LAG_STEPS if device.type == "cuda" else 0
+        self.forget()
+
+    def observe(self, numbers: Numbers) -> None:
+        self._unread.append(numbers)
+        if len(self._unread) > self._lag_steps:
+            self.wish = max(self._unread.popleft().wishes)
+
+    def forget(self) -> None:
+        """Whatever was wished for until now is done."""
+        self.wish = NOTHING
+        self._unread: deque[Numbers] = deque()
+
+
 class Unsaved:
-    """A run that nobody asked to save: nothing happens between its steps."""
+    """A run that nobody asked to save: all that may happen between its steps is that it ends."""
 
     wish = NOTHING
     resumed_from: Path | None = None
     components: Mapping[str, Pattern] = {}
 
     def observe(self, numbers: Numbers) -> None:
-        return
+        self._agreement.observe(numbers)
 
     def between_steps(self, loop: Loop) -> None:
-        return
+        if self._agreement.wish == STOP:
+            self._agreement.forget()
+            self.wish = NOTHING
+            loop.synchronize()
+            raise Stopped(loop.position.step)
 
     def load_loop(self, loop: Loop) -> None:
-        return
+        self._agreement = Agreement(next(iter(loop.replica.parameters.values())).device)
 
     def register(self, name: str, thing: HasState, pattern: Pattern) -> None:
         raise MisuseError(f"register({name!r}) needs checkpoints: give checkpoints=Checkpoints(folder) to the run")
@@ -65,7 +90,9 @@ class Unsaved:
         raise MisuseError("save() needs a place: give checkpoints=Checkpoints(folder) to the run")
 
     def ask(self, wish: float) -> None:
-        raise MisuseError("there is nowhere to save to: give checkpoints=Checkpoints(folder) to the run")
+        if wish == SAVE:
+            raise MisuseError("there is nowhere to save to: give checkpoints=Checkpoints(folder) to the run")
+        self.wish = wish
 
     def save_last(self, loop: Loop) -> None:
         return
@@ -102,8 +129,8 @@ class Checkpointing:
         self._subject = subject
         self._schedule = settings.schedule
         self._registered: dict[str, tuple[HasState, Pattern]] = {}
-        self._agreed = self._asked = NOTHING
-        self._unread: deque[Numbers] = deque()
+        self._asked = NOTHING
+        self._agreement = Agreement(communicator.world.device)
         self._requested: dict[str, float] | None = None
         self._num_saves = 0
         self._is_prepared = self._has_failed = self._is_finished = False
@@ -134,7 +161,7 @@ class Checkpointing:
         patterns = dict.fromkeys(OWN, Pattern.REPLICATED) | {"random": Pattern.PER_RANK}
         if self._subject.has_own_optimizers:
             patterns["optimizer"] = Pattern.PER_RANK
-        if self._subject.replica.scheduler is None:
+        if not self._subject.replica.schedulers:
             del patterns["scheduler"]
         patterns |= {name: pattern for name, (_, pattern) in self._registered.items()}
         return {name: pattern for name, pattern in patterns.items() if name not in self._settings.leave_out}
@@ -182,14 +209,10 @@ class Checkpointing:
         self._asked = max(self._asked, wish)
 
     def observe(self, numbers: Numbers) -> None:
-        world = self._subject.communicator.world
-        if world.size == 1:
-            self._agreed = self.wish
-            return
-        # On a GPU the numbers take a while to arrive: all workers read them equally late.
-        self._unread.append(numbers)
-        if len(self._unread) > (GPU_LAG_STEPS if world.device.type == "cuda" else 0):
-            self._agreed = max(self._unread.popleft().wishes)
+        if self._subject.communicator.world.size == 1:
+            self._agreement.wish = self.wish
+        else:
+            self._agreement.observe(numbers)
 
     def between_steps(self, loop: Loop) -> None:
         if self._beginning is not None:
@@ -201,9 +224,13 @@ class Checkpointing:
         now = self._moment(loop)
         if now.step > self._first_step and not self._is_prepared:
             self._prepare(loop)
-        if self._agreed == STOP:
+        if self._agreement.wish == STOP:
             self._stop(loop)
-        if self._agreed == SAVE or self._requested is not None or self._schedule.is_due_by_count(now, self._last):
+        if (
+            self._agreement.wish == SAVE
+            or self._requested is not None
+            or self._schedule.is_due_by_count(now, self._last)
+        ):
             self._save(loop)
         every = self._settings.snapshot_every
         if self._snapshots is not None and every is not None and now.step - self._last_snapshot.step >= every:
@@ -246,10 +273,8 @@ class Checkpointing:
         self._write(self._writer, loop, metrics)
         self._last = self._moment(loop)
         self._has_failed = False
-        # Whatever was asked for until now is done.
-        self._agreed = NOTHING
+        self._agreement.forget()
         self._asked = self._asked if self._asked == STOP else NOTHING
-        self._unread.clear()
         self._subject.events.emit("save", folder=str(step_folder(self._folder.root, self._last.step)))
 
     def _write(self, writer: AsyncWriter, loop: Loop, metrics: Mapping[str, float]) -> None:

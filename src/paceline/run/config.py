@@ -13,6 +13,7 @@ from paceline.plan.steps import Steps
 from paceline.sync.averaging import Averaging
 
 Precision = Literal["fp32", "bf16", "fp16"]
+SchedulerInterval = Literal["step", "epoch"]
 Strategy: TypeAlias = Literal["gradients"] | Cadence | Averaging
 
 
@@ -21,7 +22,7 @@ class RunConfig:
     """The settings of a run; the batch sizes are checked against the data when the run is put together.
 
     Course: global_batch, micro_batch, seed, shuffle, shuffle_buffer, num_shards, drop_last, precision, max_grad_norm,
-    strategy, exact (and then threads), and physical_batch where the model draws random numbers.
+    scheduler_every, strategy, exact (and then threads), and physical_batch where the model draws random numbers.
     Speed only: shares, speed_hints, feed, readers, prefetch, resident, overlap, backend, timeout_s, and threads outside
     of exact mode.
     """
@@ -34,6 +35,7 @@ class RunConfig:
     drop_last: bool = False
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
+    scheduler_every: SchedulerInterval = "step"
     exact: bool = False
     strategy: Strategy = "gradients"
     shares: tuple[float, ...] | Literal["measured", "equal"] = "measured"
@@ -58,6 +60,8 @@ class RunConfig:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} is no bound: choose a number >= 0, or None not to clip"
             )
+        if self.scheduler_every not in get_args(SchedulerInterval):
+            raise ValueError(f"scheduler_every={self.scheduler_every!r} is unknown: choose 'step' or 'epoch'")
         if self.strategy != "gradients" and not isinstance(self.strategy, Cadence | Averaging):
             raise ValueError(
                 f"strategy={self.strategy!r} is unknown: choose 'gradients', Cadence(...) or Averaging(...)"

@@ -8,16 +8,13 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.core.seeding import Purpose, derive_seed, seed_device
+from paceline.comm.messages import from_rank_0
 from paceline.data.device import DeviceCopier
-from paceline.data.orders import SeededEpochs
-from paceline.data.sharded import checked_weight, read_request
-from paceline.data.sources import Source
-from paceline.plan.shares import ranges, shares
-from paceline.plan.steps import Steps
+from paceline.data.sharded import checked_weight
+from paceline.data.sources import Read, Source
+from paceline.run.division import Division
 
 # What eval_fn's result is called if it is one number.
 UNNAMED = ""
@@ -40,25 +37,19 @@ def evaluate(
     meanwhile, and torch's random streams go on afterwards as if nothing had been drawn. Each micro-batch's result has
     a slot of its own, so the mean is added up in one order everywhere.
     """
-    if not isinstance(micro_batch, int) or micro_batch < 1:
-        raise ValueError(f"micro_batch={micro_batch!r}: choose how many samples eval_fn gets at once, at least 1")
     world = communicator.world
-    steps = Steps(len(source), micro_batch, micro_batch)
-    epoch = SeededEpochs(steps, len(source), seed=seed, shuffle=False).begin(0)
+    division = Division(source, micro_batch, world, seed=seed, function="eval_fn")
     to_device = DeviceCopier(world.device)
-    mine = ranges(shares(steps.num_micro_batches, (1.0,) * world.size))[world.rank]
-    results: list[dict[str, torch.Tensor]] = []
     weights: list[int] = []
-    with _evaluation_mode(model), torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
-        for number in mine:
-            batch, num_samples, skipped = read_request(source, epoch.request(number, 1))
-            if batch is None:
-                raise ValueError(f"all samples of the evaluation's micro-batch {number} are bad: {skipped[0].error}")
-            weights.append(num_samples if weight_fn is None else checked_weight(weight_fn(batch)))
-            seed_device(world.device, derive_seed(seed, Purpose.EVALUATION, number))
-            results.append(_as_scalars(eval_fn(model, to_device(batch)), world.device))
+
+    def result_of(read: Read) -> dict[str, torch.Tensor]:
+        weights.append(read.num_samples if weight_fn is None else checked_weight(weight_fn(read.batch)))
+        return _as_scalars(eval_fn(model, to_device(read.batch)), world.device)
+
+    mine = division.mine
+    results = division.visit(model, mine, result_of)
     names = _agree_on_names(results, communicator)
-    table = torch.zeros(steps.num_micro_batches, len(names) + 1, dtype=torch.float64, device=world.device)
+    table = torch.zeros(division.num_micro_batches, len(names) + 1, dtype=torch.float64, device=world.device)
     if results:
         rows = [torch.stack([scalars[name] for name in names]) for scalars in results]
         table[mine.start : mine.stop, :-1] = torch.stack(rows)
@@ -88,17 +79,8 @@ def _as_scalars(result: Any, device: torch.device) -> dict[str, torch.Tensor]:
 
 def _agree_on_names(results: list[dict[str, torch.Tensor]], communicator: Communicator) -> list[str]:
     """What eval_fn calls its results. A worker without a micro-batch cannot know: rank 0 always has one, and tells."""
-    world = communicator.world
-    names = list(results[0]) if world.is_main else []
-    if world.size > 1:
-        text = json.dumps(names).encode()
-        size = torch.tensor([len(text)], device=world.device)
-        communicator.broadcast(size, 0).wait()
-        content = torch.zeros(int(size), dtype=torch.uint8, device=world.device)
-        if world.is_main:
-            content.copy_(torch.tensor(list(text), dtype=torch.uint8))
-        communicator.broadcast(content, 0).wait()
-        names = json.loads(bytes(content.tolist()))
+    own = list(results[0]) if communicator.world.is_main else []
+    names: list[str] = json.loads(from_rank_0(json.dumps(own).encode(), communicator))
     for scalars in results:
         if set(scalars) != set(names):
             raise ValueError(
@@ -106,19 +88,3 @@ def _agree_on_names(results: list[dict[str, torch.Tensor]], communicator: Commun
                 "the same names"
             )
     return names
-
-
-class _evaluation_mode:
-    """Evaluation mode, and back to what each module was in."""
-
-    def __init__(self, model: Any) -> None:
-        self._modules = list(model.modules()) if isinstance(model, nn.Module) else []
-
-    def __enter__(self) -> None:
-        self._was_training = [module.training for module in self._modules]
-        for module in self._modules:
-            module.training = False
-
-    def __exit__(self, *_: object) -> None:
-        for module, was_training in zip(self._modules, self._was_training, strict=True):
-            module.training = was_training

@@ -34,8 +34,9 @@ def identity(
         "max_grad_norm": config.max_grad_norm,
         "weight_fn": "given" if is_weighted else "none",
         "strategy": _text(config.strategy),
-        "optimizer": type(replica.optimizer).__name__,
-        "scheduler": "none" if replica.scheduler is None else type(replica.scheduler).__name__,
+        "optimizer": _types(replica.optimizers),
+        "scheduler": _types(replica.schedulers),
+        "scheduler_every": config.scheduler_every if replica.schedulers else "none",
         "exact": config.exact,
     }
     if config.exact:
@@ -61,6 +62,10 @@ def differences(
         elif name in _CUT_OF_AN_EPOCH and position.micro_batch:
             lines.append(f"{line} (may change between epochs only; the checkpoint is inside epoch {position.epoch})")
     return lines
+
+
+def _types(things: list[Any]) -> str:
+    return ", ".join(type(thing).__name__ for thing in things) or "none"
 
 
 def _fingerprint(data: Any) -> str | None:

@@ -23,7 +23,9 @@ from paceline.data.sharded import passes
 from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
+from paceline.run.ema import Average
 from paceline.run.finite import FiniteWatch
+from paceline.run.memory import explain_out_of_memory
 from paceline.run.planner import Planner
 from paceline.run.replica import Replica
 from paceline.run.report import Account, Report
@@ -60,8 +62,10 @@ class Loop:
         planner: Planner,
         events: Events,
         keeper: Keeper,
+        average: Average,
     ) -> None:
         self.position = Position()
+        self.max_steps: int | None = None
         self.replica = replica
         self._config = config
         self._world = world
@@ -75,8 +79,11 @@ class Loop:
         self._account = Account(world.size)
         self._events = events
         self._keeper = keeper
+        self._average = average
         self._loss_scale = LossScale() if config.precision == "fp16" else None
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
+        self._epoch_hooks: list[tuple[int, Callable[[int], object]]] = []
+        self._gradient_hooks: list[Callable[[Mapping[str, torch.Tensor]], object]] = []
         self._loss: torch.Tensor | None = None
         self._is_open = False
         self.is_inside_epoch = self.is_in_hook = False
@@ -89,7 +96,7 @@ class Loop:
         """
         self.is_inside_epoch = True
         try:
-            while self.position.epoch == epoch:
+            while self.position.epoch == epoch and not self.is_over:
                 self._keeper.between_steps(self)
                 mine = self._begin_step()
                 if mine is None:
@@ -118,7 +125,11 @@ class Loop:
             raise MisuseError("backward() was called outside of a micro-batch: call it inside `for batch in epoch`")
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
-        (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
+        try:
+            (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
+        except torch.OutOfMemoryError as error:
+            self.explain(error)
+            raise
         reported = loss.detach()
         self._loss = reported if self._loss is None else self._loss + reported
 
@@ -126,12 +137,21 @@ class Loop:
         """End this micro-batch, and the step if it was this worker's last; returns the record of a completed step."""
         if not self._is_open:
             raise MisuseError("step() was called without a micro-batch: call it once for each `for batch in epoch`")
-        if self._loss is None and self._weight and not self._exchange.has_gradient():
-            raise MisuseError("step() was called before backward(): this micro-batch has no gradient")
+        if self._weight and not self._exchange.has_gradient():
+            raise MisuseError(
+                "step() was called before backward(): this micro-batch has no gradient"
+                if self._loss is None
+                else "backward() gave none of the run's parameters a gradient: compute the loss with trainer.model"
+            )
         self._is_open = False
         self._exchange.end_micro_batch(self._loss)
         self._stopwatch.stop(self._num_open)
         return self._finish_step() if self._is_last else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether as many steps are done as the run is to have."""
+        return self.max_steps is not None and self.position.step >= self.max_steps
 
     def synchronize(self) -> None:
         """Make all replicas equal, where the strategy lets them differ."""
@@ -142,6 +162,21 @@ class Loop:
         if steps < 1:
             raise ValueError(f"every({steps}, ...): choose at least 1 step")
         self._hooks.append((steps, hook))
+
+    def every_epoch(self, epochs: int, hook: Callable[[int], object]) -> None:
+        """Call `hook(number)` at the end of every so-many epochs, on all workers together."""
+        if epochs < 1:
+            raise ValueError(f"every_epoch({epochs}, ...): choose at least 1 epoch")
+        self._epoch_hooks.append((epochs, hook))
+
+    def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
+        """Call `hook(parameters)` in every step, when they have the mean gradients and nothing was clipped yet."""
+        self._gradient_hooks.append(hook)
+
+    def explain(self, error: BaseException) -> None:
+        """Tell in a note what to change, where that can be told from the error."""
+        if isinstance(error, torch.OutOfMemoryError):
+            explain_out_of_memory(error, self._config, self.replica, self._world)
 
     def report(self) -> Report:
         """Where the workers' time went so far."""
@@ -172,9 +207,11 @@ class Loop:
         self._stopwatch.begin_step()
         step = self._feed.begin_step(self.position)
         if step is None:
-            self.position = self.position.next_epoch()
+            ended, self.position = self.position.epoch, self.position.next_epoch()
+            self._end_epoch(ended)
             return None
         self._step = step
+        self.replica.check_trained()
         self._note_plan(step)
         self._exchange.begin_step(
             step.plan,
@@ -209,10 +246,14 @@ class Loop:
         self._keeper.observe(numbers)
         # From here on every worker does the same, drawing the same random numbers.
         seed_device(self._world.device, derive_seed(self._config.seed, Purpose.AFTER_STEP, position.step))
+        for on_gradients in self._gradient_hooks:
+            self._run_hook(on_gradients, self.replica.parameters)
         norm = self._clip()
         if self._is_step_valid(numbers, norm):
-            self.replica.optimizer.step()
-            self.replica.step_scheduler(lambda: numbers.loss)
+            self.replica.step_optimizers()
+            self._average.update()
+            if self._config.scheduler_every == "step":
+                self.replica.step_schedulers(lambda: numbers.loss)
             is_skipped = False
         else:
             is_skipped = True
@@ -221,13 +262,23 @@ class Loop:
         self._exchange.complete()
         self._account.add(plan, num_samples, numbers)
         record = StepRecord(
-            position.step + 1, position.epoch, self.replica.learning_rate, is_skipped, plan, numbers, norm
+            position.step + 1, position.epoch, num_samples, self.replica.learning_rate, is_skipped, plan, numbers, norm
         )
         self.position = self._feed.after_step(position)
         for steps, hook in self._hooks:
             if record.step % steps == 0:
                 self._run_hook(hook, record)
+        if self.position.epoch != position.epoch:
+            self._end_epoch(position.epoch)
         return record
+
+    def _end_epoch(self, number: int) -> None:
+        """Its last step is done: on all workers, also on one that leaves its loop by `break` now."""
+        if self._config.scheduler_every == "epoch":
+            self.replica.step_schedulers()
+        for epochs, hook in self._epoch_hooks:
+            if (number + 1) % epochs == 0:
+                self._run_hook(hook, number)
 
     def _note_plan(self, step: Step) -> None:
         """A change of the plan is an event, unless it is the epoch's end that makes the step smaller."""
@@ -260,10 +311,10 @@ class Loop:
             )
         return True
 
-    def _run_hook(self, hook: Callable[[StepRecord], object], record: StepRecord) -> None:
+    def _run_hook(self, hook: Callable[[Any], object], subject: Any) -> None:
         is_inside, self.is_inside_epoch, self.is_in_hook = self.is_inside_epoch, False, True
         try:
-            hook(record)
+            hook(subject)
         finally:
             self.is_inside_epoch, self.is_in_hook = is_inside, False
 
@@ -272,11 +323,13 @@ class Loop:
 class StepRecord:
     """A completed step. Numbers are read from the device when they are asked for.
 
-    `step` counts completed steps, `epoch` from 0. `lr` is the rate for the next step. `is_skipped`: fp16 overflowed.
+    `step` counts completed steps, `epoch` from 0. `num_samples` is the size of the global batch. `lr` is the rate for
+    the next step. `is_skipped`: fp16 overflowed.
     """
 
     step: int
     epoch: int
+    num_samples: int
     lr: float
     is_skipped: bool
     _plan: Plan

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,8 +13,11 @@ from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError
 from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
 
-OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-SchedulerFactory = Callable[[torch.optim.Optimizer], Any]
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+# Made already, over the parameters of a model that is made already; or a function that makes it.
+OptimizerFactory: TypeAlias = Optimizers | Callable[[list[torch.Tensor]], Optimizers]
+# From the optimizer, or from all of them where there are several, to a scheduler or several.
+SchedulerFactory: TypeAlias = Callable[[Any], Any]
 
 
 class Replica:
@@ -30,29 +33,54 @@ class Replica:
     ) -> None:
         device = communicator.world.device
         self.model = build_model(model, device, seed)
-        self.parameters = {name: p for name, p in named_parameters(self.model).items() if p.requires_grad}
+        parameters = named_parameters(self.model)
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self._check_parameters(device)
         _check_modules(self.model)
         _share_weights(self.model, self.parameters, communicator)
-        self.optimizer = optimizer(list(self.parameters.values()))
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer made a {type(self.optimizer).__name__}: pass a function from parameters to a torch "
-                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
-            )
-        self.scheduler = scheduler(self.optimizer) if scheduler is not None else None
+        made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
+        self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
+        _check_optimizers(self.optimizers, [*parameters.values()])
+        self.schedulers: list[Any] = [] if scheduler is None else _as_list(scheduler(only_or_all(self.optimizers)))
 
     @property
     def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0]["lr"])
 
-    def step_scheduler(self, loss: Callable[[], float]) -> None:
-        if self.scheduler is None:
-            return
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step(loss())
-        else:
-            self.scheduler.step()
+    def step_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def step_schedulers(self, loss: Callable[[], float] | None = None) -> None:
+        """`loss`: of the step, for a scheduler that follows it; None at the end of an epoch."""
+        for scheduler in self.schedulers:
+            if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step()
+            elif loss is not None:
+                scheduler.step(loss())
+            else:
+                raise MisuseError(
+                    "ReduceLROnPlateau needs to be told a value at the end of an epoch: leave scheduler= out, step it "
+                    "yourself in trainer.every_epoch, and register it with trainer.register for checkpoints"
+                )
+
+    def check_trained(self) -> None:
+        """Whether the parameters that are exchanged are still those that get gradients."""
+        for trained in self.parameters.values():
+            if not trained.requires_grad:
+                raise self._changed(trained)
+        for frozen in self._frozen.values():
+            if frozen.requires_grad:
+                raise self._changed(frozen)
+
+    def _changed(self, changed: torch.Tensor) -> MisuseError:
+        name = next(name for name, p in {**self.parameters, **self._frozen}.items() if p is changed)
+        return MisuseError(
+            f"requires_grad of parameter {name!r} is {changed.requires_grad} and was {not changed.requires_grad} when "
+            "the run was set up, which fixed what workers exchange: set it before, or close this trainer and set up "
+            "another one from here on (init_from= or the same model)"
+        )
 
     def _check_parameters(self, device: torch.device) -> None:
         if not self.parameters:
@@ -62,6 +90,35 @@ class Replica:
                 raise ValueError(f"parameter {name!r} is on {parameter.device}, this worker drives {device}")
             if not parameter.is_floating_point():
                 raise ValueError(f"parameter {name!r} is {parameter.dtype}: only real floating point can be averaged")
+
+
+def only_or_all(things: list[Any]) -> Any:
+    """What users see: the thing itself, or a list where there are several."""
+    return things[0] if len(things) == 1 else things
+
+
+def _as_list(one_or_several: Any) -> list[Any]:
+    return list(one_or_several) if isinstance(one_or_several, Sequence) else [one_or_several]
+
+
+def _check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> None:
+    own = {id(parameter) for parameter in parameters}
+    if not optimizers:
+        raise ValueError("optimizer is an empty list: give at least one optimizer")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer made a {type(optimizer).__name__}: pass a function from parameters to a torch "
+                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3), or a list of optimizers"
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    raise MisuseError(
+                        f"a parameter of shape {tuple(parameter.shape)} in group {number} of the {type(optimizer).__name__}"
+                        " optimizer is not one of the model's, and would not be trained: build the optimizer over the "
+                        "model that is given to the trainer, or pass a function from parameters to an optimizer"
+                    )
 
 
 def named_parameters(model: Any) -> dict[str, torch.Tensor]:

@@ -23,6 +23,7 @@ from paceline.run.state import (
     model_differences,
     model_state,
     optimizer_differences,
+    optimizer_state,
 )
 
 # The components that are the engine's own.
@@ -55,7 +56,7 @@ class Beginning:
         self._world = communicator.world
         self._skip = set(start.skip)
         self._own = [name for name in OWN if name not in self._skip and name not in unsaved]
-        if replica.scheduler is None and "scheduler" in self._own:
+        if not replica.schedulers and "scheduler" in self._own:
             self._own.remove("scheduler")
         self._found = find(folder, start.resume, self._read, communicator)
         check_progress(folder.root, self.position.step, communicator)
@@ -122,7 +123,7 @@ class Beginning:
         if "model" in states:
             lines += model_differences(states["model"], model_state(replica.model))
         if "optimizer" in states:
-            lines += optimizer_differences(states["optimizer"], replica.optimizer.state_dict())
+            lines += optimizer_differences(states["optimizer"], optimizer_state(replica))
         if lines:
             raise CheckpointError(
                 f"{found.checkpoint.folder} is of another run than this one:\n  "

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.run.replica import Replica, named_parameters
+from paceline.run.replica import Replica, named_parameters, only_or_all
 
 
 def model_state(model: Any) -> Mapping[str, Any]:
@@ -46,12 +46,16 @@ def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     return [f"model: tensor {line}" for line in lines]
 
 
-def optimizer_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Whether the optimizer's groups have as many parameters as they had."""
-    counts = [[len(group["params"]) for group in state["param_groups"]] for state in (saved, now)]
+def optimizer_differences(saved: Any, now: Any) -> list[str]:
+    """Whether there are as many optimizers as there were, and their groups have as many parameters."""
+    counts = [
+        [[len(group["params"]) for group in state["param_groups"]] for state in _listed(states)]
+        for states in (saved, now)
+    ]
     if counts[0] == counts[1]:
         return []
-    return [f"optimizer: its groups had {counts[0]} parameters in the checkpoint, {counts[1]} now"]
+    before, after = map(only_or_all, counts)
+    return [f"optimizer: its groups had {before} parameters in the checkpoint, {after} now"]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -67,15 +71,21 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 def replica_states(replica: Replica) -> dict[str, Any]:
     """The states of model, optimizer and scheduler, by the component's name. Their tensors are the replica's own."""
-    states = {"model": model_state(replica.model), "optimizer": replica.optimizer.state_dict()}
-    if replica.scheduler is not None:
-        if not has_state(replica.scheduler):
+    states = {"model": model_state(replica.model), "optimizer": optimizer_state(replica)}
+    for scheduler in replica.schedulers:
+        if not has_state(scheduler):
             raise TypeError(
-                f"the scheduler is a {type(replica.scheduler).__name__} without state_dict and load_state_dict: it "
+                f"the scheduler is a {type(scheduler).__name__} without state_dict and load_state_dict: it "
                 "cannot be saved; give it both"
             )
-        states["scheduler"] = replica.scheduler.state_dict()
+    if replica.schedulers:
+        states["scheduler"] = only_or_all([scheduler.state_dict() for scheduler in replica.schedulers])
     return states
+
+
+def optimizer_state(replica: Replica) -> Any:
+    """The optimizer's state; a list where there are several."""
+    return only_or_all([optimizer.state_dict() for optimizer in replica.optimizers])
 
 
 def load_replica(replica: Replica, states: Mapping[str, Any]) -> None:
@@ -83,9 +93,11 @@ def load_replica(replica: Replica, states: Mapping[str, Any]) -> None:
     if "model" in states:
         load_model(replica.model, states["model"])
     if "optimizer" in states:
-        load_optimizer(replica.optimizer, states["optimizer"])
-    if "scheduler" in states and replica.scheduler is not None:
-        replica.scheduler.load_state_dict(states["scheduler"])
+        for optimizer, state in zip(replica.optimizers, _listed(states["optimizer"]), strict=True):
+            load_optimizer(optimizer, state)
+    if "scheduler" in states:
+        for scheduler, state in zip(replica.schedulers, _listed(states["scheduler"]), strict=True):
+            scheduler.load_state_dict(state)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -107,6 +119,10 @@ def load_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["device"] is not None:
         torch.cuda.set_rng_state(state["device"], device)
+
+
+def _listed(states: Any) -> list[Any]:
+    return states if isinstance(states, list) else [states]
 
 
 def _plain(model: Any) -> Any:

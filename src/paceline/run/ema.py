@@ -1,0 +1,108 @@
+"""An exponential moving average of the weights, kept beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from paceline.checkpoint.errors import CheckpointError
+from paceline.core.errors import MisuseError
+from paceline.run.replica import Replica
+from paceline.run.state import model_differences
+from paceline.sync.averaging import Averaging
+
+# What torch.compile puts before the names of a model's parameters.
+COMPILED_PREFIX = "_orig_mod."
+
+
+def check_ema(decay: float | None, strategy: object) -> None:
+    """Whether a run with this strategy can keep an average with this decay; None for none."""
+    if decay is None:
+        return
+    if not isinstance(decay, float) or not 0.0 < decay < 1.0:
+        raise ValueError(f"ema={decay!r} is no decay: choose a number between 0 and 1, such as 0.999")
+    if isinstance(strategy, Averaging):
+        raise ValueError(
+            f"ema={decay} needs strategy='gradients' or a cadence: with Averaging the workers' weights differ between "
+            "two averages, and there is no one course to follow"
+        )
+
+
+class Average(Protocol):
+    """Kept beside the model, or not at all."""
+
+    def update(self) -> None:
+        """An optimizer step was taken."""
+
+    def in_model(self) -> AbstractContextManager[None]:
+        """The model has the averaged weights inside the block, and its own again afterwards."""
+
+
+class NoAverage:
+    """Of a run that keeps none."""
+
+    def update(self) -> None:
+        return
+
+    def in_model(self) -> AbstractContextManager[None]:
+        raise MisuseError("the run keeps no average of its weights: give it a decay, such as ema=0.999")
+
+
+class WeightAverage:
+    """After every step decay * average + (1 - decay) * weights, beginning with the weights the run begins with.
+
+    Of the parameters that are trained; buffers, such as BatchNorm's statistics, are the model's own. Kept in float32
+    where parameters are coarser than that: what a step adds would be rounded away.
+    """
+
+    def __init__(self, replica: Replica, decay: float) -> None:
+        self._names = [name.removeprefix(COMPILED_PREFIX) for name in replica.parameters]
+        self._parameters = list(replica.parameters.values())
+        self._averages = [
+            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self._parameters
+        ]
+        self._weight_of_new = 1.0 - decay
+        self._is_in_use = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if self._is_in_use:
+            raise MisuseError("a step was taken inside ema_weights(), where the model has the averaged weights")
+        new = [p.to(average.dtype) for p, average in zip(self._parameters, self._averages, strict=True)]
+        torch._foreach_lerp_(self._averages, new, self._weight_of_new)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        if self._is_in_use:
+            raise MisuseError(
+                "ema_weights() was called inside ema_weights(): the model has the averaged weights already"
+            )
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        self._is_in_use = True
+        try:
+            _copy(self._averages, self._parameters)
+            yield
+        finally:
+            _copy(own, self._parameters)
+            self._is_in_use = False
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        if self._is_in_use:
+            raise MisuseError(
+                "the run cannot be saved inside ema_weights(), where the model's own weights are not in it"
+            )
+        return dict(zip(self._names, self._averages, strict=True))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        if lines := model_differences(state, self.state_dict()):
+            raise CheckpointError("the averaged weights are not of this model:\n  " + "\n  ".join(lines))
+        _copy([state[name] for name in self._names], self._averages)
+
+
+@torch.no_grad()
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

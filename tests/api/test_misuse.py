@@ -1,0 +1,157 @@
+"""What cannot work is an error that says what to do instead, on the worker that did it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import mlp, vectors
+from torch import nn
+from torch.nn import functional
+from worker_pool import WorkerPool, WorkersFailed
+
+import paceline as pl
+from paceline.run.stopwatch import HostStopwatch
+
+X, Y = vectors(40)
+
+
+def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
+    settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings}
+    return pl.Trainer.setup(model, lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch.x), batch.y)
+
+
+@pytest.mark.parametrize("settings", [{}, {"global_batch": 4}], ids=["buckets", "direct"])
+def test_a_loss_of_another_model_is_refused(settings: dict[str, Any]) -> None:
+    another = mlp()
+    with (
+        setup(**settings) as trainer,
+        pytest.raises(pl.MisuseError, match=r"none of the run's parameters a gradient: compute the loss with trainer"),
+    ):
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                trainer.backward(loss_of(another, batch))
+                trainer.step()
+
+
+@pytest.mark.parametrize("is_frozen_first", [True, False])
+def test_requires_grad_may_not_change_in_mid_run(is_frozen_first: bool) -> None:
+    model = mlp()
+    changed = model[0].weight
+    changed.requires_grad_(not is_frozen_first)
+    with setup(model) as trainer, pytest.raises(pl.MisuseError) as raised:
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                trainer.backward(loss_of(trainer.model, batch))
+                if trainer.step():
+                    changed.requires_grad_(is_frozen_first)
+    now = is_frozen_first
+    assert str(raised.value).startswith(f"requires_grad of parameter '0.weight' is {now} and was {not now} when")
+    assert trainer.position.step == 1
+
+
+def test_requires_grad_may_be_toggled_within_a_micro_batch() -> None:
+    model = mlp()
+    with setup(model) as trainer:
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                model[0].weight.requires_grad_(False)
+                loss = loss_of(model, batch)
+                model[0].weight.requires_grad_(True)
+                trainer.backward(loss)
+                trainer.step()
+        assert trainer.position.epoch == 1
+
+
+def test_leaving_a_step_whose_exchange_has_begun_is_told_at_the_next(pool: WorkerPool) -> None:
+    """Others may have finished it: there is no way back into step for this worker."""
+
+    def wide() -> nn.Module:  # several buckets: the first leaves during backward
+        return nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)), nn.Linear(12, 3_000_000 // 12, bias=False))
+
+    def run() -> None:
+        with setup(wide, shares="equal", timeout_s=60, micro_batch=4) as trainer:
+            for attempt in range(2):
+                for epoch in trainer.epochs(1):
+                    for batch in epoch:
+                        trainer.backward(loss_of(trainer.model, batch))
+                        if attempt == 0 and trainer.position.step == 1 and trainer.world.rank == 0:
+                            break
+                        trainer.step()
+
+    with pytest.raises(WorkersFailed) as failed:
+        pool.run(run, 2)
+    assert "was left between backward() and step() of a step's last micro-batch" in str(failed.value)
+
+
+class Hungry(nn.Module):
+    """Runs out of memory on the way back, or forth."""
+
+    def __init__(self, forward: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+        self._forward = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._forward:
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+        return _FailsBackward.apply(self.layer(x))
+
+
+class _FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_an_out_of_memory_error_says_what_to_change(forward: bool) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised, setup(lambda: Hungry(forward), global_batch=12) as trainer:
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                trainer.backward(loss_of(trainer.model, batch))
+                trainer.step()
+    (note,) = raised.value.__notes__
+    assert note.startswith("paceline: out of memory on cpu in a forward and backward of 4 samples. Weights, gradients")
+    assert "- micro_batch=2 needs about 50% of the memory beside these; a step stays 12 samples, in 6 micro-" in note
+    assert "gradient checkpointing" in note
+    assert "precision='bf16'" in note
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"global_batch": 9, "micro_batch": 9}, "- micro_batch=3 needs about 33% of"),
+        ({"physical_batch": 8}, "forward and backward of 8 samples"),
+        ({"physical_batch": 8}, "- physical_batch=4 needs less at a time"),
+        ({"micro_batch": 1}, "forward and backward of 1 sample."),
+    ],
+)
+def test_the_remedy_fits_the_settings(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError) as raised, setup(lambda: Hungry(True), **settings) as trainer:
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                loss_of(trainer.model, batch)
+    assert text in raised.value.__notes__[0]
+
+
+def test_the_first_steps_other_times_are_not_taken_for_usual() -> None:
+    watch = HostStopwatch()
+    timings = []
+    for _ in range(3):
+        watch.begin_step()
+        watch.start()
+        watch.stop()
+        timings.append(watch.send())
+        watch.received()
+        watch.end_step()
+    assert [t.rest > 0 and t.sync > 0 for t in timings] == [False, False, True]
