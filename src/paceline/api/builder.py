@@ -1,0 +1,407 @@
+"""`Trainer.builder`: the framework owns the loop, and the run goes on in the background."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from os import PathLike
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from paceline.api.handle import Handle
+from paceline.api.recipe import Recipe, train
+from paceline.api.trainer import Trainer
+from paceline.core.errors import MisuseError
+from paceline.core.world import World, choose_device, is_worker
+from paceline.data.array_loader import ArrayLoader
+from paceline.plan.balance import hinted_speeds
+from paceline.plan.cadence import Cadence
+from paceline.run.background import Background
+from paceline.run.config import RunConfig
+from paceline.run.epoch_metrics import EpochMetrics
+from paceline.run.launch import workers_to_start
+from paceline.run.replica import SchedulerFactory
+from paceline.sync.averaging import Averaging
+
+Policy = Literal["sync", "cadence", "async"]
+AveragingBackend = Literal["device", "cpu"]
+
+# So many micro-batches make a batch, or the most below that divide it: enough for workers of unequal speed to share.
+MICRO_BATCHES_PER_BATCH = 8
+
+_CADENCE_KNOBS = ("overhead_target", "max_anchor", "anchor", "max_batch_diff")
+_AVERAGING_KNOBS = (*_CADENCE_KNOBS, "divergence_threshold", "no_divergence_guard")
+
+# Names of Trainer.setup that the builder has a method for.
+_METHODS = {
+    "model": "builder",
+    "optimizer": "builder",
+    "data": "dataset",
+    "global_batch": "batch_size",
+    "strategy": "policy",
+    "device": "devices",
+    "speed_hints": "speed_hint",
+    **{name: name for name in ("scheduler", "max_grad_norm", "seed", "backend")},
+}
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Builder:
+    """A run in the making: every method sets one thing and returns the builder; `run` starts it.
+
+    `dataset`, `batch_size` and `num_epochs` must be given. Settings that contradict each other are errors of `run`.
+    """
+
+    def __init__(
+        self,
+        model_factory: Callable[[], Any],
+        optim_factory: Callable[[list[torch.Tensor]], Any],
+        train_fn: Callable[[Any, Any], Any],
+    ) -> None:
+        if isinstance(model_factory, nn.Module):
+            raise TypeError(
+                f"model_factory is a {type(model_factory).__name__}, already built: pass a function that builds one, "
+                "since every worker needs its own"
+            )
+        self._model_factory = _callable("model_factory", model_factory)
+        self._optim_factory = _callable("optim_factory", optim_factory)
+        self._train_fn = _callable("train_fn", train_fn)
+        self._set: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
+
+    # What is trained
+
+    def dataset(self, dataset: Any) -> Builder:
+        """The data: whatever `Trainer.setup` takes as `data`.
+
+        Workers that are started are sent a copy: where it is large, give what reads it rather than what was read.
+        """
+        return self._with(dataset=dataset)
+
+    def batch_size(self, samples: int) -> Builder:
+        """Samples per optimizer step.
+
+        With policy "sync" that is the global batch: all workers share it, and the result does not depend on how many
+        they are. With "cadence" and "async", where each worker takes steps of its own, it is the mean over the workers
+        of what each takes per step, so that W workers take W times as many samples together.
+
+        The batch is divided into micro-batches, by default into 8 (or as many below as divide it evenly), whatever the
+        number of workers. `settings(micro_batch=...)` chooses their size: larger ones suit a GPU better, smaller ones
+        more workers.
+        """
+        return self._with(batch_size=_positive("batch_size", samples))
+
+    def num_epochs(self, count: int) -> Builder:
+        """Passes over the data."""
+        return self._with(num_epochs=_positive("num_epochs", count))
+
+    def seed(self, seed: int) -> Builder:
+        """What all random numbers of the run come from (default 0)."""
+        if type(seed) is not int:
+            raise ValueError(f"seed={seed!r} is a {type(seed).__name__}: choose an int")
+        return self._with(seed=seed)
+
+    def max_grad_norm(self, limit: float) -> Builder:
+        """Clip the mean gradient's norm."""
+        if not _is_number(limit) or not limit >= 0:
+            raise ValueError(f"max_grad_norm={limit!r} is no bound: choose a number >= 0")
+        return self._with(max_grad_norm=float(limit))
+
+    def scheduler(self, factory: SchedulerFactory) -> Builder:
+        """From the optimizer to a torch scheduler, which is stepped after every optimizer step."""
+        return self._with(scheduler=_callable("scheduler", factory))
+
+    def lr_scale_ratio(self, ratio: float) -> Builder:
+        """Multiply the learning rate by 1 + (W - 1) * ratio for W workers (default 0: not at all).
+
+        For the policies that average, whose batch grows with the workers. The rate is the optimizer's, before a
+        scheduler sees it.
+        """
+        if not _is_number(ratio) or not 0 <= ratio <= 1:
+            raise ValueError(f"lr_scale_ratio={ratio!r}: choose 0 (not at all) to 1 (in proportion to the workers)")
+        return self._with(lr_scale_ratio=float(ratio))
+
+    # On what, and how workers come together
+
+    def devices(self, devices: int | Sequence[torch.device | str]) -> Builder:
+        """The devices of this machine to train on, one worker each, or how many workers.
+
+        Default: every GPU; the CPU, once, where there is none. Named twice, a device is shared by two workers.
+        """
+        if isinstance(devices, int) and not isinstance(devices, bool):
+            return self._with(devices=_positive("devices", devices))
+        if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
+            raise ValueError(f'devices={devices!r}: give a list of devices, such as ["cuda:0", "cuda:1"], or a number')
+        return self._with(devices=tuple(choose_device(rank, device) for rank, device in enumerate(devices)))
+
+    def policy(self, policy: Policy) -> Builder:
+        """How workers come together.
+
+        "sync" (default): gradients are exchanged in every step; the result does not depend on the workers.
+        "cadence": every worker takes steps of its own, and their weights are averaged as often as keeps that cheap.
+        "async": the same, and training goes on while the average is computed; no step is lost.
+        """
+        return self._with(policy=_one_of("policy", policy, get_args(Policy)))
+
+    def backend(self, backend: AveragingBackend) -> Builder:
+        """Where what workers exchange is averaged: on the "device" (default; GPUs over NCCL) or on the "cpu" (Gloo).
+
+        Either way weighted by samples, BatchNorm's statistics included. Workers on the CPU average in memory that they
+        share, whatever is chosen.
+        """
+        return self._with(backend=_one_of("backend", backend, get_args(AveragingBackend)))
+
+    def overhead_target(self, part: float) -> Builder:
+        """What averaging may cost, as a part of compute time: 0.01 to 0.5 (default 0.1)."""
+        return self._with_knob("overhead_target", part)
+
+    def anchor(self, steps: int) -> Builder:
+        """Steps between two averages to start with, and the fewest that cheap averages lead back to (default 10)."""
+        return self._with_knob("anchor", steps)
+
+    def max_anchor(self, steps: int) -> Builder:
+        """The most steps between two averages (default 200)."""
+        return self._with_knob("max_anchor", steps)
+
+    def max_batch_diff(self, steps: int) -> Builder:
+        """By how much the steps between two averages may change from one to the next (default: any amount)."""
+        return self._with_knob("max_batch_diff", steps)
+
+    def divergence_threshold(self, drift: float) -> Builder:
+        """The replicas' relative distance above which three rises in a row halve the steps between averages."""
+        Averaging(divergence_threshold=drift)
+        return self._with(divergence_threshold=drift)
+
+    def no_divergence_guard(self) -> Builder:
+        """Do not watch how far replicas drift apart."""
+        return self._with(no_divergence_guard=True)
+
+    def speed_hint(self, slow_rank: int, ratio: float) -> Builder:
+        """Every other worker is about `ratio` times as fast as `slow_rank`. Used until the speeds are measured."""
+        hinted_speeds(_whole("slow_rank", slow_rank) + 1, slow_rank, ratio)
+        return self._with(speed_hint=(slow_rank, ratio))
+
+    # What happens meanwhile
+
+    def epoch_fn(self, callback: Callable[[int, Any], object]) -> Builder:
+        """Call `callback(epoch, model)` at the end of every epoch, on every worker. Returning True ends the run there.
+
+        Callbacks run where the workers do: in other processes if there are several, so what they change stays there.
+        One that raises ends the run on all workers.
+        """
+        return self._with(epoch_fn=_callable("epoch_fn", callback))
+
+    def metrics_fn(self, callback: Callable[[EpochMetrics], object]) -> Builder:
+        """Call `callback(metrics)` at the end of every epoch, on rank 0. Returning True ends the run there."""
+        return self._with(metrics_fn=_callable("metrics_fn", callback))
+
+    def checkpoint_fn(self, callback: Callable[[int, Any], object]) -> Builder:
+        """Call `callback(epoch, model)` on rank 0 when `checkpoint_every` epochs have ended: to save what you like.
+
+        A run that can be resumed is had by `settings(checkpoints=pl.Checkpoints(folder))`.
+        """
+        return self._with(checkpoint_fn=_callable("checkpoint_fn", callback))
+
+    def checkpoint_every(self, epochs: int) -> Builder:
+        """Epochs from one call of `checkpoint_fn` to the next (default 1)."""
+        return self._with(checkpoint_every=_positive("checkpoint_every", epochs))
+
+    def timeline(self, record: bool | str | PathLike[str] = True) -> Builder:
+        """Record what every device does when, to a file of this name. Not there yet: an error of `run`."""
+        return self._with(timeline=record)
+
+    def settings(self, **settings: Any) -> Builder:
+        """Anything else that `Trainer.setup` takes, by its name there; also num_workers, like a number of `devices`."""
+        known = inspect.signature(Trainer.setup).parameters
+        for name, value in settings.items():
+            if name in _METHODS:
+                raise ValueError(f"settings({name}=...): use the builder's .{_METHODS[name]}(...)")
+            if name == "num_workers":
+                self.devices(_positive(name, value))
+            elif name in known:
+                self._settings[name] = value
+            else:
+                own = [method for method in vars(Builder) if not method.startswith("_")]
+                near = difflib.get_close_matches(name, [*known, *own, "num_workers"], 1)
+                raise ValueError(f"settings({name}=...) is unknown{f': did you mean {near[0]}?' if near else ''}")
+        return self
+
+    # Start
+
+    def run(self) -> Handle:
+        """Start training and return at once. One worker is a thread of this process, several are processes.
+
+        In a process that already is a worker (torchrun, `paceline run`, `pl.launch`) it takes part in that world. The
+        thread uses the process's own settings and random generators of torch: leave those alone until it has ended.
+        """
+        self._check_complete()
+        self._check_conflicts()
+        count, size, devices = self._workers()
+        settings = self._settings | self._batches(size) | self._joined(size, devices[0])
+        _check_early(settings, size)
+        recipe = Recipe(
+            self._model_factory,
+            self._optim_factory,
+            self._train_fn,
+            self._set["dataset"],
+            self._set["num_epochs"],
+            devices,
+            settings,
+            lr_factor=1 + (size - 1) * self._set.get("lr_scale_ratio", 0.0),
+            **self._given("checkpoint_every", "checkpoint_fn", "epoch_fn", "metrics_fn"),
+        )
+        return Handle(Background(partial(train, recipe), count), size, devices)
+
+    def _workers(self) -> tuple[int, int, tuple[torch.device, ...]]:
+        """How many to start (1: none), how many there are then, and the devices of those on this machine."""
+        wished = self._set.get("devices")
+        num_wished = len(wished) if isinstance(wished, tuple) else wished
+        if is_worker():
+            world = World.from_environment("cpu")
+            count, size, local_size = 1, world.size, world.local_size
+            if num_wished not in (None, local_size):
+                raise ValueError(
+                    f"devices for {num_wished} workers, in a process that already is one of {local_size} on this "
+                    f"machine: give {local_size}, or leave it out"
+                )
+        else:
+            count = size = local_size = workers_to_start(num_wished)
+        return count, size, wished if isinstance(wished, tuple) else tuple(map(choose_device, range(local_size)))
+
+    def _with(self, **values: Any) -> Builder:
+        self._set |= values
+        return self
+
+    def _with_knob(self, name: str, value: Any) -> Builder:
+        Cadence(**{name: value})  # checks it
+        return self._with(**{name: value})
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: self._set[name] for name in names if name in self._set}
+
+    def _check_complete(self) -> None:
+        comes_in_batches = "batches_per_step" in self._settings
+        needed = {
+            "dataset": "the data to train on",
+            "batch_size": "the samples of an optimizer step",
+            "num_epochs": "how often to go through the data",
+        }
+        for name, meaning in needed.items():
+            if name not in self._set and not (name == "batch_size" and comes_in_batches):
+                raise ValueError(f"{name} is missing: give {meaning} with .{name}(...)")
+        if comes_in_batches and "batch_size" in self._set:
+            raise ValueError(
+                f"batch_size({self._set['batch_size']}) contradicts settings(batches_per_step="
+                f"{self._settings['batches_per_step']}): leave one of them out"
+            )
+
+    def _check_conflicts(self) -> None:
+        if self._policy == "sync" and (unused := self._given(*_AVERAGING_KNOBS)):
+            raise ValueError(
+                f"{next(iter(unused))} would be ignored: nothing is averaged with policy('sync'). Leave it out, or "
+                "choose policy('cadence') or policy('async')"
+            )
+        if "divergence_threshold" in self._set and "no_divergence_guard" in self._set:
+            raise ValueError(
+                "divergence_threshold and no_divergence_guard contradict each other: leave one of them out"
+            )
+        if "checkpoint_every" in self._set and "checkpoint_fn" not in self._set:
+            raise ValueError(
+                "checkpoint_every would be ignored without checkpoint_fn: give one, or settings(checkpoints="
+                f"pl.Checkpoints(folder, every_epochs={self._set['checkpoint_every']})) for a run that can be resumed"
+            )
+        if self._settings.get("exact") and self._set.get("lr_scale_ratio"):
+            raise ValueError(
+                f"lr_scale_ratio({self._set['lr_scale_ratio']}) contradicts exact=True: the result would depend on the "
+                "number of workers. Leave one of them out"
+            )
+        if self._set.get("timeline"):
+            raise MisuseError("timeline(...): timelines are not recorded yet; leave it out")
+
+    @property
+    def _policy(self) -> str:
+        return str(self._set.get("policy", "sync"))
+
+    def _batches(self, num_workers: int) -> dict[str, Any]:
+        if "batch_size" not in self._set:
+            return {}
+        batch_size: int = self._set["batch_size"]
+        batches: dict[str, Any] = {"global_batch": batch_size * (1 if self._policy == "sync" else num_workers)}
+        # A loader says itself how large its batches are.
+        if "micro_batch" not in self._settings and not isinstance(self._set["dataset"], DataLoader | ArrayLoader):
+            batches["micro_batch"] = _micro_batch(batch_size)
+        return batches
+
+    def _joined(self, num_workers: int, device: torch.device) -> dict[str, Any]:
+        """How workers come together, in the words of `Trainer.setup`."""
+        joined = self._given("seed", "max_grad_norm", "scheduler")
+        if "speed_hint" in self._set:
+            joined["speed_hints"] = hinted_speeds(num_workers, *self._set["speed_hint"])
+        if self._set.get("backend") == "cpu" and device.type == "cuda":
+            joined["backend"] = "gloo"  # which takes a GPU's tensors through the host's memory
+        if self._policy == "sync":
+            return joined
+        guard = {"divergence_threshold": None} if "no_divergence_guard" in self._set else {}
+        joined["strategy"] = Averaging(
+            every=Cadence(**self._given(*_CADENCE_KNOBS)),
+            overlap=self._policy == "async",
+            **(guard | self._given("divergence_threshold")),
+        )
+        return joined
+
+
+def _micro_batch(batch_size: int) -> int:
+    """A part of the batch that does not depend on the workers."""
+    count = max(n for n in range(1, MICRO_BATCHES_PER_BATCH + 1) if batch_size % n == 0)
+    return batch_size // count
+
+
+def _check_early(settings: Mapping[str, Any], num_workers: int) -> None:
+    """What the run itself would refuse, refused before a worker starts."""
+    known = {field.name for field in fields(RunConfig)}
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in settings.items()
+        if name in known and value is not None
+    }
+    if "batches_per_step" in settings:
+        values |= {"global_batch": settings["batches_per_step"], "micro_batch": 1}
+    config = RunConfig(**values)
+    config.check_workers(num_workers)
+    assert config.global_batch is not None
+    config.steps_of(config.global_batch)
+
+
+def _callable(name: str, value: _Function) -> _Function:
+    if not callable(value):
+        raise TypeError(f"{name} is a {type(value).__name__}: pass a function")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(name: str, value: int) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{name}={value!r} is a {type(value).__name__}: choose an int")
+    return value
+
+
+def _positive(name: str, value: int) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r} is not a positive integer: choose {name} >= 1")
+    return value
+
+
+def _one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
+    return str(value)
