@@ -12,7 +12,10 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # Importing torch costs seconds, so an example with one worker runs in this process, as `python FILE` would.
-IN_PROCESS = ["array_loader_loop", "dp_train_iris", "dp_train_matrix", "first_steps", "low_level"]
+IN_PROCESS = [
+    *("array_loader_loop", "dp_train_iris", "dp_train_matrix", "first_steps", "gan", "low_level"),
+    *("policy_gradient", "resnet_images"),
+]
 SHARED_MODULES = ["iris_like"]
 
 
@@ -43,7 +46,7 @@ def run(*arguments: str, timeout_s: float, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.usefixtures("script_path")
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_example_with_one_worker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

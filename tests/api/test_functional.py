@@ -1,0 +1,850 @@
+"""Training step by step: prepare_training, train_step, sync_buffer, update, and train, which is made of them."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import SmallResNet, SmallTransformer, digest, images, mlp, tokens, vectors
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset
+from worker_pool import WorkerPool, WorkersFailed
+
+import paceline as pl
+from paceline.run.halving import parts
+from paceline.run.reach import tell_of_detours
+from paceline.run.validation import topk_accuracy
+
+X, Y = vectors(50)
+IMAGES, LABELS = images(12)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=3e-3)
+
+
+def prepare(
+    model: Any = mlp, data: Any = (X, Y), replicas: int = 2, optimizer: Any = sgd, nsamples: Any = 4, **settings: Any
+) -> pl.TrainingState:
+    return pl.prepare_training(model, data, ["cpu"] * replicas, optimizer, nsamples, **settings)
+
+
+def one_step(state: pl.TrainingState, batches: tuple[Any, ...], **settings: Any) -> None:
+    for replica, batch in enumerate(batches):
+        pl.train_step(functional.cross_entropy, state, batch, replica)
+    pl.sync_buffer(state, **settings)
+    pl.update(state)
+
+
+def everything(state: pl.TrainingState) -> list[str]:
+    """A digest of each replica's weights, buffers and optimizer."""
+    return [digest(m.state_dict(), o.state_dict()) for m, o in zip(state.models, state.optimizers, strict=True)]
+
+
+# Replicas equal one model.
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(216, 5))
+
+
+def pooling() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.MaxPool2d(2), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(6, 5))
+
+
+def normalised() -> nn.Module:
+    # Without a bias: before a BatchNorm its gradient is zero but for rounding, which Adam would blow up.
+    return nn.Sequential(nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(216, 5))
+
+
+MODELS = {f.__name__: f for f in (linear, convolution, pooling, normalised, SmallResNet)}
+
+
+def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, sizes: list[int]) -> dict[str, torch.Tensor]:
+    """One step of plain PyTorch over all twelve images, in parts one after another; returns the mean gradient."""
+    for x, y in zip(IMAGES.split(sizes), LABELS.split(sizes), strict=True):
+        (functional.cross_entropy(model(x), y) * (len(x) / len(IMAGES))).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    return gradients
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize(
+    ("name", "training"), [*((name, False) for name in MODELS), ("normalised", True), ("SmallResNet", True)]
+)
+def test_replicas_give_the_step_of_one_model(name: str, training: bool, exact: bool) -> None:
+    for replicas, nsamples in ((1, 12), (2, 6), (3, 5)):
+        with prepare(
+            MODELS[name], (IMAGES, LABELS), replicas, adam, nsamples, shuffle=False, exact=exact, cycle=1
+        ) as state:
+            for model in state.models:
+                model.train(training)
+            alone = copy.deepcopy(state.models[0])
+            optimizer = adam(alone.parameters())
+            sizes = [nsamples] * (12 // nsamples) + ([12 % nsamples] if 12 % nsamples else [])
+            expected = by_hand(alone, optimizer, sizes if training else [12])
+            (batches,) = state.loader
+            for replica, batch in enumerate(batches):
+                pl.train_step(functional.cross_entropy, state, batch, replica)
+            pl.sync_buffer(state)
+            for model in state.models:
+                for key, parameter in model.named_parameters():
+                    torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-6)
+            pl.update(state)
+            for model in state.models:
+                for key, value in alone.state_dict().items():
+                    torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-4)
+            for key, value in optimizer.state_dict()["state"].items():
+                for part, number in value.items():
+                    actual = state.optimizers[0].state_dict()["state"][key][part]
+                    torch.testing.assert_close(actual, number, rtol=1e-4, atol=1e-6)
+            assert len(set(everything(state))) == 1
+
+
+def next_token(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
+
+
+def pair(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return model(batch.x), batch.y
+
+
+RUNS: dict[str, tuple[Any, Any, Any]] = {
+    "mlp": (mlp, vectors(26), pair),
+    "batch norm": (SmallResNet, images(26), pair),
+    "dropout": (SmallTransformer, tokens(26), next_token),
+}
+
+
+def trainer_digest(name: str, replicas: int, shuffle: bool) -> str:
+    build, data, forward = RUNS[name]
+    batches = {"global_batch": 4 * replicas, "micro_batch": 4}
+    with pl.Trainer.setup(build, adam, data=data, shuffle=shuffle, exact=True, seed=3, **batches) as trainer:
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(*forward(trainer.model, batch)))
+                trainer.step()
+        return digest(trainer.model.state_dict(), trainer.optimizer.state_dict())
+
+
+def functional_digests(name: str, replicas: int, shuffle: bool = True) -> list[str]:
+    build, data, forward = RUNS[name]
+    with prepare(
+        build, data, replicas, adam, forward_fn=forward, epochs=2, shuffle=shuffle, exact=True, seed=3
+    ) as state:
+        pl.train(functional.cross_entropy, state)
+        return everything(state)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("name", list(RUNS))
+def test_exact_mode_ends_with_the_bits_of_a_trainer(name: str, shuffle: bool) -> None:
+    for replicas in (1, 3):
+        assert set(functional_digests(name, replicas, shuffle)) == {trainer_digest(name, replicas, shuffle)}
+
+
+def in_a_world(name: str, by_rank: list[int]) -> list[str]:
+    from paceline.core.world import World
+
+    return functional_digests(name, by_rank[World.from_environment().rank])
+
+
+@pytest.mark.parametrize("name", ["batch norm", "dropout"])
+def test_exact_mode_ends_with_the_same_bits_in_several_processes(name: str, pool: WorkerPool) -> None:
+    expected = set(functional_digests(name, 4))
+    for by_rank in ([2, 2], [1, 3]):
+        assert {d for own in pool.run(in_a_world, 2, name, by_rank) for d in own} == expected
+
+
+def test_train_is_the_loop_by_hand() -> None:
+    with prepare(epochs=2) as state:
+        history = pl.train(functional.cross_entropy, state)
+        trained = everything(state)
+    losses = []
+    with prepare(epochs=2) as state:
+        for batches in state.loader:
+            for replica, batch in enumerate(batches):
+                pl.train_step(functional.cross_entropy, state, batch, replica)
+            pl.syncgrads(state)
+            pl.update(state)
+            losses.append(state.loss)
+        assert everything(state) == trained
+    assert history.losses == losses
+    assert len(losses) == 14
+    assert losses[-1] < losses[0]
+
+
+def test_a_model_that_exists_becomes_the_first_replica_and_the_others_are_copies() -> None:
+    model = mlp()
+    with prepare(model, replicas=3) as state:
+        assert state.models[0] is model
+        assert len({id(p) for m in state.models for p in m.parameters()}) == 3 * len(list(model.parameters()))
+        pl.train(functional.cross_entropy, state)
+        assert len(set(everything(state))) == 1
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_the_first_replica_may_go_without_a_batch() -> None:
+    with prepare() as state:
+        alone = copy.deepcopy(state.models[0])
+        one_step(state, (None, (X[:4], Y[:4])))
+        functional.cross_entropy(alone(X[:4]), Y[:4]).backward()
+        sgd(alone.parameters()).step()
+        for model in state.models:
+            torch.testing.assert_close(model.state_dict(), alone.state_dict())
+
+
+def test_gradients_of_another_backward_do_not_count() -> None:
+    results = []
+    for is_disturbed in (False, True):
+        with prepare(shuffle=False) as state:
+            for batches in state.loader:
+                if is_disturbed:
+                    state.models[1](X).sum().backward()
+                one_step(state, batches)
+                assert all(p.grad is None for model in state.models for p in model.parameters())
+            results.append(everything(state))
+    assert results[0] == results[1]
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.sometimes, self.never = (nn.Linear(12, 4) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x) + (self.sometimes(x) if x[0, 0] > 0 else 0)
+
+    first, second = X[X[:, 0] > 0][:4], X[X[:, 0] < 0][:4]
+    for reduce in (None, lambda gradients, _: torch.stack(gradients).mean(0)):
+        with prepare(TwoHeads()) as state:
+            for replica, x in enumerate((first, second)):
+                pl.train_step(functional.cross_entropy, state, (x, Y[:4]), replica)
+            own = state.models[0].sometimes.weight.grad.clone()
+            pl.sync_buffer(state, reduce=reduce)
+            for model in state.models:
+                torch.testing.assert_close(model.sometimes.weight.grad, own / 2)
+                assert model.never.weight.grad is None
+
+
+def test_buffers_that_no_rule_knows_hold_what_the_last_replica_left() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 4)
+            self.register_buffer("largest", torch.zeros(()))
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.largest.copy_(x.max())
+            return self.layer(x) * self.scale
+
+    batches = ((X[:4], Y[:4]), (X[4:8], Y[4:8]))
+    with prepare(Counting()) as state:
+        with pytest.warns(UserWarning, match="buffer 'largest' changes during forward") as told:
+            one_step(state, batches)
+        assert len(told) == 1
+        one_step(state, batches)
+        assert [m.largest.item() for m in state.models] == [X[4:8].max().item()] * 2
+
+
+# What is read.
+
+
+class Samples:
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return X[index], int(Y[index])
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return ((X[i], int(Y[i])) for i in range(10))
+
+
+def sizes_of(state: pl.TrainingState) -> list[list[int]]:
+    return [[0 if batch is None else len(batch.x) for batch in step] for step in state.loader]
+
+
+def test_the_remainder_is_a_smaller_step_with_right_weights() -> None:
+    with prepare(data=(X[:10], Y[:10]), replicas=3, nsamples=2, shuffle=False) as state:
+        alone = copy.deepcopy(state.models[0])
+        assert len(state.loader) == 2
+        pl.train(functional.cross_entropy, state)
+        optimizer = sgd(alone.parameters())
+        for rows in (slice(0, 6), slice(6, 10)):
+            optimizer.zero_grad()
+            functional.cross_entropy(alone(X[rows]), Y[rows]).backward()
+            optimizer.step()
+        torch.testing.assert_close(state.models[2].state_dict(), alone.state_dict())
+    with prepare(data=(X[:9], Y[:9]), replicas=3, nsamples=2) as state:
+        assert sizes_of(state) == [[2, 2, 2], [2, 1, 0]]
+
+
+def test_data_smaller_than_a_step_is_one_smaller_step() -> None:
+    with prepare(data=(X[:3], Y[:3]), epochs=2) as state:
+        assert sizes_of(state) == [[3, 0], [3, 0]]
+
+
+def test_cycle_counts_steps_and_begins_the_data_again() -> None:
+    with prepare(data=(X[:10], Y[:10]), nsamples=2, cycle=7) as state:
+        assert sizes_of(state) == [[2, 2], [2, 2], [2, 0]] * 2 + [[2, 2]]
+        assert len(state.loader) == 7
+        assert state.epoch == 2
+
+
+def test_a_loop_that_was_left_goes_on_with_the_next_step() -> None:
+    with prepare(data=(torch.arange(10.0), Y[:10]), nsamples=2, shuffle=False) as state:
+        assert [batch.x.tolist() for batch in next(iter(state.loader))] == [[0, 1], [2, 3]]
+        rest = [[None if batch is None else batch.x.tolist() for batch in step] for step in state.loader]
+        assert rest == [[[4, 5], [6, 7]], [[8, 9], None]]
+
+
+@pytest.mark.parametrize(
+    ("data", "settings"),
+    [
+        (Samples(), {"shuffle": False, "buffersize": 3, "readers": 1}),
+        (Samples(), {"shuffle": False, "readers": 0}),
+        (DataLoader(Samples(), batch_size=4), {"nsamples": None}),
+        (Stream(), {"readers": 0}),
+        (pl.PerWorker([[(X[:4], Y[:4]), (X[8:10], Y[8:10])], [(X[4:8], Y[4:8])]]), {"nsamples": None}),
+    ],
+)
+def test_any_data_that_a_trainer_takes(data: Any, settings: dict[str, Any]) -> None:
+    with prepare(data=(X[:10], Y[:10]), epochs=2, shuffle=False, exact=True) as state:
+        expected = pl.train(functional.cross_entropy, state).losses
+    with prepare(data=data, epochs=2, exact=True, **settings) as state:
+        assert pl.train(functional.cross_entropy, state).losses == expected
+
+
+def test_the_steps_of_a_stream_are_counted_as_they_come() -> None:
+    with prepare(data=Stream(), readers=0, epochs=2) as state:
+        with pytest.raises(TypeError, match="nobody knows how many steps a stream has: give cycle"):
+            len(state.loader)
+        history = pl.train(functional.cross_entropy, state, validation=(X, Y))
+        assert len(history.losses) == 4
+        assert [(v.step, v.epoch) for v in history.validations] == [(2, 0), (4, 1)]
+
+
+# Custom reductions.
+
+
+def median(gradients: list[torch.Tensor], _: list[int]) -> torch.Tensor:
+    return torch.stack(gradients).median(0).values
+
+
+def test_a_reduction_of_ones_own() -> None:
+    seen = []
+
+    def spy(gradients: list[torch.Tensor], weights: list[int]) -> torch.Tensor:
+        seen.append((len(gradients), weights))
+        return median(gradients, weights)
+
+    with prepare(nn.Linear(12, 4), replicas=4) as state:
+        batches = [(X[i : i + n], Y[i : i + n]) for i, n in ((0, 4), (4, 4), (8, 2))]
+        before = copy.deepcopy(state.models[0])
+        one_step(state, (*batches, None), reduce=spy)
+        gradients = []
+        for x, y in batches:
+            before.zero_grad()
+            functional.cross_entropy(before(x), y).backward()
+            gradients.append(before.weight.grad.clone())
+        for model in state.models:
+            torch.testing.assert_close(model.weight, before.weight - 0.1 * torch.stack(gradients).median(0).values)
+    assert seen == [(3, [4, 4, 2])] * 2
+
+
+def test_a_weighted_mean_of_ones_own_is_the_mean() -> None:
+    def mean(gradients: list[torch.Tensor], weights: list[int]) -> torch.Tensor:
+        return sum(g * w for g, w in zip(gradients, weights, strict=True)) / sum(weights)
+
+    weights = []
+    for reduce in (None, mean):
+        with prepare(replicas=3) as state:
+            pl.train(functional.cross_entropy, state, reduce=reduce)
+            weights.append(state.models[0].state_dict())
+    torch.testing.assert_close(*weights)
+
+
+def reduced(by_rank: list[int]) -> dict[str, torch.Tensor]:
+    from paceline.core.world import World
+
+    with prepare(replicas=by_rank[World.from_environment().rank]) as state:
+        history = pl.train(functional.cross_entropy, state, reduce=median, validation=(X, Y), validate_every=2)
+        assert len(history.validations) == 2
+        return {**state.models[-1].state_dict(), "validation": torch.tensor(history.validations[-1].loss)}
+
+
+def test_reduction_and_validation_go_over_all_processes(pool: WorkerPool) -> None:
+    expected = reduced([3])
+    for own in pool.run(reduced, 2, [1, 2]):
+        torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.parametrize(
+    ("reduce", "text"),
+    [
+        (lambda gradients, _: gradients, "reduce returned list for parameter 'weight': .* of shape \\(4, 12\\)"),
+        (lambda gradients, _: gradients[0].sum(), "reduce returned shape \\(\\) for parameter 'weight'"),
+    ],
+)
+def test_a_reduction_must_return_a_gradient(reduce: Any, text: str) -> None:
+    with prepare(nn.Linear(12, 4)) as state, pytest.raises(ValueError, match=text):
+        pl.train(functional.cross_entropy, state, reduce=reduce)
+
+
+# Too large for memory.
+
+
+class Limited(nn.Module):
+    """Pretends that a device has room for so many samples."""
+
+    def __init__(self, model: nn.Module, limit: int) -> None:
+        super().__init__()
+        self.model = model
+        self.limit = limit
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.limit:
+            raise torch.OutOfMemoryError("out of memory")
+        return self.model(x)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 5])
+def test_what_does_not_fit_is_run_in_parts(limit: int) -> None:
+    model = mlp()
+    results = []
+    for allowed in (10, limit):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with prepare(Limited(copy.deepcopy(model), allowed), nsamples=10, epochs=2) as state:
+                losses = pl.train(functional.cross_entropy, state).losses
+                results.append((state.models[0].state_dict(), torch.tensor(losses)))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    assert len(told) == 1
+    assert "10 samples at once do not fit in the memory of cpu: they are run in parts of 5" in str(told[0].message)
+    assert "nsamples=5" in str(told[0].message)
+
+
+@pytest.mark.filterwarnings("ignore:.*samples at once do not fit")
+def test_an_attempt_that_failed_leaves_nothing_behind() -> None:
+    class FailsLate(nn.Module):
+        """Runs out of memory in backward, when gradients and buffers of an attempt are there already."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(12, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if len(x) > 2:
+                x = self.layer.weight.sum() * 0 + x
+                self.layer.weight.register_hook(self.fail)
+            return self.layer(x)
+
+        def fail(self, gradient: torch.Tensor) -> torch.Tensor:
+            if self.must_fail:
+                self.must_fail = False
+                raise torch.OutOfMemoryError("out of memory")
+            return gradient
+
+        must_fail = True
+
+    with prepare(FailsLate(), replicas=1) as state:
+        before = copy.deepcopy(state.models[0].layer)
+        pl.train_step(functional.cross_entropy, state, (X[:4], Y[:4]))
+        functional.cross_entropy(before(X[:4]), Y[:4]).backward()
+        torch.testing.assert_close(state.models[0].layer.weight.grad, before.weight.grad)
+        torch.testing.assert_close(state.models[0].layer.bias.grad, before.bias.grad)
+        with pytest.warns(UserWarning, match="buffer 'calls' changes"):
+            pl.sync_buffer(state)
+        assert state.models[0].calls == 2
+
+
+def test_a_loss_function_that_raises_leaves_nothing_behind() -> None:
+    def broken(*_: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    batch = (X[:4], Y[:4])
+    with prepare(nn.Sequential(nn.BatchNorm1d(12), mlp()), replicas=1) as state:
+        before = digest(state.models[0].state_dict())
+        with pytest.raises(ZeroDivisionError):
+            pl.train_step(broken, state, batch)
+        assert digest(state.models[0].state_dict()) == before
+        one_step(state, (batch,))
+        assert state.models[0][0].num_batches_tracked == 1
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error() -> None:
+    with (
+        prepare(Limited(mlp(), 0), replicas=1) as state,
+        pytest.warns(UserWarning, match="do not fit"),
+        pytest.raises(torch.OutOfMemoryError, match="out of memory") as raised,
+    ):
+        pl.train(functional.cross_entropy, state)
+    assert raised.value.__notes__ == ["a single sample does not fit in the memory of cpu"]
+
+
+@pytest.mark.parametrize(
+    ("model", "exact", "text"),
+    [
+        (
+            mlp(),
+            True,
+            "nsamples=4 samples do not fit in the memory of cpu, .* since exact=True .*: choose nsamples <= 2",
+        ),
+        (nn.Sequential(nn.BatchNorm1d(12), mlp()), False, "normalised apart by the BatchNorm layer 'model.0'"),
+    ],
+)
+def test_parts_are_refused_where_they_would_change_the_result(model: nn.Module, exact: bool, text: str) -> None:
+    with prepare(Limited(model, 3), exact=exact) as state, pytest.raises(torch.OutOfMemoryError, match=text):
+        pl.train(functional.cross_entropy, state)
+
+
+def test_batch_norm_in_evaluation_mode_may_be_run_in_parts() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(12), mlp()).eval()
+    with prepare(Limited(model, 3)) as state, pytest.warns(UserWarning, match="do not fit"):
+        pl.train(functional.cross_entropy, state)
+
+
+def test_a_batch_is_cut_wherever_it_has_a_row_per_sample() -> None:
+    batch = {"x": torch.arange(5), "names": ["a", "b", "c", "d", "e"], "scale": torch.tensor(2.0), "pair": (Y[:5], 3)}
+    first, second, third = parts(batch, 5, 2)
+    assert [count for _, count in (first, second, third)] == [2, 2, 1]
+    assert second[0]["x"].tolist() == [2, 3]
+    assert second[0]["names"] == ["c", "d"]
+    assert second[0]["scale"] == 2.0
+    assert third[0]["pair"][0].tolist() == Y[4:5].tolist()
+    assert third[0]["pair"][1] == 3
+
+
+def test_a_last_batch_of_one_sample_is_explained_where_batch_norm_cannot_take_it() -> None:
+    with prepare(nn.Sequential(nn.BatchNorm1d(12), mlp()), data=(X[:9], Y[:9])) as state:
+        with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+            pl.train(functional.cross_entropy, state)
+        assert "choose another nsamples than 4" in raised.value.__notes__[0]
+
+
+# Validation.
+
+
+@pytest.mark.parametrize(
+    ("topk", "expected"),
+    [
+        ((1,), {1: 0.25}),
+        ((1, 2, 3), {1: 0.25, 2: 0.5, 3: 0.75}),
+        ((1, 5, 10), {1: 0.25}),  # there are four classes
+        ((4,), {4: 0.75}),  # -100 is no class
+    ],
+)
+def test_accuracy_counts_the_labels_among_the_highest_scores(topk: tuple[int, ...], expected: dict[int, float]) -> None:
+    scores = torch.tensor([[4.0, 3, 2, 1], [4.0, 3, 2, 1], [4.0, 3, 2, 1], [4.0, 3, 2, 1]])
+    labels = torch.tensor([0, 1, 2, -100])
+    assert {k: part.item() for k, part in topk_accuracy(scores, labels, topk).items()} == expected
+
+
+def test_a_model_that_does_not_tell_classes_apart_gets_no_credit() -> None:
+    scores = torch.tensor([[1.0, 1, 1], [math.nan, 2, 1], [0, math.nan, 3]])
+    assert topk_accuracy(scores, torch.tensor([0, 0, 2]), (1, 2)) == {1: 0.0, 2: pytest.approx(1 / 3)}
+
+
+def test_validation_after_every_epoch_or_every_few_steps() -> None:
+    with prepare(epochs=2) as state:
+        history = pl.train(functional.cross_entropy, state, validation=(X[:21], Y[:21]))
+        assert [(v.step, v.epoch) for v in history.validations] == [(7, 0), (14, 1)]
+        with torch.no_grad():
+            scores = state.models[0](X[:21])
+        last = history.validations[-1]
+        assert last.loss == pytest.approx(functional.cross_entropy(scores, Y[:21]).item(), rel=1e-6)
+        assert last.accuracy == {1: pytest.approx((scores.argmax(1) == Y[:21]).double().mean().item())}
+        trained = everything(state)
+    with prepare(epochs=2) as state:
+        history = pl.train(functional.cross_entropy, state, validation=(X, Y), validate_every=5, topk=(1, 2))
+        assert [(v.step, v.epoch) for v in history.validations] == [(5, 0), (10, 1)]
+        assert set(history.validations[0].accuracy) == {1, 2}
+        assert everything(state) == trained, "validation must not change the training"
+
+
+def test_validation_of_what_is_no_classifier_is_the_loss_alone() -> None:
+    with prepare(nn.Linear(12, 1), data=(X, X.sum(1, keepdim=True))) as state:
+        history = pl.train(functional.mse_loss, state, validation=(X, X.sum(1, keepdim=True)))
+    assert history.validations[0].accuracy == {}
+    assert history.validations[0].loss < history.losses[0]
+
+
+# Learning rates.
+
+
+def test_a_schedule_gives_the_learning_rate_of_every_step() -> None:
+    asked = []
+
+    def schedule(step: int, epoch: int) -> float:
+        asked.append((step, epoch))
+        return 0.1 * 0.5**step
+
+    with prepare(nn.Linear(12, 4), data=(X[:10], Y[:10]), nsamples=3, epochs=2) as state:
+        before = copy.deepcopy(state.models[0].state_dict())
+        pl.train(functional.cross_entropy, state, schedule=schedule)
+        assert [o.param_groups[0]["lr"] for o in state.optimizers] == [0.1 * 0.5**3] * 2
+        assert not torch.equal(before["weight"], state.models[0].weight)
+    assert asked == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    with prepare(nn.Linear(12, 4)) as state:
+        before = copy.deepcopy(state.models[0].state_dict())
+        pl.train(functional.cross_entropy, state, schedule=lambda *_: 0.0)
+        torch.testing.assert_close(state.models[1].state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_torch_scheduler_is_stepped_by_every_update() -> None:
+    with prepare(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), cycle=3) as state:
+        pl.train(functional.cross_entropy, state)
+        assert state.learning_rate == pytest.approx(0.1 / 8)
+        assert len(set(everything(state))) == 1
+        with pytest.raises(ValueError, match="schedule and prepare_training's scheduler both set the learning rate"):
+            pl.train(functional.cross_entropy, state, schedule=lambda *_: 0.1)
+        for replica in range(2):
+            pl.train_step(functional.cross_entropy, state, (X[:4], Y[:4]), replica)
+        pl.sync_buffer(state)
+        with pytest.raises(pl.MisuseError, match=r"lr=0.5 contradicts the scheduler"):
+            pl.update(state, lr=0.5)
+
+
+def test_lines_tell_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
+    with prepare(cycle=4) as state:
+        history = pl.train(functional.cross_entropy, state, verbose=2, validation=(X, Y))
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"step {step}/4  loss {history.losses[step - 1]:.6g}" for step in (1, 2, 4)),
+        str(history.validations[0]),
+    ]
+    assert "step 4  validation loss" in str(history.validations[0])
+    assert "top-1 " in str(history.validations[0])
+
+
+def test_devices_without_direct_access_are_told_of_with_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, third = (torch.device("cuda", i) for i in range(3))
+    reachable = {(first, second), (second, first)}
+    devices = [first, second, third, first, torch.device("cpu")]
+    tell_of_detours(devices, 8_000_000, can_reach=lambda a, b: (a, b) in reachable, copy_time_s=lambda *a: a[2] / 4e9)
+    told = capsys.readouterr().err
+    assert "no direct access between cuda:0 and cuda:2, cuda:1 and cuda:2: gradients go through the host" in told
+    assert "8.0 MB of them take 2.00 ms from cuda:0 to cuda:2" in told
+    tell_of_detours(devices[:2], 8_000_000, can_reach=lambda a, b: (a, b) in reachable)
+    with prepare() as state:
+        pl.train(functional.cross_entropy, state)
+    assert "access" not in capsys.readouterr().err
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "text"),
+    [
+        ({"replicas": 0}, ValueError, "devices is empty: name at least one, or pass None for all of this machine"),
+        ({"nsamples": 0}, ValueError, "nsamples=0: choose a whole number >= 1"),
+        ({"nsamples": None}, ValueError, "nsamples is missing: give the number of samples per replica and step"),
+        ({"epochs": 0}, ValueError, "epochs=0: choose a whole number >= 1"),
+        ({"cycle": 0}, ValueError, "cycle=0: choose"),
+        ({"epochs": 3, "cycle": 9}, ValueError, "epochs=3 and cycle=9 both say when to stop"),
+        ({"buffersize": 2}, ValueError, "buffersize=2 would be ignored, since tensors and arrays are in memory"),
+        ({"data": Stream(), "buffersize": 2}, ValueError, "buffersize=2 would be ignored, since a stream"),
+        ({"data": []}, ValueError, "data is empty: there is nothing to train on"),
+        ({"optimizer": lambda _: "adam"}, TypeError, "optimizer made a str: pass a function from parameters"),
+        ({"optimizer": sgd([torch.zeros(1)])}, TypeError, "optimizer is a SGD, but every replica needs one of its own"),
+        ({"model": nn.ReLU()}, ValueError, "the model has no parameter that requires a gradient"),
+        ({"data": pl.PerWorker([[X]]), "nsamples": None}, ValueError, "PerWorker has 1 iterables for 2 replicas"),
+    ],
+)  # fmt: skip
+def test_bad_settings_are_named(settings: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        prepare(**settings)
+
+
+def test_one_device_is_no_list_of_devices() -> None:
+    with pytest.raises(TypeError, match=r"devices='cpu' is one device: give a list, such as \['cpu'\]"):
+        pl.prepare_training(mlp, (X, Y), "cpu", sgd, 4)
+
+
+def test_a_stream_without_samples_is_an_error_and_no_endless_loop() -> None:
+    class Nothing(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    with (
+        prepare(data=Nothing(), readers=0, cycle=3) as state,
+        pytest.raises(ValueError, match="epoch 0 of the data has no sample"),
+    ):
+        pl.train(functional.cross_entropy, state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"validate_every": 2}, "validate_every=2 would be ignored: give the data as validation="),
+        ({"validate_every": 0, "validation": (X, Y)}, "validate_every=0: choose at least 1 step"),
+        ({"verbose": -1}, "verbose=-1: choose how many steps lie between two lines"),
+        ({"topk": (0,), "validation": (X, Y)}, r"topk=\(0,\): 0 is no number of guesses"),
+    ],
+)
+def test_bad_settings_of_train_are_named(settings: dict[str, Any], text: str) -> None:
+    with prepare() as state, pytest.raises(ValueError, match=text):
+        pl.train(functional.cross_entropy, state, **settings)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "text"),
+    [
+        (lambda out, y: functional.cross_entropy(out, y, reduction="none"), ValueError, r"the loss has shape \(4,\)"),
+        (lambda *_: 1.0, TypeError, "loss_fn returned a float: it must return a tensor with one number"),
+        (lambda *_: torch.zeros(()), ValueError, "the loss has no gradient"),
+    ],
+)
+def test_a_loss_must_be_one_number(loss_fn: Callable[..., Any], error: type[Exception], text: str) -> None:
+    with prepare() as state, pytest.raises(error, match=text):
+        pl.train(loss_fn, state)
+
+
+def test_a_loss_that_is_not_finite_is_reported() -> None:
+    with prepare() as state, pytest.raises(pl.NonFiniteError, match="loss is nan at step 1, micro-batch 0"):
+        pl.train(lambda output, _: output.mean() * math.nan, state)
+
+
+def test_a_replica_that_does_not_exist_is_named() -> None:
+    with prepare() as state:
+        for replica in (2, -1):
+            with pytest.raises(ValueError, match=f"replica={replica} does not exist: this process has 2, choose 0 <="):
+                pl.train_step(functional.cross_entropy, state, (X[:4], Y[:4]), replica)
+
+
+def test_a_batch_that_is_no_pair_needs_a_forward_function() -> None:
+    with prepare(data=X) as state, pytest.raises(TypeError, match=r"a batch is a Tensor and no pair .* forward_fn"):
+        pl.train(functional.cross_entropy, state)
+
+
+def test_the_order_of_calls_is_checked() -> None:
+    batch = (X[:4], Y[:4])
+    with prepare() as state:
+        with pytest.raises(pl.MisuseError, match="no replica has a gradient to share: call train_step"):
+            pl.sync_buffer(state)
+        with pytest.raises(pl.MisuseError, match="update was called before sync_buffer"):
+            pl.update(state)
+        with pytest.raises(pl.MisuseError, match="no step has been synchronized yet"):
+            _ = state.loss
+        pl.train_step(functional.cross_entropy, state, batch)
+        with pytest.raises(pl.MisuseError, match="replica 0 has a gradient already"):
+            pl.train_step(functional.cross_entropy, state, batch)
+        pl.sync_buffer(state)
+        with pytest.raises(pl.MisuseError, match="the gradients of this step are shared already"):
+            pl.sync_buffer(state)
+        with pytest.raises(pl.MisuseError, match="train_step was called between sync_buffer and update"):
+            pl.train_step(functional.cross_entropy, state, batch, 1)
+        pl.update(state)
+        assert state.step == 1
+
+
+def test_sparse_gradients_are_refused() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(12, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            index = torch.arange(12).unsqueeze(0)
+            return x @ functional.embedding(index, self.weight, sparse=True)[0]
+
+    with prepare(Sparse()) as state, pytest.raises(pl.GradientError, match="parameter 'weight' of replica 0 has a sparse gradient"):
+        pl.train(functional.cross_entropy, state)
+
+
+def test_processes_must_build_the_same_model(pool: WorkerPool) -> None:
+    def different() -> None:
+        from paceline.core.world import World
+
+        prepare(nn.Linear(12, 4 + World.from_environment().rank))
+
+    with pytest.raises(WorkersFailed, match="built a model whose parameters or buffers differ from rank 0's"):
+        pool.run(different, 2)
+
+
+def test_closing_twice_gives_the_settings_back() -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    state = prepare(exact=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    state.close()
+    state.close()
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
+# On a GPU. CI has none; run by hand where there is one.
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_replicas_on_a_gpu_end_with_the_bits_of_a_trainer_there() -> None:
+    build, data, _ = RUNS["batch norm"]
+    with pl.Trainer.setup(build, adam, data=data, global_batch=8, micro_batch=4, exact=True) as trainer:
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        expected = digest(trainer.model.state_dict(), trainer.optimizer.state_dict())
+    with pl.prepare_training(build, data, ["cuda:0"] * 2, adam, 4, epochs=2, exact=True) as state:
+        pl.train(functional.cross_entropy, state, validation=data)
+        assert everything(state) == [expected] * 2
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_devices_of_two_kinds_and_a_loss_on_the_host() -> None:
+    def loss_on_host(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(output.cpu(), target.cpu())
+
+    results = []
+    for devices in (["cpu", "cpu"], ["cpu", "cuda:0"], ["cuda:0", "cpu"]):
+        with pl.prepare_training(mlp, (X, Y), devices, adam, 4, epochs=2) as state:
+            losses = pl.train(loss_on_host, state).losses
+            results.append(({k: v.cpu() for k, v in state.models[1].state_dict().items()}, losses))
+    for weights, losses in results[1:]:
+        torch.testing.assert_close(weights, results[0][0], rtol=1e-4, atol=1e-5)
+        assert losses == pytest.approx(results[0][1], rel=1e-4)
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_a_gpu_that_is_full_runs_halves() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    width = 1 << 20
+    nsamples = 8 * (free // (8 * 4 * width))  # a few activations of this size are more than there is
+
+    def wide(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return model(batch).expand(-1, width).exp().sin(), batch
+
+    with (
+        pl.prepare_training(
+            nn.Linear(1, 1), torch.randn(nsamples, 1), ["cuda:0"], sgd, nsamples, forward_fn=wide
+        ) as state,
+        pytest.warns(UserWarning, match="do not fit in the memory of cuda:0"),
+    ):
+        history = pl.train(lambda output, _: output.mean(), state)
+    assert len(history.losses) == 1
