@@ -1,0 +1,165 @@
+"""Values between workers: every worker's to all, one worker's to all, reductions over them, and one before the others.
+
+A value is made of tensors, arrays, numbers, strings, lists, tuples and dicts. It travels as JSON and the bytes of its
+tensors, so no pickle is loaded; its tensors arrive on the host. In a world of one it takes the same way and only the
+exchange is left out: what can be sent, and what arrives, does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from numbers import Real
+from typing import Any, Literal, get_args
+
+import torch
+
+from paceline.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES
+from paceline.checkpoint.tree import flatten, unflatten
+from paceline.comm.base import Communicator
+from paceline.comm.messages import from_rank_0
+from paceline.core.errors import CommunicationError, PacelineError
+
+Reduction = Literal["mean", "sum", "max", "min"]
+
+# A message that lies on the host goes through a device's memory in pieces of this size.
+PIECE_BYTES = 64 << 20
+
+_ALIGNMENT_BYTES = 64
+_LENGTH_BYTES = 8
+
+
+def gather(value: Any, communicator: Communicator) -> list[Any]:
+    """Every worker's value, by rank, on every worker."""
+    own = _pack(value)
+    return [_unpack(_shared(own, rank, communicator), rank) for rank in range(communicator.world.size)]
+
+
+def broadcast(value: Any, source: int, communicator: Communicator) -> Any:
+    """The value of rank `source`, on every worker; the others' values do not count."""
+    world = communicator.world
+    if type(source) is not int or not 0 <= source < world.size:
+        raise ValueError(
+            f"source={source!r} is not a rank in a world of {world.size}: choose 0 <= source < {world.size}"
+        )
+    own = _pack(value if world.rank == source else None)
+    return _unpack(_shared(own, source, communicator), source)
+
+
+def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
+    """One tensor, on the device of this worker's, or one number from those of all workers, added up in rank order."""
+    if how not in get_args(Reduction):
+        raise ValueError(f"how={how!r}: choose one of {', '.join(get_args(Reduction))}")
+    if not isinstance(value, torch.Tensor | Real):
+        raise TypeError(f"reduce() got a {type(value).__name__}: give a tensor or a number")
+    values = gather(value if isinstance(value, torch.Tensor) else _plain_number(value), communicator)
+    kinds = [_kind(each) for each in values]
+    if len(set(kinds)) > 1:
+        shown = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
+        raise ValueError(f"reduce() needs tensors of one shape and dtype, or numbers, on all workers, and got {shown}")
+    if isinstance(value, torch.Tensor):
+        return _reduced(torch.stack(values), how).to(value.device)
+    all_whole = all(isinstance(each, int) for each in values)
+    return _reduced(torch.tensor(values, dtype=torch.int64 if all_whole else torch.float64), how).item()
+
+
+@contextmanager
+def main_first(communicator: Communicator) -> Iterator[None]:
+    """Rank 0 runs the block, then the others do; if it fails there, it fails on all."""
+    if not communicator.world.is_main:
+        if failure := from_rank_0(b"", communicator):
+            raise PacelineError(f"on rank 0: {failure.decode()}")
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        with suppress(CommunicationError):  # the first error is the one to show
+            from_rank_0(f"{type(error).__name__}: {error}".encode(), communicator)
+        raise
+    from_rank_0(b"", communicator)
+
+
+def _plain_number(value: Any) -> int | float:
+    return int(value) if isinstance(value, int) else float(value)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    return "a number"
+
+
+def _reduced(rows: torch.Tensor, how: Reduction) -> torch.Tensor:
+    if how == "mean":
+        return (rows if rows.is_floating_point() else rows.double()).mean(0)
+    if how == "sum":
+        return rows.sum(0)
+    return rows.amax(0) if how == "max" else rows.amin(0)
+
+
+def _shared(own: torch.Tensor, source: int, communicator: Communicator) -> torch.Tensor:
+    """The message of rank `source`."""
+    world = communicator.world
+    if world.size == 1:
+        return own
+    num_bytes = torch.tensor([own.numel()], device=world.device)
+    communicator.broadcast(num_bytes, source).wait()
+    message = own if world.rank == source else torch.empty(int(num_bytes.item()), dtype=torch.uint8)
+    for piece in message.split(PIECE_BYTES):
+        carrier = piece.to(world.device)
+        communicator.broadcast(carrier, source).wait()
+        if world.rank != source:
+            piece.copy_(carrier)
+    return message
+
+
+def _pack(value: Any) -> torch.Tensor:
+    """A message: the length of a header, the header, and the tensors' bytes, each from an aligned place on.
+
+    Of a value that cannot travel the message says why, so that all workers hear of it.
+    """
+    try:
+        flat = flatten(value, "value")
+        content = {"structure": flat.structure}
+        tensors = flat.tensors
+    except TypeError as error:
+        content, tensors = {"error": str(error)}, {}
+    kinds = [(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()]
+    header = json.dumps({**content, "tensors": kinds}).encode()
+    header = len(header).to_bytes(_LENGTH_BYTES, "little") + header
+    places = _places(len(header), [tensor.nbytes for tensor in tensors.values()])
+    message = torch.empty(places[-1], dtype=torch.uint8)
+    message[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for place, tensor in zip(places, tensors.values(), strict=False):
+        _view(message, place, tensor.dtype, tensor.shape).copy_(tensor)
+    return message
+
+
+def _unpack(message: torch.Tensor, rank: int) -> Any:
+    """The value in a message, whose memory its tensors share."""
+    end = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES].numpy().tobytes(), "little")
+    header = json.loads(message[_LENGTH_BYTES:end].numpy().tobytes())
+    if "error" in header:
+        raise TypeError(f"the value of rank {rank} cannot be sent to other workers: {header['error']}")
+    kinds = [(name, DTYPES[dtype], torch.Size(shape)) for name, dtype, shape in header["tensors"]]
+    places = _places(end, [shape.numel() * dtype.itemsize for _, dtype, shape in kinds])
+    tensors = {
+        name: _view(message, place, dtype, shape) for place, (name, dtype, shape) in zip(places, kinds, strict=False)
+    }
+    return unflatten(header["structure"], tensors)
+
+
+def _places(start: int, sizes: Sequence[int]) -> list[int]:
+    """Where each tensor begins, after `start` bytes, and where the last one ends."""
+    return list(accumulate((_aligned(size) for size in sizes), initial=_aligned(start)))
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _view(message: torch.Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)

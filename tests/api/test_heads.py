@@ -1,0 +1,226 @@
+"""Models that compute their own loss: any object with compute_loss, and a real model of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import digest, mlp, vectors
+from torch import nn
+from torch.nn import functional
+from worker_pool import WorkerPool
+
+import paceline as pl
+
+X, Y = vectors(24)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def train(trainer: pl.Trainer, epochs: int = 1) -> list[float]:
+    losses: list[float] = []
+    trainer.every(1, lambda record: losses.append(record.loss))
+    for epoch in trainer.epochs(epochs):
+        for batch in epoch:
+            trainer.backward(trainer.loss(batch))
+            trainer.step()
+    return losses
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(self(batch.x), batch.y)
+
+    def predict(self, batch: Any) -> dict[str, torch.Tensor]:
+        return {"class": self(batch.x).argmax(1)}
+
+
+class Wrapper:
+    """No module: an object around one."""
+
+    def __init__(self) -> None:
+        self.model = mlp()
+
+    def parameters(self) -> Any:
+        return dict(self.model.named_parameters())
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(self.model(batch.x), batch.y)
+
+
+SETTINGS: dict[str, Any] = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "exact": True, "quiet": True}
+
+
+def by_hand() -> str:
+    """The same run with the loss computed in the loop."""
+    with pl.Trainer.setup(mlp, sgd, **SETTINGS) as trainer:
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        return digest([p.detach() for p in trainer.model.parameters()])
+
+
+@pytest.mark.parametrize("head", [Classifier, Wrapper, lambda: torch.compile(Classifier(), backend="eager")])
+def test_a_head_is_trained_as_its_loss_in_the_loop_would(head: Any) -> None:
+    with pl.Trainer.setup_head(head, sgd, **SETTINGS) as trainer:
+        train(trainer)
+        inside = trainer.unwrapped_model
+        parameters = (inside.body if isinstance(inside, Classifier) else inside.model).parameters()
+        assert digest([p.detach() for p in parameters]) == by_hand()
+
+
+def test_predictions_are_the_heads_own() -> None:
+    with pl.Trainer.setup_head(Classifier, sgd, **SETTINGS) as trainer:
+        classes = trainer.predict((X, Y))["class"]
+        with torch.no_grad():
+            assert torch.equal(classes, trainer.model(X).argmax(1))
+        assert trainer.predict((X, Y), lambda model, batch: model(batch.x)).shape == (24, 4)
+
+
+def test_the_loss_is_computed_in_the_runs_precision() -> None:
+    seen: list[torch.dtype] = []
+
+    class Seeing(Classifier):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            outputs = super().forward(x)
+            seen.append(outputs.dtype)
+            return outputs
+
+    with pl.Trainer.setup_head(Seeing, sgd, **{**SETTINGS, "precision": "bf16"}) as trainer:
+        train(trainer)
+        trainer.predict((X, Y))
+    assert set(seen) == {torch.bfloat16}
+
+
+def test_el_che_takes_heads_too() -> None:
+    settings = {"data": (X, Y), "micro_batch": 4, "quiet": True}
+    with pl.Trainer.setup_head_with(pl.DdpConfig(max_anchor=2), Classifier, sgd, **settings) as trainer:
+        train(trainer)
+        assert trainer.position.step == 3  # six micro-batches, two in each step
+        assert "class" in trainer.predict((X, Y))
+
+
+def test_a_loss_that_is_not_there_is_named() -> None:
+    with (
+        pl.Trainer.setup(mlp, sgd, **SETTINGS) as trainer,
+        pytest.raises(
+            pl.MisuseError, match=r"loss\(\) needs a model that computes its own loss: make the trainer with"
+        ),
+    ):
+        trainer.loss((X, Y))
+    with (
+        pl.Trainer.setup_head(mlp, sgd, **SETTINGS) as trainer,
+        pytest.raises(
+            pl.MisuseError, match=r"the head, a Sequential, gave no loss: it needs compute_loss\(batch\), or"
+        ),
+    ):
+        trainer.loss(X)
+
+
+# A model of transformers
+
+NUM_CLASSES = 3
+
+
+def build_bert() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=12,
+        num_labels=NUM_CLASSES,
+    )
+    return BertForSequenceClassification(config)
+
+
+def sentences(count: int = 20) -> dict[str, torch.Tensor]:
+    """Padded sequences of tokens, and a class that depends on the first."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 40, (count, 10), generator=generator)
+    lengths = torch.randint(4, 11, (count,), generator=generator)
+    mask = (torch.arange(10) < lengths[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids[:, 0] % NUM_CLASSES}
+
+
+def train_bert(head: Any = build_bert, **settings: Any) -> tuple[str, list[float], torch.Tensor]:
+    settings = {"data": sentences(), "global_batch": 8, "micro_batch": 2, "exact": True, "quiet": True, **settings}
+    with pl.Trainer.setup_head(head, lambda params: torch.optim.AdamW(params, lr=0.01), **settings) as trainer:
+        losses = train(trainer, 2)
+        outputs = trainer.predict(sentences())
+        assert outputs.loss is None
+        return digest(trainer.model.state_dict()), losses, outputs.logits
+
+
+def test_a_transformers_model_trains_the_same_on_one_worker_and_two(pool: WorkerPool) -> None:
+    weights, losses, logits = train_bert()
+    assert len(losses) == 6
+    assert logits.shape == (20, NUM_CLASSES)
+    for other_weights, other_losses, other_logits in pool.run(train_bert, 2):
+        assert other_weights == weights
+        assert other_losses == losses
+        assert torch.equal(other_logits, logits)
+
+
+def test_its_loss_is_the_one_it_computes_itself() -> None:
+    with pl.Trainer.setup_head(
+        build_bert, sgd, data=sentences(), global_batch=20, shuffle=False, exact=True, quiet=True
+    ) as trainer:
+        trainer.model.eval()  # no dropout
+        with torch.no_grad():
+            expected = trainer.model(**sentences()).loss.item()
+        assert train(trainer)[0] == pytest.approx(expected, rel=1e-5)
+
+
+class Words:
+    """A tokenizer, as far as saving goes."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "words.txt").write_text("one two three")
+
+
+def test_it_is_saved_with_its_tokenizer_and_loaded_from_the_folder(tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    def with_tokenizer() -> nn.Module:
+        model = build_bert()
+        model.tokenizer = Words()
+        return model
+
+    folder = tmp_path / "bert"
+    with pl.Trainer.setup_head(with_tokenizer, sgd, data=sentences(), global_batch=10, ema=0.9, quiet=True) as trainer:
+        train(trainer)
+        trainer.save_pretrained(folder)
+        trainer.save_pretrained(tmp_path / "averaged", ema=True)
+        trained = digest(trainer.model.state_dict())
+        with trainer.ema_weights():
+            averaged = digest(trainer.model.state_dict())
+    assert (folder / "words.txt").read_text() == "one two three"
+    assert {"config.json", "model.safetensors"} <= {path.name for path in folder.iterdir()}
+    for place, expected in ((folder, trained), (tmp_path / "averaged", averaged)):
+        assert digest(AutoModelForSequenceClassification.from_pretrained(place).state_dict()) == expected
+    weights, _, _ = train_bert(lambda: AutoModelForSequenceClassification.from_pretrained(folder))
+    assert weights != trained
+
+
+def test_batches_without_labels_have_no_loss() -> None:
+    unlabelled = {name: column for name, column in sentences().items() if name != "labels"}
+    with pl.Trainer.setup_head(build_bert, sgd, data=unlabelled, global_batch=10, quiet=True) as trainer:
+        with pytest.raises(pl.MisuseError, match=r"BertForSequenceClassification, gave no loss: .* must have labels"):
+            train(trainer)
+        assert trainer.predict(unlabelled).logits.shape == (20, NUM_CLASSES)

@@ -1,0 +1,103 @@
+"""The line on stderr that says where a run takes place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import mlp, vectors
+from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.api.summary import Seat, summary
+from paceline.run.assemble import _check_device
+
+H200, OLD = "NVIDIA H200 (140 GB)", "NVIDIA GeForce GTX 1060 (6 GB)"
+CPU = "CPU (2 cores, 1 thread each)"
+
+
+@pytest.mark.parametrize(
+    ("seats", "text"),
+    [
+        ([("a", "cpu", "CPU (2 cores, 1 thread)")], "1 worker | CPU (2 cores, 1 thread)"),
+        ([("a", "cuda:0", H200)], f"1 worker | {H200}"),
+        ([("a", "cuda:0", H200), ("a", "cuda:1", H200)], f"2 workers | {H200} x 2 (1 host)"),
+        ([("a", "cuda:0", H200), ("b", "cuda:0", H200)], f"2 workers | {H200} x 2 (2 hosts)"),
+        (
+            [("a", "cuda:0", OLD), ("a", "cuda:1", H200), ("a", "cuda:2", H200)],
+            f"3 workers | {OLD}, {H200} x 2 (1 host)",
+        ),
+        # Workers that share a device.
+        ([("a", "cuda:0", H200), ("a", "cuda:0", H200)], f"2 workers | {H200}"),
+        ([("a", "cpu", CPU), ("a", "cpu", CPU)], f"2 workers | {CPU}"),
+        ([("a", "cpu", CPU), ("b", "cpu", CPU)], f"2 workers | {CPU} x 2 (2 hosts)"),
+    ],
+)
+def test_workers_and_their_devices(seats: list[tuple[str, str, str]], text: str) -> None:
+    assert summary([Seat(*seat) for seat in seats]) == text
+
+
+def setup(**settings: Any) -> pl.Trainer:
+    return pl.Trainer.setup(
+        mlp, lambda params: torch.optim.SGD(params, lr=0.1), data=vectors(8), global_batch=8, **settings
+    )
+
+
+def printed(**settings: Any) -> str:
+    """What this worker prints when it sets up a run."""
+    import io
+    from contextlib import redirect_stderr
+
+    with redirect_stderr(io.StringIO()) as stream, setup(**settings):
+        return stream.getvalue()
+
+
+@pytest.fixture(autouse=True)
+def not_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_QUIET", raising=False)
+
+
+def test_one_line_when_a_run_is_set_up() -> None:
+    line = printed(threads=1)
+    assert line.startswith("paceline: 1 worker | CPU (")
+    assert line.endswith(", 1 thread)\n")
+    assert line.count("\n") == 1
+
+
+def test_rank_0_prints_it_for_all(pool: WorkerPool) -> None:
+    first, second = pool.run(lambda: printed(threads=1), 2)
+    assert first.startswith("paceline: 2 workers | CPU (")
+    assert first.endswith(", 1 thread each)\n")
+    assert second == ""
+
+
+@pytest.mark.parametrize(("value", "is_silent"), [("1", True), ("yes", True), ("0", False), ("", False)])
+def test_the_environment_silences_it(value: str, is_silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_QUIET", value)
+    assert (printed() == "") == is_silent
+
+
+def test_an_argument_silences_it_and_the_hint_at_idle_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.api.trainer.device_count", lambda: 4)
+    assert "training on 1 of 4 devices" in printed()
+    assert printed(quiet=True) == ""
+
+
+def test_workers_need_not_be_equally_quiet(pool: WorkerPool) -> None:
+    def run() -> str:
+        import os
+
+        return printed(quiet=os.environ["RANK"] == "1", threads=1)
+
+    assert [bool(text) for text in pool.run(run, 2)] == [True, False]
+
+
+def test_a_device_that_cannot_run_a_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nmore about it")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GeForce GTX 680")
+    with pytest.raises(ValueError, match=r"cuda:1 \(GeForce GTX 680\) cannot run a kernel: CUDA error: no kernel"):
+        _check_device(torch.device("cuda:1"))
