@@ -1,0 +1,103 @@
+"""Where a run took place: what one needs to know to repeat it, or to tell why another differs."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("paceline", "torch", "numpy", "datasets", "pyarrow", "safetensors", "transformers")
+_GIT_TIMEOUT_S = 5.0
+
+
+def describe_environment(folder: Path | None = None) -> dict[str, Any]:
+    """Versions, host, devices, command line, and the git commit of `folder` (default: the current one), if any.
+
+    Environment variables are left out: they hold secrets more often than answers.
+    """
+    return {
+        "versions": _versions(),
+        "host": _host(),
+        "devices": _devices(),
+        "git": _git(folder or Path.cwd()),
+        "command": list(sys.orig_argv),
+        "folder": str(Path.cwd()),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["cuda"] = torch.version.cuda
+    return found
+
+
+def _host() -> dict[str, Any]:
+    return {
+        "name": platform.node(),
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+    }
+
+
+def _processor() -> str:
+    """The name people know it by; the kernel has it where `platform` has none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return [{"name": "cpu"}]
+    return [
+        {"name": properties.name, "memory_bytes": properties.total_memory}
+        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
+
+
+def _git(folder: Path) -> dict[str, Any] | None:
+    """None outside of a repository, and where git is not installed or does not answer."""
+    commit = _git_answer(folder, "rev-parse", "HEAD")
+    if not commit:
+        return None
+    return {
+        "commit": commit,
+        "branch": _git_answer(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+        "has_changes": bool(_git_answer(folder, "status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _git_answer(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
