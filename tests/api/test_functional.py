@@ -771,7 +771,10 @@ def test_sparse_gradients_are_refused() -> None:
             index = torch.arange(12).unsqueeze(0)
             return x @ functional.embedding(index, self.weight, sparse=True)[0]
 
-    with prepare(Sparse()) as state, pytest.raises(pl.GradientError, match="parameter 'weight' of replica 0 has a sparse gradient"):
+    with (
+        prepare(Sparse()) as state,
+        pytest.raises(pl.GradientError, match="parameter 'weight' of replica 0 has a sparse gradient"),
+    ):
         pl.train(functional.cross_entropy, state)
 
 

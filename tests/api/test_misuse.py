@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -142,6 +143,18 @@ def test_the_remedy_fits_the_settings(settings: dict[str, Any], text: str) -> No
             for batch in epoch:
                 loss_of(trainer.model, batch)
     assert text in raised.value.__notes__[0]
+
+
+def test_a_loss_that_the_run_was_not_told_is_no_number() -> None:
+    losses: list[float] = []
+    with setup() as trainer:
+        trainer.every(1, lambda record: losses.append(record.loss))
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                loss = loss_of(trainer.model, batch)
+                loss.backward() if trainer.position.step == 1 else trainer.backward(loss)
+                trainer.step()
+    assert [math.isnan(loss) for loss in losses] == [False, True, False, False, False]
 
 
 def test_the_first_steps_other_times_are_not_taken_for_usual() -> None:

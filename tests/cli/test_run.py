@@ -63,7 +63,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "nowhere.py"], "paceline: no such file: nowhere.py"),
+        (["run", "nowhere.py"], "paceline run: no such file: nowhere.py"),
         (["run", "--workers", "0", "x.py"], "paceline run: argument --workers: '0': choose an integer >= 1"),
         (["run", "--workers", "two", "x.py"], "paceline run: argument --workers: 'two': choose an integer >= 1"),
         (["run"], "paceline run: the following arguments are required: SCRIPT"),

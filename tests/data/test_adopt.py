@@ -303,7 +303,7 @@ def test_a_loader_can_be_evaluated() -> None:
         mean = trainer.evaluate(
             DataLoader(TENS, batch_size=3), lambda _, batch: sizes.append(len(batch)) or batch.float().mean()
         )
-        with pytest.raises(ValueError, match=r"evaluate\(\) visits every sample of a data set once"):
+        with pytest.raises(ValueError, match=r"evaluate\(\) and predict\(\) visit every sample of a data set once"):
             trainer.evaluate(DataLoader(TENS, batch_size=3, drop_last=True), lambda _, batch: batch.float().mean())
     assert (mean, sizes) == (4.5, [3, 3, 3, 1])
 
@@ -443,3 +443,28 @@ def test_an_empty_stream_is_an_error_not_an_endless_loop(pool: WorkerPool) -> No
 def test_unknown_data_is_named(data: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         train(data, global_batch=8)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [4, 4, 2]),  # as in a loop without us
+        ({"micro_batch": 2}, [4, 4, 2]),
+        ({"global_batch": 8}, [8, 2]),
+    ],
+)
+def test_a_loaders_batch_is_a_step_unless_the_step_is_given(settings: dict[str, int], expected: list[int]) -> None:
+    data = DataLoader(TensorDataset(torch.arange(10.0).reshape(10, 1)), batch_size=4)
+    sizes: list[int] = []
+    steps: list[int] = []
+    with pl.Trainer.setup(
+        torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings
+    ) as trainer:
+        trainer.every(1, lambda record: steps.append(record.num_samples))
+        for epoch in trainer.epochs(1):
+            for (x,) in epoch:
+                sizes.append(len(x))
+                trainer.backward(trainer.model(x).mean())
+                trainer.step()
+    assert steps == expected
+    assert max(sizes) == settings.get("micro_batch", 4)

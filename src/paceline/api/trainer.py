@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from paceline.api.ddp_config import DdpConfig
+from paceline.api.heads import Calling, Head, PlainModel
+from paceline.api.summary import announce, is_quiet
 from paceline.checkpoint.manifest import Pattern
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
@@ -22,16 +24,23 @@ from paceline.data.bring import Way
 from paceline.data.skip_bad import Skipped
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
+from paceline.run import collect
 from paceline.run.assemble import Run, assemble
 from paceline.run.checkpointing import SAVE, STOP
 from paceline.run.checkpoints import Checkpoints
-from paceline.run.config import Precision, RunConfig, Strategy
+from paceline.run.config import Precision, RunConfig, SchedulerInterval, Strategy
 from paceline.run.evaluate import evaluate
+from paceline.run.export import export_weights, save_pretrained
 from paceline.run.loop import Loop, StepRecord
+from paceline.run.predict import predict
 from paceline.run.recovery import Resume, Start
-from paceline.run.replica import OptimizerFactory, SchedulerFactory
+from paceline.run.replica import OptimizerFactory, SchedulerFactory, only_or_all
 from paceline.run.report import Report
 from paceline.run.resuming import HasState
+from paceline.run.state import plain_model
+
+if TYPE_CHECKING:
+    from paceline.api.builder import Builder
 
 
 class Epoch:
@@ -49,10 +58,17 @@ class Epoch:
 class Trainer:
     """A training run whose loop is yours. Make one with `Trainer.setup`."""
 
-    def __init__(self, run: Run, config: RunConfig, weight_fn: Callable[[Any], int] | None) -> None:
+    def __init__(
+        self,
+        run: Run,
+        config: RunConfig,
+        weight_fn: Callable[[Any], int] | None,
+        calling: Calling | None = None,
+    ) -> None:
         self._run = run
         self._config = config
         self._weight_fn = weight_fn
+        self._calling = calling or PlainModel()
 
     @classmethod
     def setup(
@@ -66,6 +82,7 @@ class Trainer:
         physical_batch: int | Sequence[int] | None = None,
         batches_per_step: int | None = None,
         scheduler: SchedulerFactory | None = None,
+        scheduler_every: SchedulerInterval = "step",
         weight_fn: Callable[[Any], int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         max_grad_norm: float | None = None,
@@ -89,22 +106,27 @@ class Trainer:
         shuffle_buffer: int = 0,
         resident: bool = False,
         overlap: bool = True,
+        ema: float | None = None,
+        quiet: bool = False,
         checkpoints: Checkpoints | None = None,
         resume: Resume = "auto",
         init_from: str | PathLike[str] | None = None,
         allow: Sequence[str] = (),
         skip: Sequence[str] = (),
+        timeline: str | PathLike[str] | None = None,
     ) -> Trainer:
         """Join the world this process is in (torchrun, `paceline run`, `paceline.launch`) or train alone.
 
         model: an nn.Module, or a function that builds one; every worker starts with rank 0's weights.
-        optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which
-            is stepped after every optimizer step.
+        optimizer: a function from parameters to a torch optimizer, or to a list of them; or, where the model is made
+            already, optimizers over its parameters. scheduler: a function from that to a torch scheduler, or several,
+            stepped after every optimizer step, or with scheduler_every="epoch" at the end of every epoch.
         data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
             torch Dataset; a source of `paceline.data`; or a stream, something to iterate over again and again, such as
             a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
-            is taken as it is: batch_size is micro_batch, num_workers is readers, and a sampler decides the order, drawn
-            once per epoch for all workers (shuffle=True gives Paceline's own permutation). Batches that are made
+            is taken as it is: batch_size is global_batch, or micro_batch where global_batch is given too; num_workers
+            is readers; a sampler decides the order, drawn once per epoch for all workers (shuffle=True gives
+            Paceline's own permutation). Batches that are made
             elsewhere: `paceline.Batches(iterable)`, `paceline.PerWorker(iterables)`.
         global_batch: samples per optimizer step, however many workers share them. micro_batch: samples per forward
             and backward (default: the global batch); global_batch must be a multiple of it. physical_batch: samples
@@ -134,12 +156,16 @@ class Trainer:
         resident: keep all of the data on the device; for tensors and arrays that fit there.
         overlap: exchange gradients while backward still runs.
         timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
+        ema: the decay, such as 0.999, of an average of the weights that is kept beside them, after every step
+            decay * average + (1 - decay) * weights; see `ema_weights`. Not with Averaging.
+        quiet: say nothing about devices on stderr; so does the environment variable PACELINE_QUIET=1.
         checkpoints: when to save the run, and where: `paceline.Checkpoints(folder, every_steps=1000)`.
         resume: "auto", from the newest checkpoint in that folder if there is one; True, there must be one; a path, from
             that checkpoint, and what the folder has of later steps is moved aside; None, the folder must have none.
         init_from: weights to start from where nothing is resumed: a checkpoint, a safetensors file, or a state_dict.
         allow: settings that may differ from those of the checkpoint, such as "global_batch". skip: components of the
             checkpoint that are not restored, such as "optimizer".
+        timeline: a folder in which every worker records what its time goes into; `paceline timeline FOLDER` shows it.
         """
         adopted = adopt(
             data,
@@ -169,6 +195,7 @@ class Trainer:
             drop_last=drop_last,
             precision=precision,
             max_grad_norm=max_grad_norm,
+            scheduler_every=scheduler_every,
             exact=exact,
             strategy=strategy,
             shares=shares if isinstance(shares, str) else tuple(map(float, shares)),
@@ -185,7 +212,7 @@ class Trainer:
             threads=threads,
         )
         world = World.from_environment(device)
-        if world.size == 1 and device is None and device_count() > 1:
+        if world.size == 1 and device is None and device_count() > 1 and not is_quiet(quiet):
             print(
                 f"paceline: training on 1 of {device_count()} devices; start the script with `paceline run SCRIPT` "
                 "to use all",
@@ -202,7 +229,14 @@ class Trainer:
             collate_fn=adopted.collate_fn,
             checkpoints=checkpoints,
             start=Start(resume, init_from, tuple(allow), tuple(skip)),
+            ema=ema,
+            timeline=None if timeline is None else Path(timeline),
         )
+        try:
+            announce(run.communicator, quiet=quiet)
+        except BaseException:
+            run.cleanup.close()
+            raise
         return cls(run, config, weight_fn)
 
     @classmethod
@@ -211,7 +245,7 @@ class Trainer:
     ) -> Trainer:
         """`setup` with El Che: workers exchange gradients after as many micro-batches as keep the exchange cheap.
 
-        With max_anchor=0 each step is one micro-batch for every worker. `settings` are those of `setup`.
+        With max_anchor=0 each step has as many micro-batches as there are workers. `settings` are those of `setup`.
         """
         size = World.from_environment(settings.get("device")).size
         return cls.setup(
@@ -226,17 +260,65 @@ class Trainer:
             **settings,
         )
 
+    @classmethod
+    def setup_head(cls, head: Any, optimizer: OptimizerFactory, *, data: Any, **settings: Any) -> Trainer:
+        """`setup` for a model that computes its own loss, which `trainer.loss(batch)` then gives.
+
+        head: what `setup` takes as a model and has `compute_loss(batch)`; or a model of transformers, which is called
+            with the entries of a batch that is a dict, labels among them, and whose output has the loss. From a local
+            folder: `lambda: AutoModelForSequenceClassification.from_pretrained(folder)`. Its `predict(batch)`, if it
+            has one, is what `trainer.predict` calls; its `tokenizer` is saved with it by `trainer.save_pretrained`.
+        """
+        plain = cls.setup(head, optimizer, data=data, **settings)
+        return cls(plain._run, plain._config, plain._weight_fn, Head())
+
+    @classmethod
+    def setup_head_with(
+        cls, config: DdpConfig, head: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
+    ) -> Trainer:
+        """`setup_head` with El Che, as `setup_with` is `setup` with it."""
+        plain = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
+        return cls(plain._run, plain._config, plain._weight_fn, Head())
+
+    @classmethod
+    def builder(
+        cls,
+        model_factory: Callable[[], Any],
+        optim_factory: Callable[[list[torch.Tensor]], Any],
+        train_fn: Callable[[Any, Any], Any],
+    ) -> Builder:
+        """A run whose loop is the framework's; `.run()` starts it in the background and returns its handle.
+
+        model_factory: builds a model; every worker calls it. optim_factory: from its parameters to a torch optimizer.
+        train_fn(model, batch): the loss, a mean over the micro-batch, or (loss, {"name": number}) with numbers of your
+        own, whose means stand in the epoch's metrics.
+
+            handle = pl.Trainer.builder(build, optimizer, train_fn).dataset(data).batch_size(64).num_epochs(10).run()
+            for metrics in handle: print(metrics.epoch, metrics.loss)
+            state = handle.join()
+        """
+        from paceline.api.builder import Builder
+
+        return Builder(model_factory, optim_factory, train_fn)
+
     @property
     def model(self) -> Any:
         return self._run.loop.replica.model
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._run.loop.replica.optimizer
+    def unwrapped_model(self) -> Any:
+        """The model without torch.compile's wrapper."""
+        return plain_model(self.model)
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; a list where there are several."""
+        return only_or_all(self._run.loop.replica.optimizers)
 
     @property
     def scheduler(self) -> Any:
-        return self._run.loop.replica.scheduler
+        """The scheduler; a list where there are several, None where there is none."""
+        return only_or_all(self._run.loop.replica.schedulers or [None])
 
     @property
     def world(self) -> World:
@@ -252,19 +334,39 @@ class Trainer:
         return self._run.loop.position
 
     @property
-    def steps_per_epoch(self) -> int:
-        if isinstance(self._config.strategy, Cadence):
-            raise MisuseError("a cadence decides as it goes how many steps an epoch has: count them as they come")
-        return self._run.steps.num_steps
+    def steps_per_epoch(self) -> int | None:
+        """None where nobody knows beforehand: for a stream, and with a cadence, which decides as it goes."""
+        return self._run.steps_per_epoch
 
-    def epochs(self, count: int) -> Iterator[Epoch]:
-        """The run's epochs up to number `count`, from wherever it stands."""
-        while self.position.epoch < count:
+    def epochs(self, count: int | None = None, *, max_steps: int | None = None) -> Iterator[Epoch]:
+        """The run's epochs up to number `count`, or until the run has `max_steps` steps; from wherever it stands."""
+        if count is None and max_steps is None:
+            raise ValueError("epochs() without an end: give the number of epochs, or max_steps")
+        loop = self._run.loop
+        loop.max_steps = max_steps
+        while not loop.is_over and (count is None or self.position.epoch < count):
             number = self.position.epoch
-            yield Epoch(number, self._run.loop)
-            if self.position.epoch == number:
+            yield Epoch(number, loop)
+            if self.position.epoch == number and not loop.is_over:
                 return  # the epoch was left with `break`
-        self._run.keeper.save_last(self._run.loop)
+        self._run.keeper.save_last(loop)
+
+    def end(self) -> None:
+        """Let the epochs end here, as they would after the last one; for early stopping.
+
+        Inside `every` or `every_epoch`, on all workers: in an epoch's loop they would leave at different steps.
+        """
+        if self._run.loop.is_inside_epoch:
+            raise MisuseError(
+                "end() was called inside an epoch's loop, which workers leave at different times: call it in a hook of "
+                "trainer.every or trainer.every_epoch, where all of them decide alike"
+            )
+        self._run.loop.max_steps = self.position.step
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss of a micro-batch as the head computes it, in the run's precision; see `setup_head`."""
+        with self.autocast():
+            return self._calling.loss(self.model, batch)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of a micro-batch's loss, which is a mean over its samples. Several calls add up.
@@ -288,6 +390,17 @@ class Trainer:
         """Call `hook(record)` after every so-many steps, on all workers together: the place to evaluate in an epoch."""
         self._run.loop.every(steps, hook)
 
+    def every_epoch(self, epochs: int, hook: Callable[[int], object]) -> None:
+        """Call `hook(number)` when every so-many epochs have ended, on all workers together."""
+        self._run.loop.every_epoch(epochs, hook)
+
+    def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
+        """Call `hook(parameters)` in every step, before clipping: `parameters[name].grad` is the global batch's mean.
+
+        The hook may change the gradients, on all workers alike; random numbers that it draws are the same on all.
+        """
+        self._run.loop.on_gradients(hook)
+
     def listen(self, listener: Callable[[Event], object]) -> None:
         """Call `listener(event)` when something happens beside the steps, the same on all workers.
 
@@ -308,22 +421,101 @@ class Trainer:
         eval_fn returns a mean over its micro-batch, one number or a dict of them; means are weighted like training.
         Between epochs or inside `every`: all workers must reach it together. Replicas that differ are averaged first.
         """
-        if self._run.loop.is_inside_epoch:
-            raise MisuseError(
-                "evaluate() was called inside an epoch's loop, which workers leave at different times: call it between "
-                "epochs, or register it with trainer.every(n, lambda record: ...)"
-            )
+        self._meet("evaluate()")
         source, batch_size = adopt_for_evaluation(data, collate_fn, self._config.seed)
-        self._run.loop.synchronize()
-        return evaluate(
-            self.model,
-            source,
-            eval_fn,
-            self._run.communicator,
-            micro_batch=(batch_size or self._run.steps.micro_batch) if micro_batch is None else micro_batch,
-            seed=self._config.seed,
-            weight_fn=self._weight_fn,
-        )
+        with self._run.timeline.during("evaluation"):
+            return evaluate(
+                self.model,
+                source,
+                eval_fn,
+                self._run.communicator,
+                micro_batch=(batch_size or self._run.steps.micro_batch) if micro_batch is None else micro_batch,
+                seed=self._config.seed,
+                weight_fn=self._weight_fn,
+            )
+
+    def predict(
+        self,
+        data: Any,
+        fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        micro_batch: int | None = None,
+        collate_fn: Any = None,
+    ) -> Any:
+        """What `fn(model, batch)` returns, for every sample of `data` once and in its order, computed by all workers.
+
+        fn: returns tensors with a row per sample, or lists with an item per sample, alone or in tuples, dicts and
+            dataclasses; default: `model(batch)`, of pairs `model(batch.x)`, in the run's precision, or what a head
+            predicts. A worker without a share of few samples calls it too, to know what it returns.
+        Every worker gets all of it, in tensors on its host: outputs that do not fit there twice are predicted part by
+        part. Where the rows of a tensor differ in shape it is a list of rows. Between epochs or inside `every`, as
+        `evaluate`.
+        """
+        self._meet("predict()")
+        source, batch_size = adopt_for_evaluation(data, collate_fn, self._config.seed)
+        with self._run.timeline.during("evaluation"):
+            return predict(
+                self.model,
+                source,
+                fn or self._predict_batch,
+                self._run.communicator,
+                micro_batch=(batch_size or self._run.steps.micro_batch) if micro_batch is None else micro_batch,
+                seed=self._config.seed,
+            )
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """Inside the block the model has the averaged weights (`setup(ema=...)`), afterwards its own again.
+
+        Buffers, such as BatchNorm's statistics, are the model's own in both.
+        """
+        return self._run.average.in_model()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every worker's value, by rank, on every worker; between epochs or inside `every`, on all workers.
+
+        A value is made of tensors, arrays, numbers, strings, lists, tuples and dicts, and may have another shape on
+        every worker. Its tensors arrive on the host.
+        """
+        self._refuse_inside_epoch("gather()")
+        return collect.gather(value, self._run.communicator)
+
+    def reduce(self, value: Any, how: collect.Reduction = "mean") -> Any:
+        """The "mean", "sum", "max" or "min" of a tensor or number over the workers, on every worker.
+
+        Tensors must have one shape and dtype on all of them, and are reduced in rank order: for metrics, not for
+        what is large, since every worker receives all of them. Between epochs or inside `every`, on all workers.
+        """
+        self._refuse_inside_epoch("reduce()")
+        return collect.reduce(value, how, self._run.communicator)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value that rank `source` gives, on every worker, as `gather` would bring it."""
+        self._refuse_inside_epoch("broadcast()")
+        return collect.broadcast(value, source, self._run.communicator)
+
+    def main_first(self) -> AbstractContextManager[None]:
+        """Rank 0 runs the block first, such as one that fills a cache, and then all others do.
+
+        They wait for it no longer than `timeout_s`. An error on rank 0 is raised on all workers.
+        """
+        self._refuse_inside_epoch("main_first()")
+        return collect.main_first(self._run.communicator)
+
+    def export(self, path: str | PathLike[str], *, ema: bool = False) -> None:
+        """Write the model's weights, with `ema` the averaged ones, to one safetensors file.
+
+        Names are those of the model's state_dict; tied tensors appear under each of theirs. Rank 0 writes, and the file
+        is there in one moment, complete, before any worker returns. Between epochs or inside `every`, on all workers.
+        """
+        self._meet("export()")
+        with self.ema_weights() if ema else nullcontext():
+            export_weights(self.model, Path(path), self._run.communicator)
+
+    def save_pretrained(self, folder: str | PathLike[str], *, ema: bool = False) -> None:
+        """Have the model's own `save_pretrained` write it, and its `tokenizer` if it has one, as `export` does."""
+        self._meet("save_pretrained()")
+        with self.ema_weights() if ema else nullcontext():
+            save_pretrained(self.model, Path(folder), self._run.communicator)
 
     @property
     def resumed_from(self) -> Path | None:
@@ -350,11 +542,7 @@ class Trainer:
 
         Between epochs or inside `every`, on all workers. From a hook it is done when the step is over.
         """
-        if self._run.loop.is_inside_epoch:
-            raise MisuseError(
-                "save() was called inside an epoch's loop, which workers leave at different times: call it between "
-                "epochs, or register it with trainer.every(n, lambda record: ...)"
-            )
+        self._refuse_inside_epoch("save()")
         self._run.keeper.save(self._run.loop, metrics or {})
 
     def request_save(self) -> None:
@@ -362,7 +550,10 @@ class Trainer:
         self._run.keeper.ask(SAVE)
 
     def request_stop(self) -> None:
-        """Have all workers save after one of the next steps and leave by `Stopped`. From any worker and any thread."""
+        """Have all workers leave by `Stopped` after one of the next steps. From any worker and any thread.
+
+        A run with checkpoints is saved before that. Replicas that are averaged stop where they meet, all being equal.
+        """
         self._run.keeper.ask(STOP)
 
     def close(self) -> None:
@@ -371,6 +562,22 @@ class Trainer:
         The workers' connection is closed, hooks are removed, the process has its settings back. Safe to call twice.
         """
         self._close(has_failed=sys.exception() is not None)
+
+    def _refuse_inside_epoch(self, call: str) -> None:
+        if self._run.loop.is_inside_epoch:
+            raise MisuseError(
+                f"{call} was called inside an epoch's loop, which workers leave at different times: call it between "
+                "epochs, or register it with trainer.every(n, lambda record: ...)"
+            )
+
+    def _meet(self, call: str) -> None:
+        """All workers are here, and their replicas are made equal where the strategy lets them differ."""
+        self._refuse_inside_epoch(call)
+        self._run.loop.synchronize()
+
+    def _predict_batch(self, model: Any, batch: Any) -> Any:
+        with self.autocast():
+            return self._calling.predict(model, batch)
 
     def _close(self, *, has_failed: bool) -> None:
         try:
@@ -382,5 +589,7 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is not None:
+            self._run.loop.explain(error)
         self._close(has_failed=kind is not None)

@@ -7,18 +7,31 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from paceline import __version__
+from paceline.cli import config_commands, logs, train
 from paceline.core.errors import WorkerError
 from paceline.run import launch, worker
+from paceline.run.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
 from paceline.run.stopping import Stopped
 from paceline.run.worker import STOPPED_EXIT_CODE
 
+_EXAMPLE = """\
+`paceline COMMAND --help` describes each command, with examples.
+
+example:
+  paceline train 2workers.yaml     a run from a project file
+  paceline run train.py            a script of your own, on all devices
+  paceline logs plot               how the newest run goes
+"""
 _RUN_EXAMPLE = """\
 example:
   paceline run train.py --epochs 3              one worker per device
   paceline run --workers 2 train.py --epochs 3  two workers
+
+  paceline run --nodes 2 --address HOST:PORT train.py
+                                                two machines: give this command on both; HOST is one of them
 
 Options of paceline stand before SCRIPT; everything after it belongs to the script.
 """
@@ -30,23 +43,55 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    options = parser.parse_args(argv)
-    return _run(parser, options)
+    parser = make_parser()
+    options, others = parser.parse_known_args(_with_config_last(sys.argv[1:] if argv is None else list(argv)))
+    # argparse takes positional arguments only where they stand together; KEY=VALUE may stand anywhere.
+    if others and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in others)):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        options.overrides += others
+    code: int = options.run(options)
+    return code
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="paceline", description="One training run, any hardware.")
+def _with_config_last(arguments: list[str]) -> list[str]:
+    """`-t CONFIG train ...`, as some know it, is `train CONFIG ...`."""
+    if len(arguments) >= 3 and arguments[0] == "-t":
+        _, config, command, *rest = arguments
+        return [command, config, *rest]
+    return arguments
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="paceline",
+        description="One training run, any hardware.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    train.add_parser(commands)
+    _add_run(commands)
+    config_commands.add_parser(commands)
+    logs.add_parser(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
-        help="start a script on all devices of this machine",
+        help="start a script on all devices of this machine, or of several",
         description="Start a script on all devices of this machine, one worker process per device.",
         epilog=_RUN_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     run.add_argument("--workers", type=_count, metavar="N", help="number of workers (default: one per device)")
+    run.add_argument(
+        "--logs",
+        metavar="DIR",
+        help="append the output of each rank to DIR/rank-R.out and DIR/rank-R.err; rank 0's is shown here too",
+    )
     run.add_argument(
         "--max-restarts",
         type=partial(_count, least=0),
@@ -54,9 +99,18 @@ def _parser() -> _Parser:
         metavar="N",
         help="start the workers again when one fails, at most N times (default: 0)",
     )
+    run.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of machines (default: 1)")
+    run.add_argument("--address", metavar="HOST:PORT", help="where they meet: one of them, and a free port on it")
+    run.add_argument(
+        "--join-timeout",
+        type=_count,
+        default=int(DEFAULT_JOIN_TIMEOUT_S),
+        metavar="S",
+        help="how many seconds to wait for the other machines (default: %(default)s)",
+    )
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     run.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    return parser
+    run.set_defaults(run=partial(_run, run))
 
 
 def _count(text: str, least: int = 1) -> int:
@@ -65,20 +119,22 @@ def _count(text: str, least: int = 1) -> int:
     return int(text)
 
 
-def _run(parser: _Parser, options: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         parser.error(f"no such file: {options.script}")
     try:
         launch.workers_to_start(options.workers)
+        nodes = Nodes(options.nodes, options.address, options.join_timeout)
+        launch.check_place(options.logs, nodes)
     except ValueError as error:
         parser.error(str(error))
     try:
-        launch.run_script(options.script, options.args, options.workers, options.max_restarts)
+        launch.run_script(options.script, options.args, options.workers, options.max_restarts, options.logs, nodes)
     except KeyboardInterrupt:
         return 130
     except Stopped:
         return STOPPED_EXIT_CODE
-    except WorkerError as error:
+    except (WorkerError, NodesError) as error:
         print(f"paceline run: {error}", file=sys.stderr)
         return 1
     except Exception as error:

@@ -78,8 +78,8 @@ def adopt_for_evaluation(
     says = what_it_says(data)
     if isinstance(says.dataset, IterableDataset) or says.batch_size is None or says.shuffle is None or says.drop_last:
         raise ValueError(
-            "evaluate() visits every sample of a data set once, so its DataLoader must have a map-style data set, a "
-            "batch_size, no sampler of its own and drop_last=False: pass the data set itself"
+            "evaluate() and predict() visit every sample of a data set once, so its DataLoader must have a map-style "
+            "data set, a batch_size, no sampler of its own and drop_last=False: pass the data set itself"
         )
     collate_fn = _agreed("collate_fn", collate_fn, "collate_fn", says.collate_fn)
     return says.source(collate_fn, seed), says.batch_size
@@ -151,12 +151,20 @@ def _adopt_loader(loader: DataLoader[Any], wishes: Wishes, seed: int) -> Adopted
         )
     if says.batch_size is None:
         return _without_batch_size(says, wishes, seed)
-    micro_batch = _agreed("micro_batch", wishes.micro_batch, "batch_size", says.batch_size)
+    wishes = _with_batch_size(wishes, says.batch_size)
     source = says.source(wishes.collate_fn, seed)
     # Processes that index tensors would only cost time.
     readers = wished_readers or 0 if isinstance(source, Columns) else wishes.readers
-    wishes = replace(wishes, micro_batch=micro_batch, shuffle=says.shuffle, readers=readers)
+    wishes = replace(wishes, shuffle=says.shuffle, readers=readers)
     return _settled(_ordered(says, source, seed), wishes)
+
+
+def _with_batch_size(wishes: Wishes, batch_size: int) -> Wishes:
+    """A loader's batch is what a step takes, as in a loop without us; a micro-batch where the step's size is given."""
+    if wishes.global_batch is None and not wishes.has_steps_of_its_own:
+        return replace(wishes, global_batch=batch_size, micro_batch=wishes.micro_batch or batch_size)
+    micro_batch = _agreed("micro_batch", wishes.micro_batch, "batch_size", batch_size)
+    return replace(wishes, micro_batch=micro_batch)
 
 
 def _ordered(says: LoaderSays, source: Source, seed: int) -> NumberedData:
@@ -196,8 +204,7 @@ def _adopt_stream(says: LoaderSays, wishes: Wishes, seed: int) -> Adopted:
         return _whole_batches(
             stream, "a DataLoader with batch_size=None", replace(wishes, collate_fn=None), "dispatched"
         )
-    micro_batch = _agreed("micro_batch", wishes.micro_batch, "batch_size", says.batch_size)
-    return _settled(IterableStream(says.dataset, seed), replace(wishes, micro_batch=micro_batch))
+    return _settled(IterableStream(says.dataset, seed), _with_batch_size(wishes, says.batch_size))
 
 
 def _agreed(name: str, wished: Any, loader_name: str, said: Any, loader: str = "DataLoader") -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.optional import pyarrow
 from paceline.data.arrow_index import DataFile, fingerprint, one_line
 from paceline.data.arrow_rows import Arrays, numbers_in_place
 from paceline.data.errors import SampleError
-from paceline.data.optional import pyarrow
 from paceline.data.sources import Indices
 
 

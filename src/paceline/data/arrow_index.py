@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from paceline.data.optional import pyarrow
+from paceline.core.optional import pyarrow
 
 _VERSION = 1
 _SAMPLED_BYTES = 4096

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.optional import pyarrow
 from paceline.data.errors import SampleError, check_range
-from paceline.data.optional import pyarrow
 from paceline.data.sources import Indices
 
 # Torch has the wider unsigned types, and hardly any operation on them: ids and labels come as int64.

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.optional import optional
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import check_range, naming_sample, suggestion
-from paceline.data.optional import optional
 from paceline.data.seeded import Seeded
 from paceline.data.sources import Indices, Pair
 

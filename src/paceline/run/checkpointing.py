@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, wait_for_all
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
+from paceline.observe.timeline.recorder import Recorder
 from paceline.run.checkpoints import Checkpoints
 from paceline.run.loop import Loop
 from paceline.run.planner import GPU_LAG_STEPS
@@ -66,9 +67,12 @@ class Agreement:
 class Unsaved:
     """A run that nobody asked to save: all that may happen between its steps is that it ends."""
 
-    wish = NOTHING
     resumed_from: Path | None = None
     components: Mapping[str, Pattern] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        self.wish = NOTHING
+        self._agreement = Agreement(device)
 
     def observe(self, numbers: Numbers) -> None:
         self._agreement.observe(numbers)
@@ -81,7 +85,7 @@ class Unsaved:
             raise Stopped(loop.position.step)
 
     def load_loop(self, loop: Loop) -> None:
-        self._agreement = Agreement(next(iter(loop.replica.parameters.values())).device)
+        return
 
     def register(self, name: str, thing: HasState, pattern: Pattern) -> None:
         raise MisuseError(f"register({name!r}) needs checkpoints: give checkpoints=Checkpoints(folder) to the run")
@@ -113,6 +117,7 @@ class Subject:
     communicator: Communicator
     events: Events
     has_own_optimizers: bool
+    timeline: Recorder
 
 
 class Checkpointing:
@@ -133,6 +138,7 @@ class Checkpointing:
         self._agreement = Agreement(communicator.world.device)
         self._requested: dict[str, float] | None = None
         self._num_saves = 0
+        self._writing_since: float | None = None
         self._is_prepared = self._has_failed = self._is_finished = False
         with ExitStack() as stack:
             self._folder = RunFolder(settings.root.absolute(), communicator, settings.disk_kind)
@@ -278,26 +284,28 @@ class Checkpointing:
         self._subject.events.emit("save", folder=str(step_folder(self._folder.root, self._last.step)))
 
     def _write(self, writer: AsyncWriter, loop: Loop, metrics: Mapping[str, float]) -> None:
-        loop.synchronize()
-        components = self._states(loop)
-        for component in components:
-            if component.pattern is Pattern.REPLICATED:
-                check_replication(
-                    component.name, component.state, self._settings.check_replicas, self._subject.communicator
+        with self._subject.timeline.during("checkpoint"):
+            loop.synchronize()
+            components = self._states(loop)
+            for component in components:
+                if component.pattern is Pattern.REPLICATED:
+                    check_replication(
+                        component.name, component.state, self._settings.check_replicas, self._subject.communicator
+                    )
+            self._report(writer.settle())
+            self._num_saves += 1
+            position = loop.position
+            writer.save(
+                Job(
+                    position.step,
+                    components,
+                    self._subject.identity,
+                    position.to_dict(),
+                    metrics,
+                    token=f"{self._token}{self._num_saves:x}",
                 )
-        self._report(writer.settle())
-        self._num_saves += 1
-        position = loop.position
-        writer.save(
-            Job(
-                position.step,
-                components,
-                self._subject.identity,
-                position.to_dict(),
-                metrics,
-                token=f"{self._token}{self._num_saves:x}",
             )
-        )
+        self._writing_since = perf_counter()
 
     def _prepare(self, loop: Loop) -> None:
         """Now there is a step's worth of optimizer state: get the memory for its copies before a save needs it."""
@@ -322,6 +330,7 @@ class Checkpointing:
     def _leave_together(self) -> None:
         """Where the newest state is on the disk nobody needs the snapshots any more."""
         is_on_disk = not self._has_failed_on_rank_0()
+        self._note_written()
         wait_for_all(self._subject.communicator)
         if self._snapshots is not None:
             self._snapshots.settle()
@@ -335,12 +344,20 @@ class Checkpointing:
 
     def _report(self, error: CheckpointError | None) -> None:
         """A save failed: stop or go on, as chosen."""
+        self._note_written()
         if error is None:
             return
         self._has_failed = True
         if self._settings.on_error == "stop":
             raise error
         logger.warning("training goes on without a checkpoint: %s", error)
+
+    def _note_written(self) -> None:
+        """The timeline learns between two steps that what was written behind them is on the disk."""
+        is_busy = self._writer.is_busy or (self._snapshots is not None and self._snapshots.is_busy)
+        if self._writing_since is not None and not is_busy:
+            self._subject.timeline.span("writing", self._writing_since, perf_counter())
+            self._writing_since = None
 
     def _open_writer(self) -> AsyncWriter:
         settings = self._settings

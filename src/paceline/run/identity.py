@@ -36,9 +36,10 @@ def identity(
         "strategy": _text(config.strategy),
         "optimizer": _types(replica.optimizers),
         "scheduler": _types(replica.schedulers),
-        "scheduler_every": config.scheduler_every if replica.schedulers else "none",
         "exact": config.exact,
     }
+    if replica.schedulers:
+        values["scheduler_every"] = config.scheduler_every
     if config.exact:
         values["threads"] = config.threads or 1
         values["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -115,9 +115,9 @@ def _check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> 
             for parameter in group["params"]:
                 if id(parameter) not in own:
                     raise MisuseError(
-                        f"a parameter of shape {tuple(parameter.shape)} in group {number} of the {type(optimizer).__name__}"
-                        " optimizer is not one of the model's, and would not be trained: build the optimizer over the "
-                        "model that is given to the trainer, or pass a function from parameters to an optimizer"
+                        f"a parameter of shape {tuple(parameter.shape)} in group {number} of the "
+                        f"{type(optimizer).__name__} optimizer is not one of the model's, and would not be trained: "
+                        "build the optimizer over the model that is given to the trainer, or pass a function from parameters to an optimizer"
                     )
 
 

@@ -15,7 +15,7 @@ from paceline.run.replica import Replica, named_parameters, only_or_all
 
 def model_state(model: Any) -> Mapping[str, Any]:
     """Parameters and buffers by name, those of a compiled model under the names they have in the plain one."""
-    model = _plain(model)
+    model = plain_model(model)
     if has_state(model):
         state: Mapping[str, Any] = model.state_dict()
         return state
@@ -24,7 +24,7 @@ def model_state(model: Any) -> Mapping[str, Any]:
 
 @torch.no_grad()
 def load_model(model: Any, state: Mapping[str, Any]) -> None:
-    model = _plain(model)
+    model = plain_model(model)
     if not has_state(model):
         for name, parameter in named_parameters(model).items():
             parameter.copy_(state[name])
@@ -125,7 +125,8 @@ def _listed(states: Any) -> list[Any]:
     return states if isinstance(states, list) else [states]
 
 
-def _plain(model: Any) -> Any:
+def plain_model(model: Any) -> Any:
+    """The model without torch.compile's wrapper."""
     return getattr(model, "_orig_mod", model)
 
 

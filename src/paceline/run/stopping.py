@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop, and did after saving `step`. Not caught, it ends the process with exit code 75."""
+    """The run was asked to stop, and did after `step`, which is saved if the run is. Uncaught: exit code 75."""
 
     def __init__(self, step: int = 0) -> None:
         super().__init__(STOPPED_EXIT_CODE)

@@ -1,4 +1,4 @@
-"""One worker process, started by `launch` as `python worker.py FOLDER RANK`.
+"""One worker process, started by `launch` as `python worker.py FOLDER`; the environment tells its rank.
 
 It is run as a file, not as a module of the package, so that its first lines work before anything heavy is imported:
 the worker ties its life to the launcher's, takes over the launcher's import path and sets its environment (OpenMP
@@ -7,7 +7,8 @@ ended goes into FOLDER, where the launcher reads it.
 
 What lies in FOLDER: `start.json` and `call.pkl` from the launcher; from rank 0 `result.pkl`; and in `start-N` for the
 group's N-th start, from the worker of rank R, `pid-R` (it is up and answers STACK_SIGNAL), `stack-R` (its Python stack
-when asked or crashed), `heard-R` (it was told to end and needs a moment to save), `report-R.json` (how it ended).
+when asked or crashed), `heard-R` (it was told to end and needs a moment to save), `report-R.json` (how it ended). With
+several nodes each has a folder of its own, with what its own workers say.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ NO_PROGRESS = "no progress"  # since the last restart: another one would gain no
 # EX_TEMPFAIL of sysexits.h: nothing is wrong, and running the same command again goes on.
 STOPPED_EXIT_CODE = 75
 
+# What a worker writes to its standard streams, where the user wants it in files.
+OUTPUT_NAMES = ("out", "err")
+
 # Names the file by which a worker tells its launcher that it has heard a signal and needs a moment.
 HEARD_VARIABLE = "PACELINE_HEARD_FILE"
 
@@ -72,6 +76,10 @@ def report_file(folder: Path, rank: int) -> Path:
     return folder / f"report-{rank}.json"
 
 
+def output_file(folder: Path, rank: int, name: str) -> Path:
+    return folder / f"rank-{rank}.{name}"
+
+
 def write_atomically(path: Path, text: str) -> None:
     """A reader sees the whole text or no file."""
     unfinished = path.with_name(path.name + ".new")
@@ -93,10 +101,13 @@ def user_traceback(error: BaseException, *also_launching: str) -> str:
     return "".join(traceback.format_exception(type(error), error, frame))
 
 
-def main(shared: Path, rank: int) -> NoReturn:
+def main(shared: Path) -> NoReturn:
     start = json.loads((shared / START_FILE).read_text())
     _die_with(start["launcher_pid"])
-    folder = start_folder(shared, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
+    rank, num_restarts, ranks_here = _read_environment()
+    if start["logs"] is not None:
+        _write_to_files(Path(start["logs"]), rank, num_restarts)
+    folder = start_folder(shared, num_restarts)
     folder.mkdir(exist_ok=True)
     _answer_stack_requests(folder, rank)
     os.environ[HEARD_VARIABLE] = str(heard_file(folder, rank))
@@ -106,11 +117,19 @@ def main(shared: Path, rank: int) -> NoReturn:
         _finish_like_python()
         report: dict[str, Any] = {"outcome": DONE}
     except BaseException as error:
-        report = _describe(error, folder, rank, start["num_workers"])
+        report = _describe(error, folder, rank, ranks_here)
     write_atomically(report_file(folder, rank), json.dumps(report))
     if report["outcome"] == STOPPED:
-        _wait_for_peers(folder, start["num_workers"])
+        _wait_for_peers(folder, ranks_here)
     _leave({DONE: 0, STOPPED: STOPPED_EXIT_CODE}.get(report["outcome"], 1))
+
+
+def _read_environment() -> tuple[int, int, range]:
+    """This worker's rank, how often the workers were restarted, and the ranks of all workers of this node."""
+    rank, local_rank, local_size, num_restarts = (
+        int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    )
+    return rank, num_restarts, range(rank - local_rank, rank - local_rank + local_size)
 
 
 def _die_with(launcher_pid: int) -> None:
@@ -120,6 +139,18 @@ def _die_with(launcher_pid: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it went before the line above
         os._exit(1)
+
+
+def _write_to_files(folder: Path, rank: int, num_restarts: int) -> None:
+    """Let both streams, also of native code and of child processes, end in files: appended, never overwritten."""
+    for stream, name in zip((sys.stdout, sys.stderr), OUTPUT_NAMES, strict=True):
+        file = os.open(output_file(folder, rank, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        if name == "err" and os.fstat(file).st_size > 0:
+            os.write(file, f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: start {num_restarts + 1}\n".encode())
+        stream.flush()
+        os.dup2(file, stream.fileno())
+        os.close(file)
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a crash leaves all lines before it
 
 
 def _answer_stack_requests(folder: Path, rank: int) -> None:
@@ -165,7 +196,7 @@ def _finish_like_python() -> None:
     atexit._run_exitfuncs()
 
 
-def _describe(error: BaseException, folder: Path, rank: int, num_workers: int) -> dict[str, Any]:
+def _describe(error: BaseException, folder: Path, rank: int, ranks_here: range) -> dict[str, Any]:
     report = {
         "outcome": FAILED,
         "time_s": time.monotonic(),
@@ -186,7 +217,7 @@ def _describe(error: BaseException, folder: Path, rank: int, num_workers: int) -
     elif errors is not None and isinstance(error, errors.CommunicationError):
         report["outcome"] = COMMUNICATION
         if isinstance(error, errors.CommunicationTimeout):
-            report["peers"] = _stacks_of_peers(folder, rank, num_workers)
+            report["peers"] = _stacks_of_peers(folder, rank, ranks_here)
     return report
 
 
@@ -198,9 +229,9 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _stacks_of_peers(folder: Path, rank: int, num_workers: int) -> dict[int, str]:
-    """Where the workers that are still running stand; empty text for one that does not answer."""
-    running = [peer for peer in range(num_workers) if peer != rank and not report_file(folder, peer).exists()]
+def _stacks_of_peers(folder: Path, rank: int, ranks_here: range) -> dict[int, str]:
+    """Where the node's workers that are still running stand; empty text for one that does not answer."""
+    running = [peer for peer in ranks_here if peer != rank and not report_file(folder, peer).exists()]
     for peer in running:
         try:
             os.kill(int(pid_file(folder, peer).read_text()), STACK_SIGNAL)
@@ -217,10 +248,10 @@ def _stacks_of_peers(folder: Path, rank: int, num_workers: int) -> dict[int, str
     return stacks
 
 
-def _wait_for_peers(folder: Path, num_workers: int) -> None:
+def _wait_for_peers(folder: Path, ranks_here: range) -> None:
     deadline = time.monotonic() + STOPPED_WAIT_S
     while time.monotonic() < deadline:
-        if all(report_file(folder, peer).exists() for peer in range(num_workers)):
+        if all(report_file(folder, peer).exists() for peer in ranks_here):
             return
         time.sleep(0.05)
 
@@ -240,4 +271,4 @@ def _leave(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Packages that only some sources need: imported when used."""
+"""Packages that only some users need: imported when used."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from importlib import import_module
 from typing import Any
 
 
-def optional(module: str, *, package: str, extra: str) -> Any:
-    """The module; where it is not installed, an error that tells how to install it."""
+def optional(module: str, *, package: str, extra: str, user: str = "this source") -> Any:
+    """The module; where it is not installed, an error that tells how to install it. `user` is what needs it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):  # installed, but something that it imports is missing
             raise
         raise ModuleNotFoundError(
-            f"{package} is not installed, and this source needs it: pip install 'paceline[{extra}]'", name=error.name
+            f"{package} is not installed, and {user} needs it: pip install 'paceline[{extra}]'", name=error.name
         ) from error
 
 

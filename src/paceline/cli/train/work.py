@@ -1,0 +1,181 @@
+"""What each worker of `paceline train` does: build the parts, train, evaluate, write down how it goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sized
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from paceline.api.early_stopping import EarlyStopping
+from paceline.api.trainer import Trainer
+from paceline.cli.config import Project, parts
+from paceline.cli.config.schema import Settings
+from paceline.cli.train.watch import Watch
+from paceline.observe.run_files import RunFiles
+from paceline.run.loop import StepRecord
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker is told. `terminal`: where the leading one may show its progress, if anywhere but in its output.
+
+    `checkpoint`: the one to go on from; else a run that `is_resumed` goes on from its newest.
+    """
+
+    project: Project
+    files: RunFiles
+    is_resumed: bool = False
+    checkpoint: Path | None = None
+    terminal: str | None = None
+    quiet: bool = False
+
+
+def train(assignment: Assignment) -> None:
+    """One worker's part of the run."""
+    project, files = assignment.project, assignment.files
+    settings = project.settings
+    data = project.data("train")
+    evaluation_data = None if settings.data.evaluation is None else project.data("evaluation")
+    arguments = parts.setup_arguments(settings, project.folder, files.checkpoints)
+    if assignment.checkpoint is not None:
+        arguments["resume"] = assignment.checkpoint
+    elif assignment.is_resumed and arguments.get("resume") is None:
+        arguments["resume"] = "auto"
+    trainer = Trainer.setup(
+        model_factory(settings),
+        parts.optimizer(settings),
+        data=data,
+        scheduler=parts.scheduler(settings, steps_per_epoch(data, settings)),
+        **arguments,
+    )
+    with trainer, ExitStack() as stack:
+        watch = stack.enter_context(Watch(trainer, project, files, assignment.terminal)) if trainer.is_main else None
+        _follow(trainer, settings, watch)
+        if evaluation_data is not None:
+            _evaluate_regularly(trainer, settings, evaluation_data, watch)
+        loss_of = loss_function(settings)
+        for epoch in trainer.epochs(settings.trainer.epochs, max_steps=settings.trainer.max_steps):
+            for batch in epoch:
+                with trainer.autocast():
+                    loss = loss_of(trainer.model, batch)
+                trainer.backward(loss)
+                trainer.step()
+        if watch is not None:
+            watch.finish(_last_words(trainer, settings))
+
+
+def model_factory(settings: Settings) -> Callable[[], Any]:
+    """What builds the model, with what `trainer.compile` and `trainer.gradient_checkpointing` ask for."""
+    build = settings.model.as_function()
+
+    def factory() -> Any:
+        model = build()
+        if settings.trainer.gradient_checkpointing:
+            enable = getattr(model, "gradient_checkpointing_enable", None)
+            if enable is None:
+                raise ValueError(
+                    f"trainer.gradient_checkpointing needs a model with gradient_checkpointing_enable(), which "
+                    f"{type(model).__name__} lacks: call torch.utils.checkpoint in the model, and leave the setting out"
+                )
+            enable()
+        return torch.compile(model) if settings.trainer.compile else model
+
+    return factory if settings.trainer.gradient_checkpointing or settings.trainer.compile else build
+
+
+def loss_function(settings: Settings) -> Callable[[Any, Any], torch.Tensor]:
+    if settings.loss is not None:
+        loss: Callable[[Any, Any], torch.Tensor] = settings.loss.as_function()
+        return loss
+    return lambda model, batch: model(batch)
+
+
+def steps_per_epoch(data: Any, settings: Settings) -> int | None:
+    """What a schedule over epochs needs to know; None where nobody does."""
+    samples = data.dataset if isinstance(data, DataLoader) else data
+    global_batch = settings.trainer.global_batch
+    if global_batch is None or not isinstance(samples, Sized):
+        return None
+    if isinstance(samples, tuple):  # columns
+        samples = samples[0]
+    count = len(samples)
+    return count // global_batch if settings.trainer.drop_last else -(-count // global_batch)
+
+
+def _follow(trainer: Trainer, settings: Settings, watch: Watch | None) -> None:
+    """Tell the watch of every step, and end a run whose loss has left for good."""
+    if watch is not None:
+        trainer.every(1, watch.after_step)
+    limit = settings.trainer.max_loss_ratio
+    lowest = math.inf
+
+    def check(record: StepRecord) -> None:
+        nonlocal lowest
+        lowest = min(lowest, record.loss)
+        if limit is not None and lowest > 0 and record.loss > limit * lowest:
+            raise ValueError(
+                f"the loss is {record.loss:.6g} at step {record.step}, more than trainer.max_loss_ratio={limit:g} "
+                f"times its lowest, {lowest:.6g}: the run diverges; lower the learning rate, or clip with max_grad_norm"
+            )
+
+    if limit is not None:
+        trainer.every(settings.trainer.log_every, check)
+
+
+def _evaluate_regularly(trainer: Trainer, settings: Settings, data: Any, watch: Watch | None) -> None:
+    stopping = settings.trainer.early_stopping
+    rule = None if stopping is None else EarlyStopping(stopping.patience, stopping.min_delta, stopping.mode)
+    if rule is not None and settings.checkpoints.save:
+        trainer.register("early_stopping", rule)
+    evaluate = settings.metrics.as_function() if settings.metrics is not None else loss_function(settings)
+    collate = settings.data.collate and settings.data.collate.build()
+
+    def in_precision(model: Any, batch: Any) -> Any:
+        with trainer.autocast():
+            return evaluate(model, batch)
+
+    def once(_: object) -> None:
+        found = trainer.evaluate(data, in_precision, collate_fn=collate)
+        values = found if isinstance(found, dict) else {"loss": found}
+        if watch is not None:
+            watch.after_evaluation(trainer.position.step, values)
+        best = settings.checkpoints.keep_best
+        if settings.checkpoints.save and best is not None:
+            trainer.save(_only(values, best.metric, "checkpoints.keep_best.metric"))
+        if rule is not None and stopping is not None:
+            value = _only(values, stopping.metric, "trainer.early_stopping.metric")[stopping.metric]
+            if rule.is_over(value):
+                if watch is not None:
+                    watch.note(f"no better {stopping.metric} in {stopping.patience} evaluations: the run ends here")
+                trainer.end()
+
+    if settings.trainer.eval_every is not None:
+        trainer.every(settings.trainer.eval_every, once)
+    else:
+        trainer.every_epoch(1, once)
+
+
+def _only(values: dict[str, float], name: str, key: str) -> dict[str, float]:
+    if name not in values:
+        raise ValueError(f"{key}={name} is not among what the evaluation gives: choose one of {', '.join(values)}")
+    return {name: values[name]}
+
+
+def _last_words(trainer: Trainer, settings: Settings) -> str | None:
+    """What the project has to say about the trained model."""
+    if settings.after is None:
+        return None
+    model = trainer.unwrapped_model
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            said = settings.after.as_function()(model.eval())
+    finally:
+        model.train(was_training)
+    return None if said is None else str(said)

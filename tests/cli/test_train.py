@@ -1,0 +1,196 @@
+"""`paceline train`: from a project file to a run folder, and on from there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import digest
+from safetensors.torch import load_file
+from train_project import write_project
+
+from paceline.checkpoint.folders import complete_steps
+from paceline.cli.config import load_project
+from paceline.cli.main import main
+from paceline.cli.train.work import Assignment, train
+from paceline.observe.metrics import read_metrics
+from paceline.observe.run_files import RunFiles, prepare_run_folder
+
+
+def run_here(config: Path, root: Path, *overrides: str, **told: Any) -> RunFiles:
+    """One worker's part, in this process."""
+    files = prepare_run_folder(root)
+    project = load_project(config, overrides).resolve(1)
+    train(Assignment(project, files, **told))
+    return files
+
+
+def weights(files: RunFiles) -> str:
+    newest = files.checkpoints / f"step-{complete_steps(files.checkpoints)[-1]:08d}"
+    return digest(load_file(newest / "model.safetensors"))
+
+
+@pytest.mark.timeout(200)
+def test_a_run_from_its_beginning_to_its_resumption(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_project(tmp_path / "project", "whole_life_parts")
+    assert main(["train", str(config), "--workers", "2", "trainer.max_steps=12"]) == 0
+    output = capfd.readouterr().out
+    (files,) = (RunFiles(path) for path in Path("runs").iterdir())
+    assert f"run {files.root}\n" in output
+    assert "step 10  evaluation  loss" in output
+    assert "276 parameters were trained" in output
+    assert "state          finished" in output
+    assert "steps          12 of 12" in output
+    for path in (files.config, files.environment, files.metrics, files.events, files.report):
+        assert path.is_file(), path
+    assert (files.plots / "training.png").stat().st_size > 10_000
+    assert sorted(path.name for path in files.ranks.iterdir()) == [
+        f"rank-{rank}.{stream}" for rank in (0, 1) for stream in ("err", "out")
+    ]
+    rows = read_metrics(files.metrics).rows
+    assert [row["step"] for row in rows] == [1, 5, 10, 12]
+    assert sum(rows[1]["shares"]) == 8  # four steps of two micro-batches
+    # On one worker, to the end of the epochs: what a run on one worker that never stopped has.
+    assert main(["-t", str(config), "train", "--resume", "--workers", "1"]) == 0
+    assert "going on after step 12" in capfd.readouterr().out
+    assert weights(files) == weights(run_here(config, tmp_path / "alone"))
+    assert json.loads(files.status.read_text())["num_starts"] == 2
+
+
+def test_values_of_the_command_line_may_stand_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = write_project(tmp_path, "anywhere_parts")
+    assert main(["config", "show", str(config), "trainer.seed=3", "--workers", "2", "trainer.epochs=5"]) == 0
+    shown = capsys.readouterr().out
+    assert "  seed: 3 " in shown
+    assert "  epochs: 5 " in shown
+    assert "# command line" in shown
+    assert "# small.yaml:8" in shown
+
+
+def test_a_dry_run_tries_everything_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_project(tmp_path / "project", "dry_parts")
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    assert main(["train", str(config), "--dry-run", "--workers", "3"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["model"] == "Sequential, 276 parameters"
+    assert lines["data"] == "80 samples; evaluation 20 samples"
+    assert lines["step"] == "8 samples in 2 micro-batches of 4; 10 steps in an epoch; 20 steps in all"
+    assert lines["workers"] == "3 on CPU; micro-batches per step, to begin with: 1:1:0"
+    assert lines["loss"].endswith("on the first micro-batch")
+    assert "ms per micro-batch here; about" in lines["time"]
+    assert not list(place.iterdir())
+
+
+WRONG = {
+    "no such file": (["nowhere.yaml"], "nowhere.yaml"),
+    "a misspelt key": (["small.yaml", "trainer.global_bach=8"], "did you mean global_batch?"),
+    "a bad batch": (["small.yaml", "trainer.micro_batch=3"], "global_batch=8 is not a multiple of micro_batch=3"),
+    "no such devices": (["small.yaml", "-d", "first"], "-d first: give the numbers of GPUs, such as 0,1, or cpu"),
+    "nothing to resume": (["small.yaml", "--resume"], "no run of small is in runs; start one without --resume"),
+    "no run there": (
+        ["small.yaml", "--resume", "small.yaml"],
+        "--resume small.yaml: there is no run, and no checkpoint; `paceline logs list`",
+    ),
+    "no workers": (["small.yaml", "--workers", "0"], "workers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    write_project(tmp_path, "wrong_parts")
+    monkeypatch.chdir(tmp_path)
+    arguments, text = WRONG[case]
+    assert main(["train", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert text in captured.err
+    assert captured.err.startswith("paceline train: ")
+    assert not captured.out
+    assert not Path("runs").exists()
+
+
+def test_an_error_in_the_users_code_is_shown_once_with_the_ranks_output(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "failing_parts")
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline", "train", str(config), "loss=failing_parts:nothing"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 1
+    assert "failing_parts has no 'nothing'" in done.stderr
+    (files,) = (RunFiles(path) for path in (tmp_path / "runs").iterdir())
+    assert json.loads(files.status.read_text())["state"] == "failed"
+
+
+def test_evaluation_stops_a_run_that_gets_no_better(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "early_parts")
+    files = run_here(
+        config, tmp_path / "run", "metrics=early_parts:worse_and_worse", "trainer.eval_every=2", "trainer.epochs=50",
+        "trainer.early_stopping={patience: 3}",
+    )  # fmt: skip
+    evaluations = [row["step"] for row in read_metrics(files.metrics).rows if "eval" in row]
+    assert evaluations == [2, 4, 6, 8]
+    assert complete_steps(files.checkpoints) == [8]
+
+
+def test_a_run_that_diverges_ends_with_what_to_do(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "diverging_parts")
+    with pytest.raises(
+        ValueError, match=r"more than trainer.max_loss_ratio=100 times its lowest, .*lower the learning"
+    ):
+        run_here(config, tmp_path / "run", "loss=diverging_parts:exploding", "trainer.max_loss_ratio=100")
+
+
+def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "best_parts")
+    files = run_here(
+        config, tmp_path / "run", "trainer.eval_every=4", "checkpoints.keep_last=1",
+        "checkpoints.keep_best={metric: accuracy, count: 1, mode: max}",
+    )  # fmt: skip
+    scores = {row["step"]: row["eval"]["accuracy"] for row in read_metrics(files.metrics).rows if "eval" in row}
+    steps = complete_steps(files.checkpoints)
+    assert steps[-1] == 20
+    assert max(scores.values()) in {scores[step] for step in steps}
+    with pytest.raises(ValueError, match=r"checkpoints.keep_best.metric=speed is not among what the evaluation gives"):
+        run_here(config, tmp_path / "other", "checkpoints.keep_best={metric: speed}")
+
+
+def test_numbers_also_go_to_loggers(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "logged_parts")
+    files = run_here(config, tmp_path / "run", "loggers=[csv]")
+    header, *lines = (files.root / "metrics.csv").read_text().splitlines()
+    assert header.startswith("step,epoch,loss,lr,samples_per_s")
+    assert [line.partition(",")[0] for line in lines] == ["1", "5", "10", "10", "15", "20", "20"]
+
+
+def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "superseded_parts")
+    whole = run_here(config, tmp_path / "whole")
+    run_here(config, tmp_path / "cut", "checkpoints.every_steps=6", "trainer.max_steps=12", "checkpoints.final=false")
+    files = run_here(config, tmp_path / "cut", "checkpoints.every_steps=6", is_resumed=True)
+    assert weights(files) == weights(whole)
+    of_both = [
+        {row["step"]: row["loss"] for row in read_metrics(f.metrics).rows if "loss" in row} for f in (whole, files)
+    ]
+    assert of_both[0][20] == of_both[1][20]
+    assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
+
+
+def test_a_model_that_cannot_checkpoint_its_activations_is_named(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "checkpointing_parts")
+    with pytest.raises(ValueError, match="needs a model with gradient_checkpointing_enable"):
+        run_here(config, tmp_path / "run", "trainer.gradient_checkpointing=true")

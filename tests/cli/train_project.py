@@ -1,0 +1,62 @@
+"""A small project for the tests of `paceline train`: written into a folder, its module named after the folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+PARTS = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def model(width=16):
+    return nn.Sequential(nn.Linear(12, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 4))
+
+
+def data(count=80, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 12, generator=generator)
+    return x, (x @ torch.randn(12, 4, generator=torch.Generator().manual_seed(1))).argmax(1)
+
+
+def loss(model, batch):
+    return functional.cross_entropy(model(batch.x), batch.y)
+
+
+def metrics(model, batch):
+    scores = model(batch.x)
+    return {"loss": functional.cross_entropy(scores, batch.y), "accuracy": (scores.argmax(1) == batch.y).float().mean()}
+
+
+def worse_and_worse(model, batch):
+    worse_and_worse.calls = getattr(worse_and_worse, "calls", 0) + 1
+    return {"loss": float(worse_and_worse.calls)}
+
+
+def exploding(model, batch):
+    exploding.calls = getattr(exploding, "calls", 0) + 1
+    return loss(model, batch) * (1e6 if exploding.calls > 14 else 1.0)
+
+
+def after(model):
+    return f"{sum(p.numel() for p in model.parameters())} parameters were trained"
+"""
+
+
+def write_project(folder: Path, module: str) -> Path:
+    """The project file; its module must have a name that no other test's has, since Python imports a name once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{module}.py").write_text(PARTS)
+    config = folder / "small.yaml"
+    config.write_text(f"""\
+model: {{factory: "{module}:model"}}
+data:
+  train: {{factory: "{module}:data"}}
+  evaluation: {{factory: "{module}:data", arguments: {{count: 20, seed: 4}}}}
+loss: {module}:loss
+metrics: {module}:metrics
+after: {module}:after
+trainer: {{global_batch: 8, micro_batch: 4, epochs: 2, learning_rate: 0.01, log_every: 5, exact: true}}
+""")
+    return config
