@@ -117,7 +117,8 @@ def _check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> 
                     raise MisuseError(
                         f"a parameter of shape {tuple(parameter.shape)} in group {number} of the "
                         f"{type(optimizer).__name__} optimizer is not one of the model's, and would not be trained: "
-                        "build the optimizer over the model that is given to the trainer, or pass a function from parameters to an optimizer"
+                        "build the optimizer over the model that is given to the trainer, or pass a function from "
+                        "parameters to an optimizer"
                     )
 
 
