@@ -177,6 +177,22 @@ def test_numbers_also_go_to_loggers(tmp_path: Path) -> None:
     assert [line.partition(",")[0] for line in lines] == ["1", "5", "10", "10", "15", "20", "20"]
 
 
+def test_a_quiet_run_shows_nothing_but_is_written_down(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = write_project(tmp_path, "quiet_parts")
+    files = run_here(config, tmp_path / "run", quiet=True)
+    assert capfd.readouterr().out == ""
+    assert read_metrics(files.metrics).last_step == 20
+
+
+def test_loggers_keep_what_they_must_remember(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "remembering_parts")
+    name = "remembering_parts:Remembering"
+    one_logger = f"loggers=[{{factory: '{name}', arguments: {{path: {tmp_path}/log}}}}]"
+    run_here(config, tmp_path / "run", one_logger, "trainer.max_steps=10")
+    run_here(config, tmp_path / "run", one_logger, is_resumed=True)
+    assert (tmp_path / "log").read_text().split() == ["begun", "gone-on-after-10"]
+
+
 def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) -> None:
     config = write_project(tmp_path, "superseded_parts")
     whole = run_here(config, tmp_path / "whole")

@@ -39,6 +39,26 @@ def exploding(model, batch):
     return loss(model, batch) * (1e6 if exploding.calls > 14 else 1.0)
 
 
+class Remembering:
+    def __init__(self, path):
+        self._path, self._last, self._is_open = path, 0, False
+
+    def log(self, step, values):
+        if not self._is_open:
+            with open(self._path, "a") as file:
+                print(f"gone-on-after-{self._last}" if self._last else "begun", file=file)
+        self._is_open, self._last = True, step
+
+    def close(self):
+        pass
+
+    def state_dict(self):
+        return {"last": self._last}
+
+    def load_state_dict(self, state):
+        self._last = state["last"]
+
+
 def after(model):
     return f"{sum(p.numel() for p in model.parameters())} parameters were trained"
 """

@@ -211,7 +211,7 @@ class _Agent(LocalElasticAgent):
         elif ending is not None and (where := self._where(ending.rank)):
             ending = ending.add(where)
         said = {report["outcome"] for report in self.reports().values()}
-        is_final = bool(said & {worker.STOPPED, worker.NO_PROGRESS, worker.INTERRUPTED})
+        is_final = bool(said & {worker.STOPPED, worker.ABORTED, worker.NO_PROGRESS, worker.INTERRUPTED})
         return Outcome(False, ending, may_start_again=self._remaining_restarts > 0 and not is_final)
 
     def _where(self, rank: int) -> str:

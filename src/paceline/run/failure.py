@@ -14,6 +14,7 @@ from typing import Any
 from paceline.core.errors import WorkerError
 from paceline.run.stopping import Stopped
 from paceline.run.worker import (
+    ABORTED,
     COMMUNICATION,
     DONE,
     FAILED,
@@ -37,7 +38,7 @@ ENDED = "ended"  # by the SIGTERM with which the agent ends the others
 ASKED = "asked"  # so was their launcher, by a signal
 
 # What comes first is the cause. Failed exchanges are mostly echoes of somebody's end, here or on another node.
-_ORDER = (FAILED, DIED, NO_PROGRESS, ASKED, COMMUNICATION, INTERRUPTED, STOPPED, ENDED)
+_ORDER = (FAILED, DIED, ABORTED, NO_PROGRESS, ASKED, COMMUNICATION, INTERRUPTED, STOPPED, ENDED)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 

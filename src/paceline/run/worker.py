@@ -45,6 +45,7 @@ COMMUNICATION = "communication"  # an exchange failed: mostly the echo of anothe
 INTERRUPTED = "interrupted"
 STOPPED = "stopped"  # it was asked to stop, and did after saving
 NO_PROGRESS = "no progress"  # since the last restart: another one would gain nothing
+ABORTED = "aborted"  # it was told to end at once, and not to start again
 
 # EX_TEMPFAIL of sysexits.h: nothing is wrong, and running the same command again goes on.
 STOPPED_EXIT_CODE = 75

@@ -194,7 +194,7 @@ def _train(order: Order, *, quiet: bool) -> int:
         write_json(files.environment, describe_environment(order.project.folder))
         if not quiet:
             print(f"run {files.root}", flush=True)
-    assignment = Assignment(order.project, files, order.is_resumed, order.checkpoint, None if quiet else _terminal())
+    assignment = Assignment(order.project, files, order.is_resumed, order.checkpoint, _terminal(), quiet)
     try:
         with running(files):
             launch(

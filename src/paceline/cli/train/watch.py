@@ -36,7 +36,9 @@ MAX_WORKERS_LOGGED = 64
 class Watch:
     """Rank 0's. A context manager: lines and files are closed at its end, however the run ended."""
 
-    def __init__(self, trainer: Trainer, project: Project, files: RunFiles, terminal: str | None) -> None:
+    def __init__(
+        self, trainer: Trainer, project: Project, files: RunFiles, terminal: str | None, *, quiet: bool
+    ) -> None:
         settings = project.settings
         self._trainer = trainer
         self._files = files
@@ -53,7 +55,7 @@ class Watch:
         self._total = total = total_steps(trainer, project)
         with ExitStack() as stack:
             stream = stack.enter_context(Path(terminal).open("w")) if terminal else sys.stdout
-            self._progress = stack.enter_context(Progress(total, start_step=step, stream=stream))
+            self._progress = stack.enter_context(Progress(total, start_step=step, stream=stream, quiet=quiet))
             self._metrics = MetricsWriter(files.metrics, step)
             stack.callback(self._metrics.close)
             self._events = EventLog(files.events)

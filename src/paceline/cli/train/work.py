@@ -17,6 +17,7 @@ from paceline.api.trainer import Trainer
 from paceline.cli.config import Project, parts
 from paceline.cli.config.schema import Settings
 from paceline.cli.train.watch import Watch
+from paceline.observe.loggers.base import Loggers
 from paceline.observe.run_files import RunFiles
 from paceline.run.loop import StepRecord
 
@@ -55,7 +56,11 @@ def train(assignment: Assignment) -> None:
         **arguments,
     )
     with trainer, ExitStack() as stack:
-        watch = stack.enter_context(Watch(trainer, project, files, assignment.terminal)) if trainer.is_main else None
+        watch = None
+        if trainer.is_main:
+            watch = stack.enter_context(Watch(trainer, project, files, assignment.terminal, quiet=assignment.quiet))
+        if settings.loggers and settings.checkpoints.save:
+            trainer.register("loggers", Loggers([]) if watch is None else watch.loggers, "global")
         _follow(trainer, settings, watch)
         if evaluation_data is not None:
             _evaluate_regularly(trainer, settings, evaluation_data, watch)

@@ -1,0 +1,248 @@
+"""`paceline checkpoints`: what it tells of intact checkpoints, what it finds in damaged ones, and what it exports."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import Ended, check_help, invoke
+from logs_made_runs import make_run
+from safetensors.torch import load_file
+
+from paceline.checkpoint.folders import step_folder
+from paceline.checkpoint.manifest import Pattern
+from paceline.checkpoint.pieces import Component
+from paceline.checkpoint.saving import Job, save
+from paceline.cli import checkpoints as checkpoints_command
+from paceline.observe.run_files import RunFiles
+
+WEIGHT = torch.arange(6.0).reshape(2, 3)
+
+
+def checkpoints(*arguments: object) -> Ended:
+    return invoke(checkpoints_command.add_parser, "checkpoints", *arguments)
+
+
+def model_state() -> dict[str, Any]:
+    return {"embed.weight": WEIGHT, "head.weight": WEIGHT, "count": torch.tensor(3), "half": WEIGHT.bfloat16()}
+
+
+def save_step(root: Path, step: int, state: dict[str, Any] | None = None, **job: Any) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    components = [
+        Component("model", model_state() if state is None else state),
+        Component("ema", {"embed.weight": WEIGHT + 1, "half": WEIGHT + 0.5}),
+        Component("random", {"seed": 5}, Pattern.PER_RANK),
+    ]
+    usual = {"configuration": {"global_batch": 16, "optimizer": "AdamW"}, "position": {"epoch": 2, "micro_batch": 7}}
+    save(root, Job(step, components, **(usual | job)))
+    return step_folder(root, step)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFiles:
+    """A run with two checkpoints, in the folder `runs` of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    files = make_run(Path("runs"))
+    save_step(files.checkpoints, 8, metrics={"loss": 0.5, "accuracy": 0.25})
+    save_step(files.checkpoints, 16)
+    return files
+
+
+def test_the_list_has_a_line_per_checkpoint(run: RunFiles) -> None:
+    ended = checkpoints("list")
+    assert (ended.code, ended.err) == (0, "")
+    lines = ended.out.splitlines()
+    assert lines[0].split() == ["step", "epoch", "saved", "size", "workers", "metrics"]
+    assert lines[1].startswith("   8      2  20")
+    assert lines[1].endswith(" 1  loss 0.5, accuracy 0.25")
+    assert lines[2].endswith(" 1  -")
+    for named in (run.root, run.checkpoints, run.root.name, "2work"):
+        assert checkpoints("list", named).out == ended.out
+    listed = json.loads(checkpoints("list", "--json").out)
+    assert [each["step"] for each in listed] == [8, 16]
+    assert listed[0]["metrics"] == {"loss": 0.5, "accuracy": 0.25}
+
+
+def test_the_list_fits_80_columns_and_shows_what_is_damaged(run: RunFiles) -> None:
+    save_step(run.checkpoints, 24, metrics={f"metric number {i}": i / 3 for i in range(20)})
+    (step_folder(run.checkpoints, 8) / "model.json").unlink()
+    lines = checkpoints("list").out.splitlines()
+    assert lines[1].split() == ["8", *"----", "damaged:", "`verify`", "tells", "more"]
+    assert len(lines[3]) == 80
+    assert lines[3].endswith("...")
+
+
+@pytest.mark.usefixtures("run")
+def test_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert checkpoints("list", tmp_path / "empty").out == f"no checkpoints in {tmp_path}/empty\n"
+    assert checkpoints("inspect", tmp_path / "empty").err == (
+        f"paceline checkpoints inspect: there is no checkpoint in {tmp_path}/empty\n"
+    )
+    missing = checkpoints("inspect", "nothing")
+    assert (missing.code, missing.out) == (1, "")
+    assert "there is no run 'nothing' in runs" in missing.err
+
+
+def test_inspect_tells_what_a_checkpoint_says_about_itself(run: RunFiles) -> None:
+    ended = checkpoints("inspect", step_folder(run.checkpoints, 8))
+    assert ended.code == 0
+    told = {line[:14].strip(): line[16:] for line in ended.out.splitlines()}
+    assert told["checkpoint"] == f"{run.checkpoints}/step-00000008"
+    assert told["step"] == "8"
+    assert told["epoch"] == "2, 7 micro-batches of it done"
+    assert told["metrics"] == "loss 0.5, accuracy 0.25"
+    assert told["components"] == "model, ema, random"
+    assert told["global_batch"] == "16"
+    assert told["optimizer"] == "AdamW"
+    assert told["written by"].startswith("paceline ")
+    newest = json.loads(checkpoints("inspect", "2workers", "--json").out)
+    assert newest["step"] == 16
+    assert newest["configuration"] == {"global_batch": 16, "optimizer": "AdamW"}
+
+
+@pytest.mark.usefixtures("run")
+def test_components_are_listed_with_their_sizes() -> None:
+    lines = checkpoints("components").out.splitlines()
+    assert lines[0].split() == ["component", "shared", "parts", "files", "size"]
+    assert lines[1].split()[:4] == ["model", "replicated", "1", "2"]
+    assert lines[3].split()[:5] == ["random", "per", "rank", "1", "1"]
+    found = json.loads(checkpoints("components", "--json").out)
+    assert found[2]["parts"] == ["rank-0"]
+    assert found[2]["files"] == ["random.rank-0.json"]
+
+
+def test_what_is_intact_verifies(run: RunFiles) -> None:
+    ended = checkpoints("verify")
+    assert (ended.code, ended.out) == (0, f"intact   {run.checkpoints}/step-00000016\n")
+    everything = checkpoints("verify", "--all")
+    assert everything.code == 0
+    assert everything.out == "".join(f"intact   {run.checkpoints}/step-{step:08d}\n" for step in (8, 16))
+
+
+def test_damage_is_named_by_file_and_cause(run: RunFiles) -> None:
+    folder = step_folder(run.checkpoints, 8)
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    ended = checkpoints("verify", folder)
+    assert ended.code == 1
+    assert ended.out.startswith(f"damaged  {weights} is damaged: its SHA-256 is ")
+    assert checkpoints("verify", run.root).code == 0  # the newest
+    everything = checkpoints("verify", run.root, "--all", "--json")
+    assert everything.code == 1
+    assert [len(each["problems"]) for each in json.loads(everything.out)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cause"),
+    [
+        ("model.json", None, "is missing"),
+        ("model.json", b"{}", "has 2 bytes, the manifest says "),
+        ("more.json", b"{}", "is not in the manifest"),
+        ("manifest.json", None, "is not a complete checkpoint"),
+        ("manifest.json", b"{}", "is damaged"),
+    ],
+)
+def test_whatever_is_wrong_with_a_folder_is_found(run: RunFiles, name: str, content: bytes | None, cause: str) -> None:
+    path = step_folder(run.checkpoints, 16) / name
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    ended = checkpoints("verify", path.parent)
+    assert ended.code == 1
+    assert ended.out.startswith(f"damaged  {path} ")
+    assert cause in ended.out
+
+
+def test_progress_of_what_takes_long_is_shown_on_a_terminal(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints_command, "PROGRESS_S", -1.0)
+    folder = step_folder(run.checkpoints, 16)
+    assert checkpoints("verify", folder).err == ""
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert checkpoints_command._problems(folder) == []
+    *shown, nothing = terminal.getvalue().split("\r")[1:]
+    assert shown[-1].startswith("step-00000016  100% of ")
+    assert nothing == "\x1b[K"
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.usefixtures("run")
+@pytest.mark.parametrize("form", ["safetensors", "torch"])
+def test_exported_weights_are_those_of_the_model(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "new" / ("weights.safetensors" if form == "safetensors" else "weights.pt")
+    ended = checkpoints("export", "2workers", "-o", path)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"{path}: 4 tensors, ")
+    weights = load_file(path) if form == "safetensors" else torch.load(path, weights_only=True)
+    assert weights.keys() == model_state().keys()
+    assert all(torch.equal(weights[name], value) for name, value in model_state().items())
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.usefixtures("run")
+def test_exported_averages_stand_in_the_models_place_tied_ones_too(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    assert checkpoints("export", "-o", path, "--component", "ema").code == 0
+    weights = load_file(path)
+    assert torch.equal(weights["embed.weight"], WEIGHT + 1)
+    assert torch.equal(weights["head.weight"], WEIGHT + 1)
+    assert torch.equal(weights["half"], (WEIGHT + 0.5).bfloat16())
+    assert torch.equal(weights["count"], torch.tensor(3))
+
+
+@pytest.mark.usefixtures("run")
+def test_a_file_that_is_there_is_not_written_over_unasked(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    path.write_text("precious")
+    refused = checkpoints("export", "-o", path)
+    assert refused.code == 2
+    assert f"{path} is there already: choose another name, or write over it with --force" in refused.err
+    assert path.read_text() == "precious"
+    assert checkpoints("export", "-o", path, "--force").code == 0
+    assert "head.weight" in torch.load(path, weights_only=True)
+
+
+@pytest.mark.usefixtures("run")
+def test_the_format_must_be_known() -> None:
+    ended = checkpoints("export", "-o", "weights.xyz")
+    assert ended.code == 2
+    assert "weights.xyz does not tell its format: end it in .safetensors or .pt, or give --format" in ended.err
+    assert checkpoints("export", "-o", "runs").code == 2
+
+
+def test_what_safetensors_cannot_hold_is_named(run: RunFiles, tmp_path: Path) -> None:
+    folder = save_step(run.checkpoints, 24, {"weight": WEIGHT, "_extra_state": {"scale": 2.0}})
+    refused = checkpoints("export", folder, "-o", tmp_path / "weights.safetensors")
+    assert refused.code == 1
+    assert "'_extra_state' is a dict, which no safetensors file can hold: give --format torch" in refused.err
+    assert not (tmp_path / "weights.safetensors").exists()
+    assert checkpoints("export", folder, "-o", tmp_path / "weights.pt").code == 0
+    assert torch.load(tmp_path / "weights.pt", weights_only=True)["_extra_state"] == {"scale": 2.0}
+
+
+def test_damaged_weights_are_not_exported(run: RunFiles, tmp_path: Path) -> None:
+    weights = step_folder(run.checkpoints, 16) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    ended = checkpoints("export", "-o", tmp_path / "weights.pt")
+    assert ended.code == 1
+    assert "is damaged: its SHA-256 is" in ended.err
+    assert f"The newest intact older checkpoint is {run.checkpoints}/step-00000008" in ended.err
+    assert not (tmp_path / "weights.pt").exists()
+
+
+def test_the_help_is_complete() -> None:
+    check_help(checkpoints_command.add_parser)

@@ -1,0 +1,125 @@
+"""`paceline completion`: what bash offers after a press of the key, and what the scripts for zsh and fish hold."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from in_process import check_help, invoke
+
+from paceline.cli import checkpoints, completion, runs
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="paceline")
+    root.add_argument("--version", action="store_true", help="it's shown")
+    commands = root.add_subparsers()
+    completion.add_parser(commands, root)
+    runs.add_parser(commands)
+    checkpoints.add_parser(commands)
+    return root
+
+
+def offered(folder: Path, *words: str) -> list[str]:
+    """What bash offers for the last of these words."""
+    (folder / "paceline.bash").write_text(completion.script(parser(), "bash"))
+    ended = subprocess.run(
+        ["bash", "--norc", "-c", 'source ./paceline.bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _paceline; '
+         'printf "%s\n" "${COMPREPLY[@]}"', "bash", "paceline", *words],
+        cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ended.stderr == ""
+    return ended.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([""], ["completion", "runs", "checkpoints"]),
+        (["r"], ["runs"]),
+        (["--"], ["--help", "--version"]),
+        (["runs", ""], ["status", "save", "stop", "abort"]),
+        (["runs", "s"], ["status", "save", "stop"]),
+        (["runs", "save", "--w"], ["--wait"]),
+        (["runs", "save", "a", "--t"], ["--timeout"]),
+        (["runs", "save", "--timeout", ""], []),
+        (["runs", "--", ""], ["status", "save", "stop", "abort"]),
+        (["checkpoints", "export", "--format", ""], ["safetensors", "torch"]),
+        (["checkpoints", "export", "--component", "e"], ["ema"]),
+        (["checkpoints", "export", "-o", ""], []),
+        (["completion", ""], ["bash", "zsh", "fish"]),
+        (["nothing", ""], ["completion", "runs", "checkpoints"]),
+    ],
+    ids=" ".join,
+)
+def test_bash_offers_what_may_follow(tmp_path: Path, words: list[str], expected: list[str]) -> None:
+    assert offered(tmp_path, *words) == expected
+
+
+def test_bash_offers_the_names_of_runs(tmp_path: Path) -> None:
+    for name in ("tiny_1", "tiny_2", "big"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    assert offered(tmp_path, "runs", "stop", "ti") == ["tiny_1", "tiny_2"]
+    assert offered(tmp_path, "checkpoints", "verify", "") == ["big", "tiny_1", "tiny_2"]
+    assert offered(tmp_path, "checkpoints", "export", "--output", "ti") == []
+
+
+def test_bash_goes_on_with_files_where_nothing_is_offered(tmp_path: Path) -> None:
+    (tmp_path / "paceline.bash").write_text(completion.script(parser(), "bash"))
+    said = subprocess.run(
+        ["bash", "--norc", "-c", "source ./paceline.bash; complete -p paceline"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout == "complete -o bashdefault -o default -F _paceline paceline\n"
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_the_scripts_are_accepted_by_their_shells(tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    path = tmp_path / "script"
+    path.write_text(completion.script(parser(), shell))
+    subprocess.run([shell, "-n", str(path)], check=True)
+
+
+def test_the_script_for_zsh_describes_commands_and_options() -> None:
+    lines = completion.script(parser(), "zsh").splitlines()
+    assert lines[0] == "#compdef paceline"
+    assert "('runs save') at=\"$longer\" ;;" in lines
+    assert "('checkpoints export --format') compadd -- safetensors torch; return ;;" in lines
+    assert "('checkpoints export -o') _files; return ;;" in lines
+    (root,) = (line for line in lines if line.startswith("('') offered=(-h") or "--version" in line)
+    assert "'--version:it'\"'\"'s shown'" in root
+
+
+def test_the_script_for_fish_has_a_line_for_every_word() -> None:
+    lines = completion.script(parser(), "fish").splitlines()
+    at_export = "complete -c paceline -n '__paceline_at \"checkpoints export\"'"
+    assert f"{at_export} -l force -d 'write over a file that is there'" in lines
+    assert f"{at_export} -s o -l output -r -d 'the file to write'" in lines
+    assert any(line.startswith(f"{at_export} -l format -x -a 'safetensors torch' -d ") for line in lines)
+    assert "complete -c paceline -n '__paceline_at \"\"' -l version -d 'it\\'s shown'" in lines
+    assert "complete -c paceline -n '__paceline_at \"runs stop\"' -a '(command ls runs 2> /dev/null)'" in lines
+
+
+def test_the_command_writes_about_all_commands_also_later_ones() -> None:
+    def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        root = argparse.ArgumentParser(prog="paceline")
+        root._actions.append(commands)
+        completion.add_parser(commands, root)
+        runs.add_parser(commands)
+
+    ended = invoke(add, "completion", "bash")
+    assert ended.code == 0
+    assert "('runs abort')" in ended.out
+    assert invoke(add, "completion", "tcsh").code == 2
+
+
+def test_the_help_is_complete() -> None:
+    check_help(lambda commands: completion.add_parser(commands, argparse.ArgumentParser()))

@@ -1,0 +1,279 @@
+"""`paceline runs`: a run is asked by a second process how it stands, to save, to stop, and to end at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from in_process import Ended, check_help, invoke
+from logs_made_runs import make_run
+
+from paceline.checkpoint.folders import complete_steps
+from paceline.checkpoint.reading import verify
+from paceline.cli import runs as runs_command
+from paceline.observe.run_files import RunFiles, read_status, running
+from paceline.run.control import ControlServer, socket_path
+
+PARTS = """
+import time, torch
+def build_model(): return torch.nn.Linear(4, 1)
+def samples():
+    x = torch.arange(400.).reshape(100, 4) / 400
+    return (x, x.sum(1, keepdim=True))
+def loss(model, batch):
+    time.sleep(0.01)  # or it is over before anybody can ask
+    return ((model(batch.x) - batch.y) ** 2).mean()
+"""
+PROJECT = """
+model: {factory: "parts:build_model"}
+loss: parts:loss
+data: {train: {factory: "parts:samples"}}
+trainer: {max_steps: 5000, global_batch: 10, micro_batch: 5, learning_rate: 0.01, log_every: 5}
+checkpoints: {every_steps: 100000}
+"""
+TRAIN = """
+import argparse, sys
+from paceline.cli import train
+parser = argparse.ArgumentParser()
+train.add_parser(parser.add_subparsers())
+options = parser.parse_args(["train", *sys.argv[1:]])
+sys.exit(options.run(options))
+"""
+
+
+def runs(*arguments: object) -> Ended:
+    return invoke(runs_command.add_parser, "runs", *arguments)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder `runs` in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    return Path("runs")
+
+
+class Terminal:
+    """What a process shows on it, read as it comes: one that nobody reads holds its process up."""
+
+    def __init__(self) -> None:
+        self.shown = b""
+        self._ours, self.theirs = pty.openpty()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # all who could write are gone
+            while more := os.read(self._ours, 1 << 16):
+                self.shown += more
+
+    def close(self) -> None:
+        os.close(self.theirs)
+        self._reader.join()
+        os.close(self._ours)
+
+
+@contextmanager
+def training(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], RunFiles, Terminal]]:
+    """`paceline train` on a terminal, in the current folder, once it can be asked."""
+    Path("parts.py").write_text(PARTS)
+    Path("slow.yaml").write_text(PROJECT)
+    terminal = Terminal()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(Path.cwd())}
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAIN, "slow.yaml", *arguments],
+        env=environment,
+        stdout=terminal.theirs,
+        stderr=terminal.theirs,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: list(Path("runs").glob("slow_*/control/socket")), process)
+        (path,) = Path("runs").glob("slow_*")
+        yield process, RunFiles(path), terminal
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        terminal.close()
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, f"ended with {process.returncode}"
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.05)
+
+
+def live(folder: Path, name: str = "slow") -> Any:
+    """A run that this process leads, and that nobody listens for."""
+    files = RunFiles(folder / name)
+    files.root.mkdir()
+    return running(files)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_live_run_is_asked_for_its_status_to_save_and_to_stop() -> None:
+    with training("--workers", "2") as (process, files, terminal):
+        wait_until(lambda: re.search(rb"\d/5000 +loss \d", terminal.shown), process)
+        wait_until(lambda: json.loads(runs("status", "--json").out)[0].get("step", 0) > 5, process)
+        (status,) = json.loads(runs("status", "--json").out)
+        assert status["state"] == "live"
+        assert status["total_steps"] == 5000
+        assert status["workers"] == len(status["shares"]) == len(status["waiting"]) == 2
+        assert status["loss"] > 0
+        assert status["eta_s"] > 0
+        assert status["samples_per_s"] > 0
+        assert status["pid"] != process.pid
+        assert status["checkpoint"] is None
+        text = runs("status", "slow").out
+        assert f"run         {files.root.name}\nstate       live for " in text
+        assert " of 5000, epoch " in text
+
+        saved = runs("save", "--wait", "--timeout", 60)
+        assert saved.code == 0, saved.err
+        checkpoint = Path(saved.out.strip())
+        assert checkpoint.parent == files.checkpoints
+        assert verify(checkpoint) == []
+        assert json.loads(runs("status", "--json").out)[0]["checkpoint"] == str(checkpoint.absolute())
+
+        stopped = runs("stop", files.root, "--wait", "--timeout", 60)
+        assert stopped.code == 0, stopped.err
+        newest = complete_steps(files.checkpoints)[-1]
+        assert stopped.out.startswith(f"{files.root.name} stopped (asked to stop), at ")
+        assert stopped.out.endswith(f"; newest checkpoint {files.checkpoints}/step-{newest:08d}\n")
+        assert process.wait(30) == 75
+        assert not socket_path(files.root).exists()
+    again = runs("save", "slow")
+    assert again.code == 3
+    assert f"{files.root.name} is not running: stopped (asked to stop), at " in again.err
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_aborted_run_ends_at_once_and_is_not_started_again() -> None:
+    with training("max_restarts=3", "--workers", "1") as (process, files, _):
+        assert runs("abort").code == 2  # nobody to ask whether it is meant
+        assert process.poll() is None
+        aborted = runs("abort", "-y")
+        assert (aborted.code, aborted.out) == (0, f"{files.root.name} is aborted\n"), aborted.err
+        assert process.wait(30) == 1
+    assert complete_steps(files.checkpoints) == []
+    status = read_status(files)
+    assert status is not None
+    assert status.state == "failed"
+    assert "aborted" in str(status.reason)
+
+
+def test_a_killed_run_is_recognised_by_the_socket_it_left(folder: Path) -> None:
+    files = make_run(folder, status={"state": "running", "host": socket.gethostname(), "pid": 2**22 + 1})
+    path = socket_path(files.root)
+    path.parent.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    ended = runs("stop", "2workers")
+    assert ended.code == 3
+    assert f"{files.root.name} is not running: broken off, last sign at 20" in ended.err
+    status = runs("status", "2workers")
+    assert status.code == 3
+    assert "state  broken off, last sign at 20" in status.out
+
+
+def test_without_a_name_the_only_live_run_is_meant(folder: Path) -> None:
+    make_run(folder, "ended")
+    nobody = runs("save")
+    assert (nobody.code, nobody.out) == (3, "")
+    assert nobody.err == (
+        "paceline runs save: no run in runs is running (`paceline logs list runs` shows all that there are)\n"
+    )
+    with live(folder, "a"), live(folder, "b"):
+        several = runs("save")
+        assert several.code == 2
+        assert several.err == "paceline runs save: 2 runs go on: name one of them\n  a\n  b\n"
+        assert "no run 'c' in runs" in runs("save", "c").err
+
+
+def test_status_shows_all_live_runs(folder: Path) -> None:
+    with live(folder, "a"), live(folder, "b"):
+        status = runs("status", "--json")
+    assert status.code == 0
+    assert [(report["run"], report["state"]) for report in json.loads(status.out)] == [("a", "live"), ("b", "live")]
+
+
+def test_a_run_that_does_not_listen_yet_says_so(folder: Path) -> None:
+    with live(folder):
+        saved = runs("save")
+        assert saved.code == 1
+        assert "No such file or directory. A run can be asked once its workers have started; try again" in saved.err
+        assert "\nno answer  nobody listens at " in runs("status").out
+
+
+def test_a_run_without_checkpoints_cannot_save(folder: Path) -> None:
+    def refuse() -> None:
+        raise ValueError("there is nowhere to save to")
+
+    with live(folder), ControlServer(socket_path(folder / "slow"), dict, refuse, dict, dict):
+        saved = runs("save", "--wait")
+    assert (saved.code, saved.err) == (1, "paceline runs save: there is nowhere to save to\n")
+
+
+def test_a_save_that_does_not_come_is_given_up(folder: Path) -> None:
+    with live(folder), ControlServer(socket_path(folder / "slow"), dict, lambda: {"step": 7}, dict, dict):
+        saved = runs("save", "--wait", "--timeout", "0.2")
+        assert saved.code == 1
+        assert "no checkpoint of a step after 7 was there within 0.2 s; the run goes on" in saved.err
+        assert runs("save").out == "slow saves after step 8 or one of the next\n"
+
+
+def test_a_run_on_another_host_is_asked_there(folder: Path) -> None:
+    files = make_run(folder, status={"state": "running", "host": "elsewhere"})
+    files.metrics.touch()
+    assert "runs on elsewhere: give the command there" in runs("stop", "2workers").err
+
+
+def test_watching_ends_with_the_run(folder: Path) -> None:
+    make_run(folder, "a", status={"state": "failed", "reason": "out of memory", "ended": 1794740400})
+    watched = runs("status", "a", "--watch", "--json")
+    assert watched.code == 0
+    (line,) = watched.out.split("\n\n")[:-1]
+    assert json.loads(line)[0]["reason"] == "out of memory"
+
+
+def test_who_is_not_sure_aborts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    questions: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    abort = SimpleNamespace(is_called=False)
+    with (
+        live(folder),
+        ControlServer(socket_path(folder / "slow"), dict, dict, dict, lambda: setattr(abort, "is_called", True)),
+    ):
+        ended = runs("abort")
+    assert (ended.code, ended.err) == (1, "slow goes on\n")
+    assert questions == ["end slow at once? it has no checkpoint yet [y/N] "]
+    assert not abort.is_called
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan"])
+def test_a_timeout_is_a_number_of_seconds(text: str) -> None:
+    ended = runs("save", "--timeout", text)
+    assert ended.code == 2
+    assert f"{text!r}: choose a number of seconds above 0" in ended.err
+
+
+def test_the_help_is_complete() -> None:
+    check_help(runs_command.add_parser)
