@@ -14,6 +14,7 @@ from paceline.cli.config.fields import setting
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.data.bring import Way
 from paceline.run.checkpoints import Mode
+from paceline.run.collector import GarbageCollection
 from paceline.run.config import Precision, SchedulerInterval
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -174,6 +175,7 @@ class Trainer:
     backend: str | None = setting("of torch.distributed; by the device if null", None)
     timeout_s: float = setting("how long a worker waits for the others", DEFAULT_TIMEOUT_S, above=0)
     threads: int | None = setting("CPU threads per worker", None, least=1)
+    garbage_collection: GarbageCollection = setting("when Python collects all of its garbage", "between steps")
     ema: float | None = setting("decay of averaged weights, such as 0.999", None, above=0, below=1)
     compile: bool = setting("compile the model with torch.compile", False)
     gradient_checkpointing: bool = setting("compute activations again instead of keeping them", False)
