@@ -20,8 +20,8 @@ BENCH_ENVIRONMENT := $(VENV)/.installed-bench
 help: ## this list
 	@awk -F ': .*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-train: $(ENVIRONMENT) ## train a small transformer on generated stories, on all devices (about two minutes)
-	$(RUN)/python examples/tiny_stories/train.py $(ARGS)
+train: $(ENVIRONMENT) ## train a small transformer on generated stories, with two workers (about two minutes)
+	$(RUN)/paceline train examples/tiny_stories/2workers.yaml $(ARGS)
 
 test: lint ## lint, then every test, example and code block of the docs
 	$(RUN)/python -m pytest $(ARGS)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from batches import Batch
+from corpus import Corpus
 from torch import nn
+from words import PAD
 
 
 class Block(nn.Module):
@@ -61,3 +64,15 @@ class StoryModel(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.words(tokens) + self.positions(places))
         return self.to_words(self.norm(self.blocks(x)))
+
+
+def build_model(corpus: Corpus, width: int = 128, num_layers: int = 2, dropout: float = 0.1) -> StoryModel:
+    """A model for the corpus's words and its longest story."""
+    return StoryModel(
+        len(corpus.vocabulary), max_length=corpus.max_length, width=width, num_layers=num_layers, dropout=dropout
+    )
+
+
+def word_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The mean over the batch's words, in nats."""
+    return F.cross_entropy(model(batch.x).flatten(0, 1), batch.y.flatten(), ignore_index=PAD)

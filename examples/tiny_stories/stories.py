@@ -1,4 +1,4 @@
-"""Stories from a small grammar, and the words they are made of.
+"""Stories from a small grammar.
 
 A story keeps its facts: the hero's pronouns follow from the name, the creature met follows from the place, the thing
 that is lost is the thing that is found. So a model that has learned the grammar is easily told from one that has not.
@@ -6,11 +6,7 @@ that is lost is the thing that is found. So a model that has learned the grammar
 
 from __future__ import annotations
 
-import math
 import random
-import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -61,9 +57,6 @@ TOYS = ["red ball", "blue kite", "green boat", "yellow hat", "silver bell", "lit
 FOODS = ["cake", "soup", "bread", "pie", "jam"]
 MOODS = ["brave", "kind", "shy", "clever", "sleepy"]
 GAMES = ["sing", "dance", "run", "climb", "draw"]
-
-PAD, START, END = 0, 1, 2
-_SPECIAL_WORDS = ["<pad>", "<start>", "<end>"]
 
 
 def tell_story(rng: random.Random) -> str:
@@ -153,33 +146,3 @@ def _cooking_together(rng: random.Random, hero: Character, friend: Character, pl
         sentences.append(f"so {hero.name} made more {food} , and this time {hero.subject} watched it .")
     sentences.append(f"{friend.name} tasted the {food} and {friend.subject} smiled at {hero.name} .")
     return sentences
-
-
-class Vocabulary:
-    """Words to numbers and back. `<pad>` is 0, `<start>` 1, `<end>` 2; the others are in alphabetical order."""
-
-    def __init__(self, stories: Iterable[str]) -> None:
-        self.words = _SPECIAL_WORDS + sorted({word for story in stories for word in story.split()})
-        self._numbers = {word: number for number, word in enumerate(self.words)}
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def encode(self, story: str) -> list[int]:
-        """The story's tokens between `<start>` and `<end>`."""
-        return [START, *(self._numbers[word] for word in story.split()), END]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Tokens as readable text: the special ones left out, sentences capitalised, punctuation attached."""
-        text = " ".join(self.words[token] for token in tokens if token > END)
-        text = re.sub(r'" ([^"]*) "', r'"\1"', text)
-        text = re.sub(r" ([.,])", r"\1", text)
-        text = re.sub(r"\bi\b", "I", text)
-        return re.sub(r'(^"?|\. "?|"(?=[a-z]))([a-z])', lambda found: found[1] + found[2].upper(), text)
-
-
-def unigram_entropy(token_lists: Iterable[list[int]]) -> float:
-    """Nats per predicted token for a model that knows how often each word occurs, and nothing else."""
-    counts = Counter(token for tokens in token_lists for token in tokens[1:])  # <start> is never predicted
-    total = sum(counts.values())
-    return -sum(n / total * math.log(n / total) for n in counts.values())

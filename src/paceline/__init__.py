@@ -34,6 +34,7 @@ from paceline.core.events import Event
 from paceline.core.world import World, device_count, devices
 from paceline.data.array_loader import ArrayLoader
 from paceline.data.batches import Batches, PerWorker
+from paceline.observe.timeline.timeline import Timeline
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.steps import Position
 from paceline.run.checkpoints import Checkpoints
@@ -78,6 +79,7 @@ __all__ = [
     "Report",
     "StepRecord",
     "Stopped",
+    "Timeline",
     "TrainedState",
     "Trainer",
     "TrainingHistory",

@@ -132,10 +132,9 @@ def test_what_cannot_work_is_refused_before_anything_starts(configure: Any, mess
         configure(ready()).run()
 
 
-def test_a_timeline_is_refused_until_it_can_be_recorded() -> None:
-    with pytest.raises(pl.MisuseError, match="timelines are not recorded yet"):
-        ready().timeline("trace.json").run()
-    assert ready().timeline(False).run().join().position.epoch == EPOCHS
+def test_a_timeline_is_recorded_where_it_is_wanted(tmp_path: Path) -> None:
+    assert ready().timeline(tmp_path / "timeline").run().join().position.epoch == EPOCHS
+    assert pl.Timeline.load(tmp_path / "timeline").summary()
 
 
 def test_settings_reach_the_run_under_the_names_of_setup(recipe_of: Any) -> None:

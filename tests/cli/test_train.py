@@ -147,6 +147,12 @@ def test_evaluation_stops_a_run_that_gets_no_better(tmp_path: Path) -> None:
     assert complete_steps(files.checkpoints) == [8]
 
 
+def test_a_run_that_ends_between_two_evaluations_is_evaluated_at_its_end(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "final_parts")
+    files = run_here(config, tmp_path / "run", "trainer.max_steps=13")
+    assert [row["step"] for row in read_metrics(files.metrics).rows if "eval" in row] == [10, 13]
+
+
 def test_a_run_that_diverges_ends_with_what_to_do(tmp_path: Path) -> None:
     config = write_project(tmp_path, "diverging_parts")
     with pytest.raises(

@@ -63,22 +63,6 @@ def test_regression_example(tmp_path: Path) -> None:
     assert "weights equal True, losses equal True" in output
 
 
-@pytest.mark.timeout(240)
-def test_tiny_stories_give_the_same_weights_on_one_and_two_workers(tmp_path: Path) -> None:
-    script = str(EXAMPLES / "tiny_stories" / "train.py")
-    outputs = [
-        run(script, "--quick", "--exact", "--workers", workers, "--out", workers, timeout_s=110, cwd=tmp_path)
-        for workers in ("1", "2")
-    ]
-    digests = [line for output in outputs for line in output.splitlines() if line.startswith("weights SHA-256")]
-    assert len(digests) == 2
-    assert digests[0] == digests[1]
-    for output, workers in zip(outputs, ("1", "2"), strict=True):
-        assert "A story by the trained model:" in output
-        assert f"workers          {workers} (" in output
-        assert (tmp_path / workers / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_every_example_is_run_here() -> None:
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - set(SHARED_MODULES)
     assert scripts == {*IN_PROCESS, "dp_train_regression"}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -17,7 +18,6 @@ from torch.utils.data import DataLoader
 from paceline.api.handle import Handle
 from paceline.api.recipe import Recipe, train
 from paceline.api.trainer import Trainer
-from paceline.core.errors import MisuseError
 from paceline.core.world import World, choose_device, is_worker
 from paceline.data.array_loader import ArrayLoader
 from paceline.plan.balance import hinted_speeds
@@ -47,7 +47,7 @@ _METHODS = {
     "strategy": "policy",
     "device": "devices",
     "speed_hints": "speed_hint",
-    **{name: name for name in ("scheduler", "max_grad_norm", "seed", "backend")},
+    **{name: name for name in ("scheduler", "max_grad_norm", "seed", "backend", "timeline")},
 }
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -213,9 +213,9 @@ class Builder:
         """Epochs from one call of `checkpoint_fn` to the next (default 1)."""
         return self._with(checkpoint_every=_positive("checkpoint_every", epochs))
 
-    def timeline(self, record: bool | str | PathLike[str] = True) -> Builder:
-        """Record what every device does when, to a file of this name. Not there yet: an error of `run`."""
-        return self._with(timeline=record)
+    def timeline(self, folder: str | PathLike[str]) -> Builder:
+        """Record what every worker does when, in this folder; `paceline timeline FOLDER` shows it."""
+        return self._with(timeline=Path(folder))
 
     def settings(self, **settings: Any) -> Builder:
         """Anything else that `Trainer.setup` takes, by its name there; also num_workers, like a number of `devices`."""
@@ -322,8 +322,6 @@ class Builder:
                 f"lr_scale_ratio({self._set['lr_scale_ratio']}) contradicts exact=True: the result would depend on the "
                 "number of workers. Leave one of them out"
             )
-        if self._set.get("timeline"):
-            raise MisuseError("timeline(...): timelines are not recorded yet; leave it out")
 
     @property
     def _policy(self) -> str:
@@ -341,7 +339,7 @@ class Builder:
 
     def _joined(self, num_workers: int, device: torch.device) -> dict[str, Any]:
         """How workers come together, in the words of `Trainer.setup`."""
-        joined = self._given("seed", "max_grad_norm", "scheduler")
+        joined = self._given("seed", "max_grad_norm", "scheduler", "timeline")
         if "speed_hint" in self._set:
             joined["speed_hints"] = hinted_speeds(num_workers, *self._set["speed_hint"])
         if self._set.get("backend") == "cpu" and device.type == "cuda":

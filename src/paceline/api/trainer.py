@@ -28,6 +28,7 @@ from paceline.run import collect
 from paceline.run.assemble import Run, assemble
 from paceline.run.checkpointing import SAVE, STOP
 from paceline.run.checkpoints import Checkpoints
+from paceline.run.collector import GarbageCollection
 from paceline.run.config import Precision, RunConfig, SchedulerInterval, Strategy
 from paceline.run.evaluate import evaluate
 from paceline.run.export import export_weights, save_pretrained
@@ -106,6 +107,7 @@ class Trainer:
         shuffle_buffer: int = 0,
         resident: bool = False,
         overlap: bool = True,
+        garbage_collection: GarbageCollection = "between steps",
         ema: float | None = None,
         quiet: bool = False,
         checkpoints: Checkpoints | None = None,
@@ -156,6 +158,8 @@ class Trainer:
         resident: keep all of the data on the device; for tensors and arrays that fit there.
         overlap: exchange gradients while backward still runs.
         timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
+        garbage_collection: "between steps", Python's full collections come between two steps of an epoch, on all
+            workers at the same ones; "as usual", whenever Python thinks fit. See docs/performance.md.
         ema: the decay, such as 0.999, of an average of the weights that is kept beside them, after every step
             decay * average + (1 - decay) * weights; see `ema_weights`. Not with Averaging.
         quiet: say nothing about devices on stderr; so does the environment variable PACELINE_QUIET=1.
@@ -210,6 +214,7 @@ class Trainer:
             backend=backend,
             timeout_s=timeout_s,
             threads=threads,
+            garbage_collection=garbage_collection,
         )
         world = World.from_environment(device)
         if world.size == 1 and device is None and device_count() > 1 and not is_quiet(quiet):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.cli import config_commands, logs, train
+from paceline.cli import checkpoints, completion, config_commands, devices, init, logs, runs, timeline, train
 from paceline.core.errors import WorkerError
 from paceline.run import launch, worker
 from paceline.run.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
@@ -21,19 +21,20 @@ _EXAMPLE = """\
 `paceline COMMAND --help` describes each command, with examples.
 
 example:
+  paceline init spirals            a project to start from
   paceline train 2workers.yaml     a run from a project file
   paceline run train.py            a script of your own, on all devices
   paceline logs plot               how the newest run goes
 """
 _RUN_EXAMPLE = """\
+Options of paceline stand before SCRIPT; everything after it belongs to the
+script. For several machines, give the same command on each; HOST is one of
+them. Exit codes: those of `paceline train`, see there.
+
 example:
-  paceline run train.py --epochs 3              one worker per device
-  paceline run --workers 2 train.py --epochs 3  two workers
-
-  paceline run --nodes 2 --address HOST:PORT train.py
-                                                two machines: give this command on both; HOST is one of them
-
-Options of paceline stand before SCRIPT; everything after it belongs to the script.
+  paceline run train.py --epochs 3
+  paceline run --workers 2 --logs logs train.py --epochs 3
+  paceline run --nodes 2 --address HOST:29500 train.py
 """
 
 
@@ -71,10 +72,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    init.add_parser(commands)
     train.add_parser(commands)
     _add_run(commands)
     config_commands.add_parser(commands)
     logs.add_parser(commands)
+    timeline.add_parser(commands)
+    runs.add_parser(commands)
+    checkpoints.add_parser(commands)
+    devices.add_parser(commands)
+    completion.add_parser(commands, parser)
     return parser
 
 

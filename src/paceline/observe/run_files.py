@@ -7,7 +7,7 @@
         metrics.jsonl      see paceline.observe.metrics
         events.jsonl       see paceline.observe.event_log
         report.json        where the workers' time went
-        checkpoints/  plots/  ranks/ (what each worker printed)
+        checkpoints/  plots/  ranks/ (what each worker printed)  timeline/ (what it did when)
 
 Rank 0 writes them, everybody reads them, also while the run goes on.
 """
@@ -79,6 +79,10 @@ class RunFiles:
     @property
     def ranks(self) -> Path:
         return self.root / "ranks"
+
+    @property
+    def timeline(self) -> Path:
+        return self.root / "timeline"
 
     @property
     def is_run(self) -> bool:

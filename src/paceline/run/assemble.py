@@ -20,10 +20,12 @@ from paceline.core.world import World
 from paceline.data.bring import DataSettings, make_feed
 from paceline.data.orders import NumberedData
 from paceline.data.streams import IterableStream
+from paceline.observe.timeline.recorder import NoTimeline, Recorder, TimelineRecorder
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
 from paceline.run.checkpointing import Checkpointing, Subject, Unsaved
 from paceline.run.checkpoints import Checkpoints
+from paceline.run.collector import collector_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
@@ -50,6 +52,7 @@ class Run:
     events: Events
     keeper: Checkpointing | Unsaved
     average: Average
+    timeline: Recorder
     cleanup: ExitStack
 
 
@@ -66,6 +69,7 @@ def assemble(
     checkpoints: Checkpoints | None = None,
     start: Start | None = None,
     ema: float | None = None,
+    timeline: Path | None = None,
 ) -> Run:
     """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
@@ -91,7 +95,9 @@ def assemble(
         events = Events()
         own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None)
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
-        subject = Subject(replica, own, communicator, events, has_own_optimizers)
+        recorder = NoTimeline() if timeline is None else TimelineRecorder(timeline, world, events)
+        stack.callback(recorder.close)
+        subject = Subject(replica, own, communicator, events, has_own_optimizers, recorder)
         keeper = _keeper(checkpoints, start or Start(), subject)  # loads the weights, which the exchange may look at
         stack.callback(keeper.close)
         average = NoAverage() if ema is None else WeightAverage(replica, ema)
@@ -102,11 +108,13 @@ def assemble(
         planner = planner_for(config, world, config.max_micro_batches(world.size))
         feed = make_feed(data, _data_settings(config, world, weight_fn, collate_fn), steps, planner.plan, communicator)
         stack.callback(feed.close)
-        loop = Loop(config, world, replica, exchange, feed, planner, events, keeper, average)
+        collector = collector_for(config.garbage_collection)
+        stack.callback(collector.close)
+        loop = Loop(config, world, replica, exchange, feed, planner, events, keeper, average, recorder, collector)
         keeper.load_loop(loop)
         is_known = not isinstance(data, IterableStream) and not isinstance(config.strategy, Cadence)
         num_steps = steps.num_steps if is_known else None
-        return Run(loop, steps, num_steps, communicator, events, keeper, average, stack.pop_all())
+        return Run(loop, steps, num_steps, communicator, events, keeper, average, recorder, stack.pop_all())
 
 
 def _check_device(device: torch.device) -> None:
@@ -130,7 +138,7 @@ def _keeper(checkpoints: Checkpoints | None, start: Start, subject: Subject) -> 
         )
     if start.init_from is not None:
         load_weights(subject.replica.model, Path(start.init_from))
-    return Unsaved()
+    return Unsaved(subject.communicator.world.device)
 
 
 def _data_settings(

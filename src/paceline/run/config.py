@@ -10,6 +10,7 @@ from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.data.bring import Way
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
+from paceline.run.collector import GarbageCollection
 from paceline.sync.averaging import Averaging
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -23,8 +24,8 @@ class RunConfig:
 
     Course: global_batch, micro_batch, seed, shuffle, shuffle_buffer, num_shards, drop_last, precision, max_grad_norm,
     scheduler_every, strategy, exact (and then threads), and physical_batch where the model draws random numbers.
-    Speed only: shares, speed_hints, feed, readers, prefetch, resident, overlap, backend, timeout_s, and threads outside
-    of exact mode.
+    Speed only: shares, speed_hints, feed, readers, prefetch, resident, overlap, backend, timeout_s,
+    garbage_collection, and threads outside of exact mode.
     """
 
     global_batch: int | None = None
@@ -50,6 +51,7 @@ class RunConfig:
     backend: str | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
     threads: int | None = None
+    garbage_collection: GarbageCollection = "between steps"
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int:
@@ -95,6 +97,10 @@ class RunConfig:
             raise ValueError(f"prefetch={self.prefetch!r}: choose how many micro-batches to read ahead, at least 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads}: choose at least 1 thread per worker, or None")
+        if self.garbage_collection not in get_args(GarbageCollection):
+            raise ValueError(
+                f"garbage_collection={self.garbage_collection!r} is unknown: choose 'between steps' or 'as usual'"
+            )
 
     def _check_batches(self) -> None:
         if isinstance(self.strategy, Cadence):

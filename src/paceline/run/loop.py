@@ -20,8 +20,10 @@ from paceline.core.timing import Timing
 from paceline.core.world import World
 from paceline.data.feed import Feed, Step
 from paceline.data.sharded import passes
+from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
+from paceline.run.collector import Collector
 from paceline.run.config import RunConfig
 from paceline.run.ema import Average
 from paceline.run.finite import FiniteWatch
@@ -63,6 +65,8 @@ class Loop:
         events: Events,
         keeper: Keeper,
         average: Average,
+        timeline: Recorder,
+        collector: Collector,
     ) -> None:
         self.position = Position()
         self.max_steps: int | None = None
@@ -75,16 +79,19 @@ class Loop:
         self._exchange = exchange
         self._feed = feed
         self._watch = FiniteWatch()
-        self._stopwatch = stopwatch_for(world.device)
+        self._stopwatch = stopwatch_for(world.device, timeline)
+        self._timeline = timeline
         self._account = Account(world.size)
         self._events = events
         self._keeper = keeper
         self._average = average
+        self._collector = collector
         self._loss_scale = LossScale() if config.precision == "fp16" else None
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._epoch_hooks: list[tuple[int, Callable[[int], object]]] = []
         self._gradient_hooks: list[Callable[[Mapping[str, torch.Tensor]], object]] = []
         self._loss: torch.Tensor | None = None
+        self.weight = 0  # of the open micro-batch
         self._is_open = False
         self.is_inside_epoch = self.is_in_hook = False
 
@@ -95,9 +102,12 @@ class Loop:
         to repeat leaves the position where it was, and its micro-batches come again.
         """
         self.is_inside_epoch = True
+        self._timeline.event("epoch begin", number=epoch)
+        self._collector.begin_epoch(self.position.step)
         try:
             while self.position.epoch == epoch and not self.is_over:
                 self._keeper.between_steps(self)
+                self._collector.between_steps(self.position.step)
                 mine = self._begin_step()
                 if mine is None:
                     break
@@ -112,8 +122,10 @@ class Loop:
                 if not mine:
                     self._finish_step()
             self._watch.flush()
+            self._stopwatch.flush()
             self._exchange.synchronize()
         finally:
+            self._collector.end_epoch()
             self.is_inside_epoch = False
             if self._is_open:  # left by `break` or an exception
                 self._is_open = False
@@ -137,13 +149,15 @@ class Loop:
         """End this micro-batch, and the step if it was this worker's last; returns the record of a completed step."""
         if not self._is_open:
             raise MisuseError("step() was called without a micro-batch: call it once for each `for batch in epoch`")
-        if self._weight and not self._exchange.has_gradient():
+        if self.weight and not self._exchange.has_gradient():
             raise MisuseError(
                 "step() was called before backward(): this micro-batch has no gradient"
                 if self._loss is None
                 else "backward() gave none of the run's parameters a gradient: compute the loss with trainer.model"
             )
         self._is_open = False
+        if self._loss is None and self.weight:
+            self._is_loss_known = False  # a bare loss.backward()
         self._exchange.end_micro_batch(self._loss)
         self._stopwatch.stop(self._num_open)
         return self._finish_step() if self._is_last else None
@@ -206,11 +220,13 @@ class Loop:
         """This worker's micro-batches of the next step; None if the epoch is over."""
         self._stopwatch.begin_step()
         step = self._feed.begin_step(self.position)
+        self._stopwatch.ready()
         if step is None:
             ended, self.position = self.position.epoch, self.position.next_epoch()
             self._end_epoch(ended)
             return None
         self._step = step
+        self._is_loss_known = True
         self.replica.check_trained()
         self._note_plan(step)
         self._exchange.begin_step(
@@ -224,9 +240,10 @@ class Loop:
         """The batch of these micro-batches of the step: one of them, or several that this device runs as one."""
         self._stopwatch.start()
         position, self._num_open = self.position, len(numbers)
-        batch, self._weight = self._feed.micro_batch(numbers)
+        batch, self.weight = self._feed.micro_batch(numbers)
+        self._stopwatch.ready()
         # The last of several stands for all: the step's last micro-batch is then found where it is looked for.
-        self._exchange.begin_micro_batch(numbers[-1], self._weight, is_last=is_last)
+        self._exchange.begin_micro_batch(numbers[-1], self.weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
         seed_device(self._world.device, derive_seed(self._config.seed, Purpose.MICRO_BATCH, position.step, numbers[0]))
         self._loss = None
@@ -260,9 +277,18 @@ class Loop:
         self._stopwatch.end_step()
         self._events.step = position.step + 1
         self._exchange.complete()
+        self._stopwatch.completed(position.step + 1)
         self._account.add(plan, num_samples, numbers)
         record = StepRecord(
-            position.step + 1, position.epoch, num_samples, self.replica.learning_rate, is_skipped, plan, numbers, norm
+            position.step + 1,
+            position.epoch,
+            num_samples,
+            self.replica.learning_rate,
+            is_skipped,
+            plan,
+            numbers,
+            norm,
+            self._is_loss_known,
         )
         self.position = self._feed.after_step(position)
         for steps, hook in self._hooks:
@@ -274,6 +300,7 @@ class Loop:
 
     def _end_epoch(self, number: int) -> None:
         """Its last step is done: on all workers, also on one that leaves its loop by `break` now."""
+        self._timeline.event("epoch end", number=number)
         if self._config.scheduler_every == "epoch":
             self.replica.step_schedulers()
         for epochs, hook in self._epoch_hooks:
@@ -335,11 +362,15 @@ class StepRecord:
     _plan: Plan
     _numbers: Numbers
     _norm: torch.Tensor | None
+    _is_loss_known: bool
 
     @property
     def loss(self) -> float:
-        """The mean over the global batch, before the update; NaN if no sample had weight."""
-        return self._numbers.loss
+        """The mean over the global batch, before the update.
+
+        NaN if no sample had weight, and where a bare `loss.backward()` kept it from the run.
+        """
+        return self._numbers.loss if self._is_loss_known else math.nan
 
     @property
     def weight(self) -> float:

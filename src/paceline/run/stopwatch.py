@@ -9,13 +9,18 @@ from typing import Protocol
 import torch
 
 from paceline.core.timing import NOT_MEASURED, Timing
+from paceline.observe.timeline.recorder import NoTimeline, Recorder
 
 
 class Stopwatch(Protocol):
-    """Per step: `begin_step`; per pass over micro-batches `start`, before its data is read, and `stop`, after its
-    backward; then `send` and, around the exchange and the optimizer, `received` and `end_step`."""
+    """Per step: `begin_step`, and `ready` when its plan is there; per pass over micro-batches `start`, `ready` when its
+    data is there, and `stop` after its backward; then `send` and, around the exchange and the optimizer, `received` and
+    `end_step`; `completed` when the replicas have met, where they do. A recorder gets the moments of completed steps.
+    """
 
     def begin_step(self) -> None: ...
+
+    def ready(self) -> None: ...
 
     def start(self) -> None: ...
 
@@ -28,38 +33,61 @@ class Stopwatch(Protocol):
 
     def end_step(self) -> None: ...
 
+    def completed(self, step: int) -> None: ...
+
+    def flush(self) -> None:
+        """Hand over what the device has passed by now: no further step may come."""
+
 
 class HostStopwatch:
     """For devices whose work is done when the call returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self._recorder = recorder or NoTimeline()
         self._sync = self._rest = 0.0
         self._is_first = True
 
     def begin_step(self) -> None:
         self._begun = perf_counter()
+        self._moments = [self._begun]
         self._seconds, self._count = 0.0, 0
 
+    def ready(self) -> None:
+        self._now()
+
     def start(self) -> None:
-        self._started = perf_counter()
+        self._started = self._now()
 
     def stop(self, num_micro_batches: int = 1) -> None:
-        self._seconds += perf_counter() - self._started
+        self._seconds += self._now() - self._started
         self._count += num_micro_batches
 
     def send(self) -> Timing:
-        self._sent = perf_counter()
+        self._sent = self._now()
         return Timing(self._seconds / self._count if self._count else 0.0, self._sync, self._rest)
 
     def received(self) -> None:
-        self._received = perf_counter()
+        self._received = self._now()
 
     def end_step(self) -> None:
+        ended = self._now()
         if self._is_first:  # it made the optimizer's state and the connections, which no later step will
             self._is_first = False
             return
         self._sync = self._received - self._sent
-        self._rest = self._sent - self._begun - self._seconds + perf_counter() - self._received
+        self._rest = self._sent - self._begun - self._seconds + ended - self._received
+
+    def completed(self, step: int) -> None:
+        self._now()
+        self._recorder.step(step, self._moments)
+
+    def flush(self) -> None:
+        return
+
+    def _now(self) -> float:
+        now = perf_counter()
+        self._moments.append(now)
+        return now
 
 
 class CudaStopwatch:
@@ -71,6 +99,9 @@ class CudaStopwatch:
 
     def begin_step(self) -> None:
         self._marks = _Marks()
+
+    def ready(self) -> None:
+        return
 
     def start(self) -> None:
         self._marks.passes.append(_mark())
@@ -95,6 +126,53 @@ class CudaStopwatch:
             self._steps.append(self._marks)
         self._is_first = False
 
+    def completed(self, step: int) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+
+class RecordingCudaStopwatch(CudaStopwatch):
+    """The same, with marks at all of a step's moments: only a timeline needs them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._clock = _DeviceClock()
+        self._unread: deque[_Moments] = deque()
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        self._moments = _Moments(self._marks.begun)
+
+    def ready(self) -> None:
+        self._moments.marks.append(_mark())
+
+    def start(self) -> None:
+        super().start()
+        self._moments.marks.append(self._marks.passes[-1])
+
+    def stop(self, num_micro_batches: int = 1) -> None:
+        super().stop(num_micro_batches)
+        self._moments.marks.append(self._marks.passes[-1])
+
+    def send(self) -> Timing:
+        timing = super().send()
+        self._moments.marks.append(self._marks.sent)
+        self.flush()
+        return timing
+
+    def completed(self, step: int) -> None:
+        self._moments.marks += (self._marks.received, self._marks.ended, _mark())
+        self._moments.step = step
+        self._unread.append(self._moments)
+
+    def flush(self) -> None:
+        while self._unread and self._unread[0].marks[-1].query():
+            moments = self._unread.popleft()
+            self._recorder.step(moments.step, self._clock.times_of(moments))
+
 
 class _Marks:
     """One step's places in the stream."""
@@ -115,6 +193,35 @@ class _Marks:
         return Timing(in_passes / self.count if self.count else 0.0, sync, max(rest, 0.0))
 
 
+class _Moments:
+    """One step's places in the stream, all in their order; `set_at`: when the host had set the first."""
+
+    def __init__(self, begun: torch.cuda.Event) -> None:
+        self.marks = [begun]
+        self.set_at = perf_counter()
+        self.step = 0
+
+
+class _DeviceClock:
+    """The device's moments in the host's time: counted on from step to step, within what the host knows.
+
+    No mark is passed before it was set, nor later than it is seen to be passed: so the clocks cannot drift apart.
+    """
+
+    def __init__(self) -> None:
+        self._last: torch.cuda.Event | None = None
+        self._last_s = 0.0
+
+    def times_of(self, moments: _Moments) -> list[float]:
+        """The times at which the device passed the marks of a step that it has just been seen to have passed."""
+        first, *later = moments.marks
+        since_first = [0.0, *(_seconds(first, mark) for mark in later)]
+        counted_s = moments.set_at if self._last is None else self._last_s + _seconds(self._last, first)
+        begun_s = max(min(counted_s, perf_counter() - since_first[-1]), moments.set_at)
+        self._last, self._last_s = first, begun_s
+        return [begun_s + seconds for seconds in since_first]
+
+
 def _mark() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -125,5 +232,7 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def stopwatch_for(device: torch.device) -> Stopwatch:
-    return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+def stopwatch_for(device: torch.device, recorder: Recorder) -> Stopwatch:
+    if device.type != "cuda":
+        return HostStopwatch(recorder)
+    return CudaStopwatch() if isinstance(recorder, NoTimeline) else RecordingCudaStopwatch(recorder)

@@ -181,6 +181,7 @@ class Trainer:
     gradient_checkpointing: bool = setting("compute activations again instead of keeping them", False)
     eval_every: int | None = setting("steps between evaluations; after each epoch if null", None, least=1)
     log_every: int = setting("steps between lines of metrics", 10, least=1)
+    timeline: bool = setting("record what each worker does when, in the run's folder", True)
     early_stopping: EarlyStopping | None = setting("end the run when the evaluation gets no better", None)
     max_loss_ratio: float | None = setting("end the run when the loss is so many times its lowest", None, above=1)
 

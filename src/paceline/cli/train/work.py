@@ -44,6 +44,8 @@ def train(assignment: Assignment) -> None:
     data = project.data("train")
     evaluation_data = None if settings.data.evaluation is None else project.data("evaluation")
     arguments = parts.setup_arguments(settings, project.folder, files.checkpoints)
+    if settings.trainer.timeline:
+        arguments["timeline"] = files.timeline
     if assignment.checkpoint is not None:
         arguments["resume"] = assignment.checkpoint
     elif assignment.is_resumed and arguments.get("resume") is None:
@@ -62,8 +64,9 @@ def train(assignment: Assignment) -> None:
         if settings.loggers and settings.checkpoints.save:
             trainer.register("loggers", Loggers([]) if watch is None else watch.loggers, "global")
         _follow(trainer, settings, watch)
+        evaluation = None
         if evaluation_data is not None:
-            _evaluate_regularly(trainer, settings, evaluation_data, watch)
+            evaluation = Evaluation(trainer, settings, evaluation_data, watch)
         loss_of = loss_function(settings)
         for epoch in trainer.epochs(settings.trainer.epochs, max_steps=settings.trainer.max_steps):
             for batch in epoch:
@@ -71,6 +74,8 @@ def train(assignment: Assignment) -> None:
                     loss = loss_of(trainer.model, batch)
                 trainer.backward(loss)
                 trainer.step()
+        if evaluation is not None:
+            evaluation.finish()
         if watch is not None:
             watch.finish(_last_words(trainer, settings))
 
@@ -133,37 +138,54 @@ def _follow(trainer: Trainer, settings: Settings, watch: Watch | None) -> None:
         trainer.every(settings.trainer.log_every, check)
 
 
-def _evaluate_regularly(trainer: Trainer, settings: Settings, data: Any, watch: Watch | None) -> None:
-    stopping = settings.trainer.early_stopping
-    rule = None if stopping is None else EarlyStopping(stopping.patience, stopping.min_delta, stopping.mode)
-    if rule is not None and settings.checkpoints.save:
-        trainer.register("early_stopping", rule)
-    evaluate = settings.metrics.as_function() if settings.metrics is not None else loss_function(settings)
-    collate = settings.data.collate and settings.data.collate.build()
+class Evaluation:
+    """Evaluates regularly, on all workers together: for the metrics, the best checkpoints, and an early end."""
 
-    def in_precision(model: Any, batch: Any) -> Any:
-        with trainer.autocast():
-            return evaluate(model, batch)
+    def __init__(self, trainer: Trainer, settings: Settings, data: Any, watch: Watch | None) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._data = data
+        self._watch = watch
+        self._last_step = trainer.position.step
+        self._function = settings.metrics.as_function() if settings.metrics is not None else loss_function(settings)
+        self._collate = settings.data.collate and settings.data.collate.build()
+        stopping = settings.trainer.early_stopping
+        self._rule = None if stopping is None else EarlyStopping(stopping.patience, stopping.min_delta, stopping.mode)
+        if self._rule is not None and settings.checkpoints.save:
+            trainer.register("early_stopping", self._rule)
+        if settings.trainer.eval_every is not None:
+            trainer.every(settings.trainer.eval_every, lambda _: self._evaluate())
+        else:
+            trainer.every_epoch(1, lambda _: self._evaluate())
 
-    def once(_: object) -> None:
-        found = trainer.evaluate(data, in_precision, collate_fn=collate)
+    def finish(self) -> None:
+        """The last step may have come in the middle of an interval."""
+        if self._trainer.position.step > self._last_step:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        self._last_step = self._trainer.position.step
+        found = self._trainer.evaluate(self._data, self._in_precision, collate_fn=self._collate)
         values = found if isinstance(found, dict) else {"loss": found}
-        if watch is not None:
-            watch.after_evaluation(trainer.position.step, values)
-        best = settings.checkpoints.keep_best
-        if settings.checkpoints.save and best is not None:
-            trainer.save(_only(values, best.metric, "checkpoints.keep_best.metric"))
-        if rule is not None and stopping is not None:
-            value = _only(values, stopping.metric, "trainer.early_stopping.metric")[stopping.metric]
-            if rule.is_over(value):
-                if watch is not None:
-                    watch.note(f"no better {stopping.metric} in {stopping.patience} evaluations: the run ends here")
-                trainer.end()
+        if self._watch is not None:
+            self._watch.after_evaluation(self._last_step, values)
+        best = self._settings.checkpoints.keep_best
+        if self._settings.checkpoints.save and best is not None:
+            self._trainer.save(_only(values, best.metric, "checkpoints.keep_best.metric"))
+        self._stop_if_no_better(values)
 
-    if settings.trainer.eval_every is not None:
-        trainer.every(settings.trainer.eval_every, once)
-    else:
-        trainer.every_epoch(1, once)
+    def _in_precision(self, model: Any, batch: Any) -> Any:
+        with self._trainer.autocast():
+            return self._function(model, batch)
+
+    def _stop_if_no_better(self, values: dict[str, float]) -> None:
+        stopping = self._settings.trainer.early_stopping
+        if self._rule is None or stopping is None:
+            return
+        if self._rule.is_over(_only(values, stopping.metric, "trainer.early_stopping.metric")[stopping.metric]):
+            if self._watch is not None:
+                self._watch.note(f"no better {stopping.metric} in {stopping.patience} evaluations: the run ends here")
+            self._trainer.end()
 
 
 def _only(values: dict[str, float], name: str, key: str) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""The files that `paceline init` writes. They are copied, never imported."""

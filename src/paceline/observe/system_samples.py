@@ -1,0 +1,96 @@
+"""How busy a worker keeps its process, its host and its GPU.
+
+Read from the kernel's files and, where the package nvidia-ml-py is installed, from the driver. What cannot be read is
+None: nothing here ever fails a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+
+GpuReading = tuple[float | None, float | None]
+
+
+class SystemSampler:
+    """Samples for one worker. `whole_host`: the host's too, which one worker per host is enough for."""
+
+    def __init__(self, device: torch.device, *, whole_host: bool) -> None:
+        self._whole_host = whole_host
+        self._read_gpu = _gpu_reader(device)
+        self._last = perf_counter(), process_time()
+        self._last_host = _host_ticks() if whole_host else None
+
+    def sample(self) -> list[float | None]:
+        """A value for each of `SAMPLED`; CPU use is that since the last sample."""
+        host_cpu = self._host_cpu() if self._whole_host else None
+        host_memory = _host_memory() if self._whole_host else None
+        gpu, gpu_memory = self._read_gpu()
+        return [self._cpu(), _process_memory(), host_cpu, host_memory, gpu, gpu_memory]
+
+    def _cpu(self) -> float:
+        now = perf_counter(), process_time()
+        (then_s, used_then_s), self._last = self._last, now
+        return round(100 * (now[1] - used_then_s) / max(now[0] - then_s, 1e-9), 1)
+
+    def _host_cpu(self) -> float | None:
+        before, self._last_host = self._last_host, _host_ticks()
+        if before is None or self._last_host is None:
+            return None
+        busy, total = (now - then for now, then in zip(self._last_host, before, strict=True))
+        return round(100 * busy / total, 1) if total > 0 else None
+
+
+def _process_memory() -> float | None:
+    try:
+        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return resident_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _host_ticks() -> tuple[int, int] | None:
+    """The kernel's ticks since it started: busy ones, and all."""
+    try:
+        with Path("/proc/stat").open() as file:
+            ticks = [int(word) for word in file.readline().split()[1:9]]
+        idle_and_waiting = ticks[3] + ticks[4]
+    except (OSError, ValueError, IndexError):
+        return None
+    return sum(ticks) - idle_and_waiting, sum(ticks)
+
+
+def _host_memory() -> float | None:
+    """What is in use and could not be given to somebody else."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines[:3]}
+        return 1024 * (kilobytes["MemTotal"] - kilobytes["MemAvailable"])
+    except (OSError, ValueError, IndexError, KeyError):
+        return None
+
+
+def _gpu_reader(device: torch.device) -> Callable[[], GpuReading]:
+    if device.type != "cuda":
+        return lambda: (None, None)
+    try:
+        import pynvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    except Exception:  # no package, no library, no permission, a device it does not know
+        return lambda: (None, float(torch.cuda.memory_reserved(device)))
+    return lambda: _driver_reading(pynvml, handle)
+
+
+def _driver_reading(pynvml: Any, handle: Any) -> GpuReading:
+    try:
+        use = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        return use, float(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+    except pynvml.NVMLError:
+        return None, None

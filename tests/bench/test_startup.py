@@ -1,0 +1,44 @@
+"""The benchmark of start-up: its phases, its goal, and one start of each contestant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import startup
+from bench.harness import Result
+
+
+def test_a_phase_lasts_from_one_mark_to_the_next() -> None:
+    assert startup.phases_of(10.0, {"imports": 12.0, "first step": 12.5}) == {"imports": 2.0, "first step": 0.5}
+
+
+def test_the_goal_is_judged_by_the_slower_of_our_two_ways() -> None:
+    seconds = {startup.RUN: [4.0], startup.LAUNCH: [6.0], startup.DDP: [5.0], startup.FLOOR: [1.0]}
+    result = Result.of("startup", "s", seconds, ours=startup.RUN, limit=startup.DDP, better="lower", settings={})
+    assert startup.slower_of_ours(result) == 1.2
+
+
+def test_a_profile_has_the_median_of_every_phase(tmp_path: Path) -> None:
+    own = startup.Starts(startup.RUN, 1, tmp_path)
+    own.phases += [{"imports": 1.0}, {"imports": 9.0}, {"imports": 2.0}]
+    assert startup.profile([own]).splitlines()[1].split() == ["paceline", "run", "2.000"]
+
+
+def test_a_command_that_fails_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(startup.PROGRAMS, startup.FLOOR, "raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match="import torch ended with 3"):
+        startup.Starts(startup.FLOOR, 1, tmp_path)()
+
+
+@pytest.mark.parametrize(
+    "name", [startup.RUN, *(pytest.param(n, marks=pytest.mark.slow) for n in (startup.LAUNCH, startup.DDP))]
+)
+def test_a_start_with_two_workers_is_timed_to_its_first_step(name: str, tmp_path: Path) -> None:
+    own = startup.Starts(name, 2, tmp_path)
+    seconds = own()
+    (phases,) = own.phases
+    assert list(phases) == ["interpreter", "imports", "worker", "connect", "set-up", "first step"]
+    assert all(value >= 0 for value in phases.values())
+    assert sum(phases.values()) == pytest.approx(seconds)

@@ -1,0 +1,106 @@
+"""A GPU's moments in the host's time; with marks that a test sets, so that no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from paceline.observe.timeline.recorder import NoTimeline
+from paceline.run import stopwatch
+from paceline.run.stopwatch import CudaStopwatch, RecordingCudaStopwatch
+
+
+class Recorded(NoTimeline):
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, list[float]]] = []
+
+    def step(self, step: int, moments: Sequence[float]) -> None:
+        self.steps.append((step, [round(moment, 6) for moment in moments]))
+
+
+class Mark:
+    """A place in the stream that the device passes at a time of its own clock."""
+
+    def __init__(self, passed_s: float) -> None:
+        self.passed_s = passed_s
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Mark) -> float:
+        return 1e3 * (other.passed_s - self.passed_s)
+
+
+def one_step(watch: CudaStopwatch, number: int) -> None:
+    watch.begin_step()
+    watch.ready()
+    watch.start()
+    watch.ready()
+    watch.stop()
+    watch.send()
+    watch.received()
+    watch.end_step()
+    watch.completed(number)
+
+
+@pytest.fixture
+def recorded() -> Recorded:
+    return Recorded()
+
+
+def marks_at(monkeypatch: pytest.MonkeyPatch, device_s: Sequence[float], host_s: Sequence[float]) -> None:
+    device: Iterator[float] = iter(device_s)
+    host: Iterator[float] = iter(host_s)
+    monkeypatch.setattr(stopwatch, "_mark", lambda: Mark(next(device)))
+    monkeypatch.setattr(stopwatch, "perf_counter", lambda: next(host))
+
+
+# begins, plan there, starts, data there, backward done, exchange begins, its result, optimizer done, replicas met
+STEP = (0.0, 0.1, 0.1, 0.2, 1.2, 1.2, 1.5, 1.7, 1.7)
+
+
+def test_the_first_step_is_recorded_and_not_taken_for_usual(
+    monkeypatch: pytest.MonkeyPatch, recorded: Recorded
+) -> None:
+    device = [70 + at for at in STEP] + [72 + at for at in STEP] + [74 + at for at in STEP]
+    #        step 1 set, step 2 set, step 1 seen, step 3 set, step 2 seen, step 3 seen
+    marks_at(monkeypatch, device, [5.0, 5.5, 99.0, 6.0, 99.0, 99.0])
+    watch = RecordingCudaStopwatch(recorded)
+    one_step(watch, 1)
+    one_step(watch, 2)
+    one_step(watch, 3)
+    watch.flush()
+    assert [step for step, _ in recorded.steps] == [1, 2, 3]
+    assert recorded.steps[0][1] == [5.0, 5.1, 5.1, 5.2, 6.2, 6.2, 6.5, 6.7, 6.7]
+    assert recorded.steps[1][1][0] == 7.0
+    assert recorded.steps[2][1][0] == 9.0
+
+
+def test_the_device_cannot_have_been_somewhere_before_or_after_the_host_knows(
+    monkeypatch: pytest.MonkeyPatch, recorded: Recorded
+) -> None:
+    device = [70 + at for at in STEP] + [72 + at for at in STEP] + [74 + at for at in STEP]
+    # By counting, step 2 would begin at 7.0, but it was set at 8.0; step 3 at 10.0, but its end was seen at 10.7.
+    marks_at(monkeypatch, device, [5.0, 8.0, 99.0, 8.1, 99.0, 10.7])
+    watch = RecordingCudaStopwatch(recorded)
+    for number in (1, 2, 3):
+        one_step(watch, number)
+    watch.flush()
+    assert [moments[0] for _, moments in recorded.steps] == [5.0, 8.0, 9.0]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_what_is_told_to_the_others_does_not_depend_on_a_timeline(
+    monkeypatch: pytest.MonkeyPatch, recorded: Recorded, is_recorded: bool
+) -> None:
+    # Without a timeline nobody marks the moments at which plan and data are there, nor those at which replicas met.
+    marked = STEP if is_recorded else [at for i, at in enumerate(STEP) if i not in (1, 3, 8)]
+    marks_at(monkeypatch, [at + 2 * n for n in range(3) for at in marked], [0.0] * 20)
+    watch = RecordingCudaStopwatch(recorded) if is_recorded else CudaStopwatch()
+    one_step(watch, 1)
+    one_step(watch, 2)
+    watch.begin_step()
+    watch.ready()
+    timing = watch.send()
+    assert (timing.micro_batch, timing.sync, timing.rest) == pytest.approx((1.1, 0.3, 0.3))
