@@ -17,6 +17,9 @@ class Benchmark(NamedTuple):
     description: str
 
 
+# No benchmark: it writes the page about them.
+PAGES = "pages"
+
 # The exit code of a benchmark that this machine cannot run.
 NOT_HERE = 77
 
@@ -32,6 +35,14 @@ BENCHMARKS = {
     "gpu-input": Benchmark("bench.gpu_input", "tokens/s of a GPU fed from a file, against one fed from its own memory"),
     "mps": Benchmark("bench.mps", "tokens/s of unequal workers on one GPU, against what they do alone and torch DDP"),
     "checkpoint": Benchmark("bench.checkpoint", "ms that training waits for a save, against torch.save and others"),
+    "startup": Benchmark("bench.startup", "seconds to the first step of 1 and 2 workers, against torchrun and DDP"),
+    "dp_train": Benchmark("bench.dp_train", "steps/s of tiny models on 1 and 2 workers, against loops by hand and DDP"),
+    "gpu": Benchmark("bench.gpu", "GPT-2, a CNN and an MLP on one GPU, against a bare loop and the peers"),
+    "timeline": Benchmark("bench.timeline", "what recording a timeline adds to a step of 10 ms"),
+    "against": Benchmark("bench.against", "step time of this tree against an earlier commit's, each over its limit"),
+    "pauses": Benchmark(
+        "bench.pauses", "ms of the longest step among millions of objects, by who collects garbage when"
+    ),
     "slowlink": Benchmark("bench.slowlink", "samples/s and loss on a slow link, against workers that never talk"),
 }
 
@@ -41,11 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<10} {b.description}" for name, b in BENCHMARKS.items())
-    parser.add_argument("name", nargs="?", choices=list(BENCHMARKS), metavar="NAME", help="`NAME --help`: its options")
+    parser.epilog += f"\n\nand from their results:\n  {PAGES:<10} docs/benchmarks.md, with tables and pictures"
+    names = [*BENCHMARKS, PAGES]
+    parser.add_argument("name", nargs="?", choices=names, metavar="NAME", help="`NAME --help`: its options")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     if chosen.name is None:
         parser.print_help()
+        return
+
+    if chosen.name == PAGES:
+        from bench.pages import main as write_pages
+
+        write_pages(chosen.rest)
         return
 
     benchmark = BENCHMARKS[chosen.name]

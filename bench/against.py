@@ -1,0 +1,98 @@
+"""This tree against an earlier commit: what a step costs on one worker, and what two workers do together.
+
+Each turn starts a process with the one or the other `paceline` and measures it there against its limit: a bare loop, or
+two processes that never talk. So what is compared are ratios to a limit of the same moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from bench import overhead, scaling
+from bench.harness import Result, alternate, isolated
+from bench.workers import gloo_group, run_workers
+
+ROOT = Path(__file__).parents[1]
+NOW, THEN = "this tree", "then"
+QUESTIONS = ("overhead", "scaling")
+
+
+def overhead_ratio(num_turns: int) -> float:
+    """Step time over the bare loop's."""
+    import torch
+
+    torch.set_num_threads(1)
+    task = overhead.Task.make(128, by_sample=False, folder="")
+    contestants = {
+        "bare": isolated(partial(overhead.bare, task)), "ours": isolated(partial(overhead.paceline, task)),
+    }  # fmt: skip
+    alternate(contestants, 1)
+    taken = alternate(contestants, num_turns)
+    return median(ours / bare for ours, bare in zip(taken["ours"], taken["bare"], strict=True))
+
+
+def scaling_ratio(num_turns: int) -> float:
+    """Step time over that of independent processes."""
+    task = scaling.Task(2, 8, 1, num_turns, 0.4)
+    by_rank: list[dict[str, list[float]]] = run_workers(_two_loops, 2, task)
+    alone, ours = (
+        [max(step_s) for step_s in zip(*(own[name] for own in by_rank), strict=True)]
+        for name in (scaling.INDEPENDENT, scaling.OURS)
+    )
+    return float(median(ours_s / alone_s for ours_s, alone_s in zip(ours, alone, strict=True)))
+
+
+def _two_loops(task: scaling.Task) -> dict[str, list[float]]:
+    from torch import distributed
+
+    loops = {scaling.INDEPENDENT: scaling.independent, scaling.OURS: scaling.paceline}
+    with gloo_group():
+        rank = distributed.get_rank()
+        contestants = {name: isolated(partial(scaling.contestant, task, rank, loop)) for name, loop in loops.items()}
+        measurements = alternate(contestants, task.num_turns)
+        contestants.clear()
+        return measurements
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--commit", default="HEAD", help="what to compare with, such as HEAD~5 (default: %(default)s)")
+    parser.add_argument("--question", choices=QUESTIONS, default="overhead", help="(default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=9, help="processes of each (default: %(default)s)")
+    parser.add_argument("--inner-turns", type=int, default=15, help="alternations in a process (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> Result:
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", options.commit, "src"], cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+        sources = {NOW: ROOT / "src", THEN: Path(folder) / "src"}
+        measurements: dict[str, list[float]] = {name: [] for name in sources}
+        for turn in range(options.turns):
+            for name in sorted(sources, reverse=bool(turn % 2)):
+                measurements[name].append(_measured(sources[name], options.question, options.inner_turns))
+    return Result.of(
+        f"against {options.commit}: {options.question}",
+        "times the limit",
+        measurements,
+        ours=NOW,
+        limit=THEN,
+        better="lower",
+        settings={"commit": options.commit, "question": options.question, "inner_turns": options.inner_turns},
+    )
+
+
+def _measured(source: Path, question: str, num_turns: int) -> float:
+    code = f"from bench.against import {question}_ratio; print({question}_ratio({num_turns}))"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return float(json.loads(done.stdout.splitlines()[-1]))
