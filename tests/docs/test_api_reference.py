@@ -19,7 +19,7 @@ import paceline as pl
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
 # In project files `trainer.` is a section of theirs; the reference is written from the code.
-ABOUT_CODE = [page for page in PAGES if page.name not in ("api.md", "project-files.md")]
+ABOUT_CODE = [page for page in PAGES if page.name not in ("api.md", "project-files.md", "sample-project.md")]
 # What pages call by these names.
 OWNERS: dict[str, Any] = {
     "pl": pl,

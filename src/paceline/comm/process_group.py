@@ -37,6 +37,8 @@ class ProcessGroupCommunicator:
                 _users[_default_group()] = 0
             self._join_default_group()
             group = dist.new_group(backend=self.backend, timeout=timeout)
+            if self.backend == "gloo":
+                dist.barrier(group)  # who is connected may leave at once, while others still connect to it
         except RuntimeError as error:
             self._leave_default_group()
             raise _translate(error, "joining the world", self) from None

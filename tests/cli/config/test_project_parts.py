@@ -198,6 +198,6 @@ def test_every_setting_of_the_trainer_is_used_by_somebody() -> None:
     of_the_command = {
         *("micro_batches_per_worker", "epochs", "max_steps", "learning_rate", "weight_decay", "schedule"),
         *("warmup_steps", "schedule_steps", "strategy", "compile", "gradient_checkpointing", "eval_every"),
-        *("log_every", "early_stopping", "max_loss_ratio"),
+        *("log_every", "timeline", "early_stopping", "max_loss_ratio"),
     }
     assert {*parts._SAME, *of_the_command} == set(settings_of(schema.Trainer))
