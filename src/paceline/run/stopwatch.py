@@ -42,18 +42,19 @@ class Stopwatch(Protocol):
 class HostStopwatch:
     """For devices whose work is done when the call returns."""
 
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        self._recorder = recorder or NoTimeline()
+    # What tells the time; a timeline's notes it down.
+    _now = staticmethod(perf_counter)
+
+    def __init__(self) -> None:
         self._sync = self._rest = 0.0
         self._is_first = True
 
     def begin_step(self) -> None:
-        self._begun = perf_counter()
-        self._moments = [self._begun]
+        self._begun = self._now()
         self._seconds, self._count = 0.0, 0
 
     def ready(self) -> None:
-        self._now()
+        return
 
     def start(self) -> None:
         self._started = self._now()
@@ -78,11 +79,29 @@ class HostStopwatch:
         self._rest = self._sent - self._begun - self._seconds + ended - self._received
 
     def completed(self, step: int) -> None:
-        self._now()
-        self._recorder.step(step, self._moments)
+        return
 
     def flush(self) -> None:
         return
+
+
+class RecordingHostStopwatch(HostStopwatch):
+    """The same, with all of a step's moments: only a timeline needs them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def begin_step(self) -> None:
+        self._moments: list[float] = []
+        super().begin_step()
+
+    def ready(self) -> None:
+        self._now()
+
+    def completed(self, step: int) -> None:
+        self._now()
+        self._recorder.step(step, self._moments)
 
     def _now(self) -> float:
         now = perf_counter()
@@ -233,6 +252,6 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def stopwatch_for(device: torch.device, recorder: Recorder) -> Stopwatch:
-    if device.type != "cuda":
-        return HostStopwatch(recorder)
-    return CudaStopwatch() if isinstance(recorder, NoTimeline) else RecordingCudaStopwatch(recorder)
+    if isinstance(recorder, NoTimeline):
+        return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+    return RecordingCudaStopwatch(recorder) if device.type == "cuda" else RecordingHostStopwatch(recorder)
