@@ -12,36 +12,15 @@ The contestants of a part take turns; a part's figure is the median of the ratio
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bench.data_feeding import DISPATCHED, WAITING, strategies, waiting
 from bench.data_files import scratch
 from bench.data_reading import ARROW, FEED, SECOND, arrow, in_memory, second_start
 from bench.harness import Result, circumstances
+from bench.parts import Goal, Parts, to_limit
 from bench.scaling import Task
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What a part has to reach: `value` of its result, at least or at most `bound`."""
-
-    text: str
-    value: Callable[[Result], float]
-    bound: float
-    is_upper: bool = False
-
-    def judge(self, result: Result) -> dict[str, Any]:
-        value = self.value(result)
-        is_reached = value <= self.bound if self.is_upper else value >= self.bound
-        return {"goal": self.text, "value": value, "bound": self.bound, "reached": is_reached}
-
-
-def to_limit(name: str) -> Callable[[Result], float]:
-    return lambda result: float(result.detail["ratio_by_turn"][name]["median"])
 
 
 def over_best_peer(result: Result) -> float:
@@ -56,29 +35,6 @@ GOALS = {
     "arrow": Goal("samples/s over those of HF's faster way, at least", over_best_peer, 1.5),
     "start": Goal("first start over second, at least", lambda result: 1 / to_limit(SECOND)(result), 10.0),
 }
-
-
-@dataclass
-class Parts:
-    """What the parts found. `to_json` has every part as a `Result` has it, with its goal."""
-
-    results: dict[str, Result]
-    detail: dict[str, Any] = field(default_factory=dict)
-
-    def judged(self) -> dict[str, dict[str, Any]]:
-        return {name: GOALS[name].judge(result) for name, result in self.results.items()}
-
-    def table(self) -> str:
-        lines = [f"{result.table()}\n" for result in self.results.values()]
-        for name, judged in self.judged().items():
-            verdict = "reached" if judged["reached"] else "MISSED"
-            lines.append(f"{name:<11} {judged['goal']} {judged['bound']:.3g}: {judged['value']:.3f}, {verdict}")
-        return "\n".join(lines)
-
-    def to_json(self) -> str:
-        judged = self.judged()
-        parts = {name: {**judged[name], **json.loads(result.to_json())} for name, result in self.results.items()}
-        return json.dumps({"bench": "data", "parts": parts, "detail": self.detail})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -109,4 +65,4 @@ def run(options: argparse.Namespace) -> Parts:
     for name in options.parts:
         with scratch() as folder:
             results[name] = measure[name](folder)
-    return Parts(results, circumstances({"parts": options.parts, "turns": turns}))
+    return Parts("data", results, GOALS, circumstances({"parts": options.parts, "turns": turns}))

@@ -11,10 +11,11 @@ import pyarrow as pa
 import pytest
 import torch
 
-from bench.data import GOALS, Goal, Parts, over_best_peer, to_limit
+from bench.data import GOALS, over_best_peer
 from bench.data_files import COLUMN, scratch, write_files
 from bench.data_reading import ARROW, hf_iterable, hf_map, ours
 from bench.harness import Result
+from bench.parts import Goal, Parts, to_limit
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +39,7 @@ def test_the_arrow_goal_is_judged_by_the_faster_peer() -> None:
 
 def test_all_parts_end_up_in_one_line() -> None:
     result = result_of({"dispatched": [9.0], "sharded": [10.0]}, "dispatched", "sharded")
-    parts = Parts({"strategies": result}, {"others_cores": 0.0})
+    parts = Parts("data", {"strategies": result}, GOALS, {"others_cores": 0.0})
     assert parts.table().splitlines()[-1].endswith("at least 0.97: 0.900, MISSED")
     (line,) = parts.to_json().splitlines()
     decoded = json.loads(line)
