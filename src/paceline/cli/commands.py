@@ -60,7 +60,9 @@ def reporting(
 
     def run(options: argparse.Namespace) -> int:
         try:
-            return command(options)
+            code = command(options)
+            sys.stdout.flush()  # here, where a reader that is gone can be told from an error
+            return code
         except KeyboardInterrupt:
             return 130
         except BrokenPipeError:

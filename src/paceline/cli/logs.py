@@ -8,11 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.cli import logs_picture
+from paceline.cli.commands import add_command, add_runs_option, reporting
 from paceline.cli.logs_panels import Panel, load_runs, make_panels
 from paceline.cli.logs_runs import LogsError, choose_run, choose_runs, find_runs
 from paceline.cli.logs_summary import FORMATS, render, table
@@ -61,7 +62,7 @@ example:
 
 def add_parser(commands: Any) -> None:
     """Add `logs` to the parser's commands; each of its commands sets `run`, a function from options to exit code."""
-    logs = _parser(commands, "logs", "look at runs: list, summary, plot", _LOGS_EXAMPLE)
+    logs = add_command(commands, "logs", "look at runs: list, summary, plot", _LOGS_EXAMPLE)
     kinds = logs.add_subparsers(metavar="COMMAND", required=True)
     _add_list(kinds)
     _add_summary(kinds)
@@ -69,19 +70,19 @@ def add_parser(commands: Any) -> None:
 
 
 def run_list(options: argparse.Namespace) -> int:
-    return _reporting("list", lambda: _list(options))
+    return reporting("logs list", _list, LogsError)(options)
 
 
 def run_summary(options: argparse.Namespace) -> int:
-    return _reporting("summary", lambda: _summary(options))
+    return reporting("logs summary", _summary, LogsError)(options)
 
 
 def run_plot(options: argparse.Namespace) -> int:
-    return _reporting("plot", lambda: _plot(options))
+    return reporting("logs plot", _plot, LogsError)(options)
 
 
 def _add_list(kinds: Any) -> None:
-    parser = _parser(kinds, "list", "list the runs in a folder, the oldest first", _LIST_EXAMPLE)
+    parser = add_command(kinds, "list", "list the runs in a folder, the oldest first", _LIST_EXAMPLE)
     parser.add_argument(
         "folder",
         nargs="?",
@@ -94,7 +95,7 @@ def _add_list(kinds: Any) -> None:
 
 
 def _add_summary(kinds: Any) -> None:
-    parser = _parser(kinds, "summary", "tell a run's state, losses and speed", _SUMMARY_EXAMPLE)
+    parser = add_command(kinds, "summary", "tell a run's state, losses and speed", _SUMMARY_EXAMPLE)
     parser.add_argument("named", nargs="*", metavar="RUN", help="the runs (default: the newest)")
     parser.add_argument("--all", action="store_true", help="all runs in the folder")
     parser.add_argument(
@@ -104,12 +105,12 @@ def _add_summary(kinds: Any) -> None:
         metavar="FORMAT",
         help=f"one of {', '.join(FORMATS)} (default: %(default)s)",
     )
-    _add_runs_option(parser)
+    add_runs_option(parser)
     parser.set_defaults(run=run_summary)
 
 
 def _add_plot(kinds: Any) -> None:
-    parser = _parser(kinds, "plot", "draw a run's curves, or several runs' together", _PLOT_EXAMPLE)
+    parser = add_command(kinds, "plot", "draw a run's curves, or several runs' together", _PLOT_EXAMPLE)
     parser.add_argument("named", nargs="?", metavar="RUN", help="the run (default: the newest)")
     parser.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="further runs, in the same axes")
     what = parser.add_mutually_exclusive_group()
@@ -149,29 +150,8 @@ def _add_plot(kinds: Any) -> None:
         action="store_true",
         help="open the picture in the system's viewer (without -o it is written to the run's folder plots/)",
     )
-    _add_runs_option(parser)
+    add_runs_option(parser)
     parser.set_defaults(run=run_plot)
-
-
-def _add_runs_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        default=Path(RUNS_FOLDER),
-        metavar="DIR",
-        help="the folder in which runs are looked for (default: %(default)s)",
-    )
-
-
-def _parser(commands: Any, name: str, what: str, epilog: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=what,
-        description=f"{what[0].upper()}{what[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    return parser
 
 
 def _names(text: str) -> list[str]:
@@ -185,20 +165,6 @@ def _window(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: choose an integer >= 1")
     return int(text)
-
-
-def _reporting(name: str, command: Callable[[], int]) -> int:
-    """What the user got wrong is one message. A reader that has seen enough (`| head`) is no error."""
-    try:
-        code = command()
-        sys.stdout.flush()
-        return code
-    except LogsError as error:
-        print(f"paceline logs {name}: {error}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 
+from paceline.cli.commands import columns
 from paceline.observe import formats
 from paceline.observe.json_lines import to_json
 from paceline.observe.summary import Glance, Summary, text
@@ -39,7 +40,7 @@ def table(glances: Sequence[Glance]) -> str:
         )
         for glance in glances
     ]
-    return _columns([("run", "state", "step", "loss", "samples/s", "trained", "started"), *rows], numbers=range(2, 6))
+    return columns([("run", "state", "step", "loss", "samples/s", "trained", "started"), *rows], numbers=range(2, 6))
 
 
 def _markdown(summaries: Sequence[Summary]) -> str:
@@ -85,15 +86,3 @@ def _steps(step: int, total: int | None) -> str:
 
 def _when(started: float | None) -> str:
     return "-" if started is None else f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}"
-
-
-def _columns(rows: Sequence[Sequence[str]], numbers: range) -> str:
-    """Aligned; numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i in numbers else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )

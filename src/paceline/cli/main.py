@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from paceline import __version__
 from paceline.cli import checkpoints, completion, config_commands, devices, init, logs, runs, timeline, train
+from paceline.cli.commands import add_command
 from paceline.core.errors import WorkerError
 from paceline.run import launch, worker
 from paceline.run.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
@@ -86,13 +87,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_run(commands: Any) -> None:
-    run = commands.add_parser(
-        "run",
-        help="start a script on all devices of this machine, or of several",
-        description="Start a script on all devices of this machine, one worker process per device.",
-        epilog=_RUN_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    run = add_command(commands, "run", "start a script on all devices of this machine, or of several", _RUN_EXAMPLE)
     run.add_argument("--workers", type=_count, metavar="N", help="number of workers (default: one per device)")
     run.add_argument(
         "--logs",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
+from paceline.cli.commands import add_command
 from paceline.cli.config import ConfigError, Project, load_project, show
 from paceline.cli.logs_runs import LogsError, find_runs
 from paceline.cli.logs_summary import render
@@ -54,13 +55,7 @@ example:
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train",
-        help="train what a project file describes",
-        description="Train what a project file describes, on all devices or as many as given.",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_command(commands, "train", "train what a project file describes", _EXAMPLE)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a project file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that win over the file's")
     parser.add_argument("-d", "--devices", metavar="A,B", help="numbers of the GPUs to use, or cpu (default: all)")
