@@ -128,6 +128,16 @@ def test_an_out_of_memory_error_says_what_to_change(forward: bool) -> None:
     assert "precision='bf16'" in note
 
 
+def test_backward_explains_it_also_without_a_with_block() -> None:
+    trainer = setup(lambda: Hungry(False))
+    batches = iter(next(trainer.epochs(1)))
+    batch = next(batches)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.backward(loss_of(trainer.model, batch))
+    trainer.close()
+    assert raised.value.__notes__[0].startswith("paceline: out of memory on cpu")
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
