@@ -37,15 +37,15 @@ from paceline.data.batches import Batches, PerWorker
 from paceline.observe.timeline.timeline import Timeline
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.steps import Position
-from paceline.run.checkpoints import Checkpoints
+from paceline.run.by_hand.training_state import TrainingState
 from paceline.run.epoch_metrics import EpochMetrics
-from paceline.run.launch import launch
+from paceline.run.evaluation.validation import Validation
+from paceline.run.launching.launch import launch
 from paceline.run.loop import StepRecord
-from paceline.run.recovery import NoProgressError
 from paceline.run.report import Report
-from paceline.run.stopping import Stopped
-from paceline.run.training_state import TrainingState
-from paceline.run.validation import Validation
+from paceline.run.saving.checkpoints import Checkpoints
+from paceline.run.saving.recovery import NoProgressError
+from paceline.run.saving.stopping import Stopped
 from paceline.sync.averaging import Averaging
 
 __version__ = "0.1.0"

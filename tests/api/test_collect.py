@@ -15,7 +15,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
-from paceline.run import collect
+from paceline.run.evaluation import collect
 
 X, Y = vectors(16)
 

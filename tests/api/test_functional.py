@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
-from paceline.run.halving import parts
-from paceline.run.reach import tell_of_detours
-from paceline.run.validation import topk_accuracy
+from paceline.run.by_hand.halving import parts
+from paceline.run.by_hand.reach import tell_of_detours
+from paceline.run.evaluation.validation import topk_accuracy
 
 X, Y = vectors(50)
 IMAGES, LABELS = images(12)

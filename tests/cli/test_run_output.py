@@ -14,7 +14,7 @@ import pytest
 
 import paceline as pl
 from paceline.cli.main import main
-from paceline.run.output import _Followed
+from paceline.run.launching.output import _Followed
 
 SCRIPT = """
     import os, signal, sys

@@ -22,10 +22,10 @@ from paceline.core.world import World, choose_device, is_worker
 from paceline.data.array_loader import ArrayLoader
 from paceline.plan.balance import hinted_speeds
 from paceline.plan.cadence import Cadence
-from paceline.run.background import Background
 from paceline.run.config import RunConfig
 from paceline.run.epoch_metrics import EpochMetrics
-from paceline.run.launch import workers_to_start
+from paceline.run.launching.background import Background
+from paceline.run.launching.launch import workers_to_start
 from paceline.run.replica import SchedulerFactory
 from paceline.sync.averaging import Averaging
 

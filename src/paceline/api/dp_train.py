@@ -20,7 +20,7 @@ from paceline.data.sources import Cycle, Source
 from paceline.observe.progress import StepLines
 from paceline.run.assemble import assemble
 from paceline.run.config import RunConfig
-from paceline.run.launch import launch, workers_to_start
+from paceline.run.launching.launch import launch, workers_to_start
 from paceline.run.loop import StepRecord
 from paceline.run.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
 

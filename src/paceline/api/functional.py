@@ -11,10 +11,10 @@ import torch
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.observe.progress import StepLines
+from paceline.run.by_hand.step_loader import Reading
+from paceline.run.by_hand.training_state import Forward, LossFunction, TrainingState
+from paceline.run.evaluation.validation import Validation
 from paceline.run.replica import OptimizerFactory, SchedulerFactory
-from paceline.run.step_loader import Reading
-from paceline.run.training_state import Forward, LossFunction, TrainingState
-from paceline.run.validation import Validation
 from paceline.sync.numbers import Numbers
 from paceline.sync.replica_gradients import Reduce
 

@@ -11,8 +11,8 @@ from types import TracebackType
 import torch
 
 from paceline.api.recipe import TrainedState
-from paceline.run.background import Background
 from paceline.run.epoch_metrics import EpochMetrics
+from paceline.run.launching.background import Background
 
 # For a run that nobody holds any more, or whose process exits: to finish its step before it is killed.
 GRACE_S = 30.0

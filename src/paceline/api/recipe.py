@@ -16,12 +16,12 @@ from paceline.api.trainer import Epoch, Trainer
 from paceline.comm.messages import gather
 from paceline.core.world import World
 from paceline.plan.steps import Position
-from paceline.run.background import Post
 from paceline.run.epoch_metrics import EpochMetrics, Tally
+from paceline.run.launching.background import Post
 from paceline.run.loop import StepRecord
 from paceline.run.replica import named_parameters
-from paceline.run.state import model_state, optimizer_state
-from paceline.run.stopping import Stopped
+from paceline.run.saving.state import model_state, optimizer_state
+from paceline.run.saving.stopping import Stopped
 from paceline.sync.averaging import Averaging
 
 

@@ -24,21 +24,21 @@ from paceline.data.bring import Way
 from paceline.data.skip_bad import Skipped
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
-from paceline.run import collect
 from paceline.run.assemble import Run, assemble
-from paceline.run.checkpointing import SAVE, STOP
-from paceline.run.checkpoints import Checkpoints
 from paceline.run.collector import GarbageCollection
 from paceline.run.config import Precision, RunConfig, SchedulerInterval, Strategy
-from paceline.run.evaluate import evaluate
-from paceline.run.export import export_weights, save_pretrained
+from paceline.run.evaluation import collect
+from paceline.run.evaluation.evaluate import evaluate
+from paceline.run.evaluation.predict import predict
 from paceline.run.loop import Loop, StepRecord
-from paceline.run.predict import predict
-from paceline.run.recovery import Resume, Start
 from paceline.run.replica import OptimizerFactory, SchedulerFactory, only_or_all
 from paceline.run.report import Report
-from paceline.run.resuming import HasState
-from paceline.run.state import plain_model
+from paceline.run.saving.checkpointing import SAVE, STOP
+from paceline.run.saving.checkpoints import Checkpoints
+from paceline.run.saving.export import export_weights, save_pretrained
+from paceline.run.saving.recovery import Resume, Start
+from paceline.run.saving.resuming import HasState
+from paceline.run.saving.state import plain_model
 
 if TYPE_CHECKING:
     from paceline.api.builder import Builder

@@ -29,7 +29,7 @@ from paceline.cli.commands import (
     shortened,
     size,
 )
-from paceline.cli.logs_runs import LogsError, choose_run
+from paceline.cli.logs.runs import LogsError, choose_run
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RunFiles
 

@@ -13,10 +13,10 @@ from paceline import __version__
 from paceline.cli import checkpoints, completion, config_commands, devices, init, logs, runs, timeline, train
 from paceline.cli.commands import add_command
 from paceline.core.errors import WorkerError
-from paceline.run import launch, worker
-from paceline.run.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
-from paceline.run.stopping import Stopped
-from paceline.run.worker import STOPPED_EXIT_CODE
+from paceline.run.launching import launch, worker
+from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
+from paceline.run.launching.worker import STOPPED_EXIT_CODE
+from paceline.run.saving.stopping import Stopped
 
 _EXAMPLE = """\
 `paceline COMMAND --help` describes each command, with examples.

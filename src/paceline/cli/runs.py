@@ -22,7 +22,7 @@ from paceline.cli.commands import (
     columns,
     reporting,
 )
-from paceline.cli.logs_runs import LogsError, choose_run, find_runs
+from paceline.cli.logs.runs import LogsError, choose_run, find_runs
 from paceline.observe import formats
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RunFiles, last_sign, read_status, state_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.commands import CommandError, add_command, add_runs_option, reporting
-from paceline.cli.logs_runs import LogsError, choose_run
+from paceline.cli.logs.runs import LogsError, choose_run
 from paceline.observe.timeline.sessions import timeline_files
 from paceline.observe.timeline.timeline import Timeline
 

@@ -1,1 +1,1 @@
-"""One worker's run: replica, loop, launch."""
+"""A run: one worker's replica and its loop, and around them how workers are launched, saved and evaluated."""

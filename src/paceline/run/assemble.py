@@ -23,18 +23,18 @@ from paceline.data.streams import IterableStream
 from paceline.observe.timeline.recorder import NoTimeline, Recorder, TimelineRecorder
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
-from paceline.run.checkpointing import Checkpointing, Subject, Unsaved
-from paceline.run.checkpoints import Checkpoints
 from paceline.run.collector import collector_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
-from paceline.run.identity import identity
 from paceline.run.loop import Loop
 from paceline.run.planner import planner_for
-from paceline.run.recovery import Start
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
-from paceline.run.resuming import load_weights
+from paceline.run.saving.checkpointing import Checkpointing, Subject, Unsaved
+from paceline.run.saving.checkpoints import Checkpoints
+from paceline.run.saving.identity import identity
+from paceline.run.saving.recovery import Start
+from paceline.run.saving.resuming import load_weights
 from paceline.sync.averaging import AveragedReplicas, Averaging
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.gradients import BucketedGradients, DirectGradients, GradientExchange

@@ -31,7 +31,7 @@ from weakref import WeakSet
 
 from paceline.core.errors import PacelineError
 from paceline.observe.json_lines import to_json
-from paceline.run.worker import ABORTED, HEARD_VARIABLE, report_file, write_atomically
+from paceline.run.launching.worker import ABORTED, HEARD_VARIABLE, report_file, write_atomically
 
 COMMANDS = ("status", "save", "stop", "abort")
 # As after SIGKILL, which an abort comes close to.

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from paceline.cli.config import schema
 from paceline.cli.config.schema import Settings
 from paceline.plan.cadence import Cadence
-from paceline.run.checkpoints import Checkpoints
 from paceline.run.config import Strategy
+from paceline.run.saving.checkpoints import Checkpoints
 from paceline.sync.averaging import Averaging
 
 # Settings of the section `trainer` that have the same name and meaning in `Trainer.setup`.

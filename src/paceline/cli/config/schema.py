@@ -13,9 +13,9 @@ from paceline.cli.config.factories import Factory, Reference
 from paceline.cli.config.fields import setting
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.data.bring import Way
-from paceline.run.checkpoints import Mode
 from paceline.run.collector import GarbageCollection
 from paceline.run.config import Precision, SchedulerInterval
+from paceline.run.saving.checkpoints import Mode
 
 Schedule = Literal["constant", "linear", "cosine"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]

@@ -14,8 +14,8 @@ from typing import Any
 from paceline.checkpoint.errors import CheckpointError
 from paceline.cli.commands import add_command
 from paceline.cli.config import ConfigError, Project, load_project, show
-from paceline.cli.logs_runs import LogsError, find_runs
-from paceline.cli.logs_summary import render
+from paceline.cli.logs.runs import LogsError, find_runs
+from paceline.cli.logs.summary import render
 from paceline.cli.train.dry_run import dry_run
 from paceline.cli.train.work import Assignment, train
 from paceline.core.errors import WorkerError
@@ -31,9 +31,9 @@ from paceline.observe.run_files import (
     write_json,
 )
 from paceline.observe.summary import summarize
-from paceline.run.launch import launch
-from paceline.run.stopping import Stopped
-from paceline.run.worker import STOPPED_EXIT_CODE
+from paceline.run.launching.launch import launch
+from paceline.run.launching.worker import STOPPED_EXIT_CODE
+from paceline.run.saving.stopping import Stopped
 
 _EXAMPLE = """\
 KEY=VALUE sets a value of the file, such as trainer.global_batch=64; values

@@ -16,9 +16,9 @@ from paceline.checkpoint.folders import latest
 from paceline.cli.config import Project
 from paceline.cli.config.schema import Logger as LoggerSettings
 from paceline.cli.config.show import plain
-from paceline.cli.logs_panels import load_runs, make_panels
-from paceline.cli.logs_picture import check_output, draw, write
-from paceline.cli.logs_runs import LogsError
+from paceline.cli.logs.panels import load_runs, make_panels
+from paceline.cli.logs.picture import check_output, draw, write
+from paceline.cli.logs.runs import LogsError
 from paceline.observe.event_log import EventLog
 from paceline.observe.loggers.base import Loggers
 from paceline.observe.loggers.by_name import make_logger

@@ -1,0 +1,1 @@
+"""Replicas and steps in the user's hands, without the loop."""

@@ -1,0 +1,1 @@
+"""The workers together beside training: evaluation, prediction, and values between them."""

@@ -1,0 +1,90 @@
+"""Evaluation: every sample once, over all workers, and the same number however many there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from numbers import Number
+from typing import Any
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.comm.messages import from_rank_0
+from paceline.data.device import DeviceCopier
+from paceline.data.sharded import checked_weight
+from paceline.data.sources import Read, Source
+from paceline.run.evaluation.division import Division
+
+# What eval_fn's result is called if it is one number.
+UNNAMED = ""
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any,
+    source: Source,
+    eval_fn: Callable[[Any, Any], Any],
+    communicator: Communicator,
+    *,
+    micro_batch: int,
+    seed: int,
+    weight_fn: Callable[[Any], int] | None,
+) -> float | dict[str, float]:
+    """The mean of `eval_fn(model, batch)` over all samples, weighted like training.
+
+    eval_fn returns a mean over its micro-batch: one number, or a dict of them. The model is in evaluation mode
+    meanwhile, and torch's random streams go on afterwards as if nothing had been drawn. Each micro-batch's result has
+    a slot of its own, so the mean is added up in one order everywhere.
+    """
+    world = communicator.world
+    division = Division(source, micro_batch, world, seed=seed, function="eval_fn")
+    to_device = DeviceCopier(world.device)
+    weights: list[int] = []
+
+    def result_of(read: Read) -> dict[str, torch.Tensor]:
+        weights.append(read.num_samples if weight_fn is None else checked_weight(weight_fn(read.batch)))
+        return _as_scalars(eval_fn(model, to_device(read.batch)), world.device)
+
+    mine = division.mine
+    results = division.visit(model, mine, result_of)
+    names = _agree_on_names(results, communicator)
+    table = torch.zeros(division.num_micro_batches, len(names) + 1, dtype=torch.float64, device=world.device)
+    if results:
+        rows = [torch.stack([scalars[name] for name in names]) for scalars in results]
+        table[mine.start : mine.stop, :-1] = torch.stack(rows)
+        table[mine.start : mine.stop, -1] = torch.tensor(weights, dtype=torch.float64)
+    communicator.all_reduce(table).wait()
+    on_host = table.cpu()
+    weight_column = on_host[:, -1:]
+    # Without weight a mean may be 0/0, and counts for nothing.
+    values = torch.where(weight_column > 0, on_host[:, :-1], 0.0)
+    means = ((values * weight_column).sum(0) / weight_column.sum()).tolist()
+    return means[0] if names == [UNNAMED] else dict(zip(names, means, strict=True))
+
+
+def _as_scalars(result: Any, device: torch.device) -> dict[str, torch.Tensor]:
+    named = result if isinstance(result, Mapping) and result else {UNNAMED: result}
+    scalars = {}
+    for name, value in named.items():
+        if not (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Number)):
+            shown = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(
+                f"eval_fn returned {shown}{f' as {name!r}' if name else ''}: it must return one number, the mean over "
+                "its micro-batch, or a dict of such numbers"
+            )
+        scalars[name] = torch.as_tensor(value, dtype=torch.float64, device=device).reshape(())
+    return scalars
+
+
+def _agree_on_names(results: list[dict[str, torch.Tensor]], communicator: Communicator) -> list[str]:
+    """What eval_fn calls its results. A worker without a micro-batch cannot know: rank 0 always has one, and tells."""
+    own = list(results[0]) if communicator.world.is_main else []
+    names: list[str] = json.loads(from_rank_0(json.dumps(own).encode(), communicator))
+    for scalars in results:
+        if set(scalars) != set(names):
+            raise ValueError(
+                f"eval_fn returned {list(scalars)} for one micro-batch and {names} for another: it must always return "
+                "the same names"
+            )
+    return names

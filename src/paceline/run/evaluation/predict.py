@@ -1,0 +1,131 @@
+"""Prediction: what the model makes of every sample, in the data's order, computed by all workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.data.device import DeviceCopier
+from paceline.data.packing import rebuild
+from paceline.data.sources import Read, Source
+from paceline.run.evaluation.collect import gather
+from paceline.run.evaluation.division import Division
+
+# One row, or one item, for each of some samples.
+Column = torch.Tensor | list[Any]
+
+
+def predict(
+    model: Any,
+    source: Source,
+    fn: Callable[[Any, Any], Any],
+    communicator: Communicator,
+    *,
+    micro_batch: int,
+    seed: int,
+) -> Any:
+    """What `fn(model, batch)` returns, for all samples, on every worker's host.
+
+    fn returns tensors with a row per sample of its micro-batch or lists with an item per sample, alone or in tuples,
+    dicts and dataclasses. Tensors whose rows differ in shape come back as a list of rows.
+    """
+    world = communicator.world
+    division = Division(source, micro_batch, world, seed=seed, function="fn")
+    to_device = DeviceCopier(world.device)
+
+    def predict_one(read: Read) -> _Output:
+        if read.skipped:
+            bad = read.skipped[0]
+            raise ValueError(f"sample {bad.index} is bad, so predictions would not line up with the data: {bad.error}")
+        return _take_apart(fn(model, to_device(read.batch)), read.num_samples)
+
+    # A worker without a share looks at the first micro-batch to learn what outputs are made of.
+    outputs = division.visit(model, division.mine or range(1), predict_one)
+    skeleton = outputs[0].skeleton
+    if any(output.skeleton != skeleton for output in outputs):
+        raise ValueError(
+            "fn returned outputs of one structure for one micro-batch and of another for another: it must return the "
+            "same for all"
+        )
+    own = [_joined(list(parts)) for parts in zip(*(output.columns for output in outputs), strict=True)]
+    everybodys = gather(own if division.mine else None, communicator)
+    columns = [_joined(list(parts)) for parts in zip(*filter(None, everybodys), strict=True)]
+    return _put_together(skeleton, columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Slot:
+    """Stands for a column in an output's structure."""
+
+    number: int
+
+
+class _Output(NamedTuple):
+    skeleton: Any
+    columns: list[Column]
+
+
+def _take_apart(output: Any, num_samples: int) -> _Output:
+    columns: list[Column] = []
+
+    def visit(value: Any) -> Any:
+        if value is None:
+            return None
+        if isinstance(value, torch.Tensor | list):
+            columns.append(_column(value, num_samples))
+            return _Slot(len(columns) - 1)
+        rebuilt = _rebuild(value, visit)
+        if rebuilt is value:
+            raise TypeError(
+                f"fn returned a {type(value).__name__}: it must return tensors with a row, or lists with an item, per "
+                "sample, alone or in tuples, dicts and dataclasses"
+            )
+        return rebuilt
+
+    return _Output(visit(output), columns)
+
+
+def _column(value: torch.Tensor | list[Any], num_samples: int) -> Column:
+    if isinstance(value, torch.Tensor):
+        has_all, shown = value.shape[:1] == (num_samples,), f"a tensor of shape {tuple(value.shape)}"
+    else:
+        has_all, shown = len(value) == num_samples, f"a list of {len(value)} items"
+    if not has_all:
+        raise ValueError(
+            f"fn returned {shown} for a micro-batch of {num_samples} samples: return only what has one row or item "
+            "for each of them"
+        )
+    column: Column = _on_host(value)
+    return column
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else _rebuild(value, _on_host)
+
+
+def _joined(parts: list[Column]) -> Column:
+    """Columns of consecutive samples as one: a tensor where all rows have one shape and type, else a list of rows."""
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    if len(tensors) == len(parts) and len({(part.shape[1:], part.dtype) for part in tensors}) == 1:
+        return torch.cat(tensors)
+    return [row for part in parts for row in part]
+
+
+def _put_together(skeleton: Any, columns: list[Column]) -> Any:
+    def visit(value: Any) -> Any:
+        return columns[value.number] if isinstance(value, _Slot) else _rebuild(value, visit)
+
+    return visit(skeleton)
+
+
+def _rebuild(value: Any, visit: Callable[[Any], Any]) -> Any:
+    # Dataclasses first: those of transformers are dicts too, but do not let themselves be updated.
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: visit(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        )
+    return rebuild(value, visit)

@@ -1,0 +1,369 @@
+"""`paceline logs plot`: what is drawn, as a picture (looked at through its Figure) and as text."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from logs_made_runs import logs_command, make_run, row
+
+from paceline.cli.logs import command
+from paceline.cli.logs import panels as logs_panels
+from paceline.cli.logs import picture as logs_picture
+from paceline.cli.logs.panels import Panel, Series, load_runs, make_panels, moving_mean, short_labels
+from paceline.cli.logs.text_plot import HEIGHT, TextStyle, text_plot
+from paceline.observe.run_files import RunFiles
+
+EVALUATED = {step: {"eval": {"loss": 1.0 * step, "accuracy": 0.5}} for step in (2, 4)}
+FIVE = [row(step, loss=6.0 - step, **EVALUATED.get(step, {})) for step in range(1, 6)]
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    return Path("runs")
+
+
+def content(panels: list[Panel]) -> dict[str, Any]:
+    """What a reader sees in the picture: per axes its labels, lines and their data, and the names at their ends."""
+    pytest.importorskip("matplotlib")
+    figure = logs_picture.draw(panels, "a title")
+    return {
+        axes.get_ylabel(): {
+            "x": axes.get_xlabel(),
+            "lines": {
+                line.get_label(): (list(map(float, line.get_xdata())), list(map(float, line.get_ydata())))
+                for line in axes.get_lines()
+            },
+            "names": [text.get_text() for text in axes.texts],
+        }
+        for axes in figure.axes
+    }
+
+
+def panels_of(*files: RunFiles, **options: Any) -> list[Panel]:
+    return make_panels(load_runs(files), **options)
+
+
+def test_a_run_is_drawn_with_loss_rate_norm_and_throughput_per_worker(runs: Path) -> None:
+    steps = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert content(panels_of(make_run(runs, rows=FIVE))) == {
+        "loss": {
+            "x": "step",
+            "lines": {"training": (steps, [5.0, 4.0, 3.0, 2.0, 1.0]), "evaluation": ([2.0, 4.0], [2.0, 4.0])},
+            "names": ["training", "evaluation"],
+        },
+        "eval/accuracy": {"x": "step", "lines": {"eval/accuracy": ([2.0, 4.0], [0.5, 0.5])}, "names": []},
+        "learning rate": {"x": "step", "lines": {"learning rate": (steps, [0.001] * 5)}, "names": []},
+        "gradient norm": {"x": "step", "lines": {"gradient norm": (steps, [2.0] * 5)}, "names": []},
+        "samples / s": {
+            "x": "step",
+            "lines": {
+                "all workers": (steps, [80.0] * 5),
+                "worker 0": (steps, [60.0] * 5),
+                "worker 1": (steps, [20.0] * 5),
+            },
+            "names": ["all workers", "worker 0", "worker 1"],
+        },
+    }
+
+
+def test_compared_runs_share_their_axes_with_a_name_at_each_end(runs: Path) -> None:
+    both = [make_run(runs, "one", FIVE), make_run(runs, "two", [row(1), row(2)])]
+    assert content(panels_of(*both, only_loss=True)) == {
+        "loss": {
+            "x": "step",
+            "lines": {
+                "one": ([1.0, 2.0, 3.0, 4.0, 5.0], [5.0, 4.0, 3.0, 2.0, 1.0]),
+                "one evaluation": ([2.0, 4.0], [2.0, 4.0]),
+                "two": ([1.0, 2.0], [8.0, 4.0]),
+            },
+            "names": ["one", "one evaluation", "two"],
+        }
+    }
+    overview = content(panels_of(*both))
+    assert overview["samples / s"]["names"] == ["one", "two"]
+
+
+def test_a_run_has_one_color_in_all_panels(runs: Path) -> None:
+    panels = panels_of(make_run(runs, "one", FIVE), make_run(runs, "two"))
+    assert {(series.label, series.color) for panel in panels for series in panel.series} == {
+        ("one", 0),
+        ("one evaluation", 0),
+        ("two", 1),
+    }
+
+
+def test_chosen_metrics_get_a_panel_each(runs: Path) -> None:
+    found = content(panels_of(make_run(runs, rows=FIVE), metrics=["waiting", "eval", "shares/1", "loss"]))
+    assert {label: axes["lines"].keys() for label, axes in found.items()} == {
+        "waiting (part of the time)": {"worker 0", "worker 1"},
+        "eval": {"loss", "accuracy"},
+        "shares/1": {"shares/1"},
+        "loss": {"loss"},
+    }
+
+
+def test_smoothing_shows_the_mean_and_what_was_measured_but_leaves_what_is_set(runs: Path) -> None:
+    rows = [row(step, loss=float(step % 2), lr=float(step), eval={"loss": 1.0}) for step in range(1, 6)]
+    found = content(panels_of(make_run(runs, rows=rows), smooth=3))
+    assert found["loss"]["lines"]["_raw"][1] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert found["loss"]["lines"]["training"][1] == pytest.approx([1.0, 2 / 3, 1 / 3, 2 / 3, 0.5])
+    assert found["loss"]["lines"]["evaluation"][1] == [1.0] * 5
+    assert found["learning rate"]["lines"] == {"learning rate": ([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0])}
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan) | st.just(math.inf), min_size=1), st.integers(1, 20))
+def test_the_moving_mean_is_the_mean_of_finite_neighbours(values: list[float], window: int) -> None:
+    for i, found in enumerate(moving_mean(np.array(values), window)):
+        reach = min(window // 2, i)
+        near = [value for value in values[i - reach : i + reach + 1] if math.isfinite(value)]
+        assert found == pytest.approx(np.mean(near), abs=1e-4) if near else math.isnan(found)
+
+
+def test_a_spike_does_not_spoil_the_mean_after_it() -> None:
+    assert moving_mean(np.array([1.0, 1e30, 1.0, 1.0, 1.0, 1.0]), 2)[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("axis", "label", "x"),
+    [
+        ("step", "step", [5, 10, 15, 20, 25]),
+        ("epoch", "epoch", [0.5, 1.0, 1.5, 2.0, 2.5]),
+        ("time", "time of training (s)", [2.5, 5.0, 7.5, 10.0, 12.5]),
+    ],
+)
+def test_the_x_axis_counts_steps_epochs_or_time(runs: Path, axis: Any, label: str, x: list[float]) -> None:
+    rows = [row(step) for step in (5, 10, 15, 20, 25)]
+    (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True, x_axis=axis)
+    assert panel.x_label == label
+    assert panel.series[0].x.tolist() == x
+
+
+def test_an_evaluation_that_does_not_tell_its_epoch_lies_between_lines_that_do(runs: Path) -> None:
+    rows = [row(5), {"step": 10, "eval": {"loss": 1.0}}, row(15), row(20)]
+    (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True, x_axis="epoch")
+    assert [series.x.tolist() for series in panel.series] == [pytest.approx([1, 5 / 3, 2]), pytest.approx([4 / 3])]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "label", "x"), [(179, "s", 179), (180, "min", 3), (7200, "h", 2), (4 * 86400, "days", 4)]
+)
+def test_time_has_a_unit_that_fits_the_longest_run(runs: Path, seconds: float, label: str, x: float) -> None:
+    run = make_run(runs, rows=[row(1, time=seconds)])
+    (panel,) = panels_of(run, make_run(runs, "short"), only_loss=True, x_axis="time")
+    assert panel.x_label == f"time of training ({label})"
+    assert panel.series[0].x.tolist() == [x]
+
+
+def test_labels_are_as_short_as_tells_runs_apart(runs: Path) -> None:
+    a, b, c = make_run(runs, "a"), make_run(runs, "b"), make_run(runs, "a", minutes=5)
+    assert short_labels([a, b]) == ["a", "b"]
+    assert short_labels([a, b, c]) == ["a 12:00:00", "b 12:00:00", "a 12:05:00"]
+    tomorrow = make_run(runs, "a", minutes=24 * 60)
+    assert short_labels([a, tomorrow]) == [a.root.name, tomorrow.root.name]
+
+
+def test_numbers_that_are_not_finite_leave_a_gap(runs: Path) -> None:
+    rows = [row(1), row(2, loss=math.nan), row(3, loss=math.inf), row(4)]
+    (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True)
+    assert panel.series[0].x.tolist() == [1, 2, 3, 4]
+    content([panel])
+    assert "training 2" in text_plot(panel, TextStyle())
+    (bad,) = [make_run(runs, "bad", [row(1, loss=math.nan), row(2, loss=math.nan)])]
+    assert "loss" not in [panel.name for panel in panels_of(bad)]
+
+
+def test_a_long_run_is_thinned_but_keeps_its_peaks(runs: Path) -> None:
+    rows = [{"step": step, "loss": 100.0 if step == 7777 else 1.0 + step % 3} for step in range(1, 20_001)]
+    (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True)
+    (series,) = panel.series
+    assert len(series.x) <= logs_panels.MAX_POINTS + 2
+    assert (series.x[0], series.x[-1], series.y.max()) == (1, 20_000, 100.0)
+
+
+def test_a_logarithmic_axis_for_losses_or_what_was_chosen_where_all_is_positive(runs: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = make_run(runs, rows=[row(1, grad_norm=0.0), row(2)])
+
+    def scales(**options: Any) -> list[str]:
+        figure = logs_picture.draw(panels_of(files, **options), "t")
+        return [axes.get_yscale() for axes in figure.axes]
+
+    assert scales(log_scale=True) == ["log", "linear", "linear", "linear"]
+    assert scales(log_scale=True, metrics=["lr", "grad_norm"]) == ["log", "linear"]
+    assert scales() == ["linear"] * 4
+
+
+def test_a_logarithmic_axis_has_ticks_as_people_write_numbers(runs: Path) -> None:
+    pytest.importorskip("matplotlib")
+    panels = panels_of(make_run(runs), log_scale=True, only_loss=True)
+    (axes,) = logs_picture.draw(panels, "t").axes
+    assert {"0.5", "1", "2", "5"} <= {label.get_text() for label in axes.get_yticklabels()}
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0.01, 0.08))
+def test_names_at_line_ends_never_lie_over_one_another(places: list[float], gap: float) -> None:
+    moved = logs_picture.spread(places, gap)
+    ordered = sorted(moved)
+    assert all(b - a >= gap - 1e-9 for a, b in pairwise(ordered))
+    assert all(-1e-9 <= place <= 1 + 1e-9 for place in moved)
+    assert sorted(range(len(moved)), key=moved.__getitem__) == sorted(range(len(places)), key=places.__getitem__)
+
+
+def test_names_that_do_not_meet_stay_where_they_are() -> None:
+    assert logs_picture.spread([0.2, 0.9, 0.5], 0.1) == [0.2, 0.9, 0.5]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")])
+def test_pictures_are_written_as_their_name_says_and_the_same_each_time(runs: Path, name: str, begins: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    make_run(runs, rows=FIVE)
+    written = []
+    for _ in range(2):
+        assert logs_command("plot", "--loss-curves", "--smooth", 3, "-o", name) == (0, f"{name}\n", "")
+        written.append(Path(name).read_bytes())
+    assert written[0].startswith(begins)
+    assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "a.gif"], "a.gif: choose a file name that ends in .png, .svg or .pdf"),
+        (["-o", "no/where.png"], "no/where.png: there is no folder no"),
+        (["-o", "folder.png"], "folder.png cannot be written: Is a directory"),
+        (["--metrics", "los"], "no run has the metric 'los', did you mean 'loss'? choose from time, epoch, loss, lr,"),
+        (["--metrics", "zzz"], "no run has the metric 'zzz': choose from time,"),
+        (["--compare", "nobody"], "there is no run 'nobody' in runs"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told_in_one_message(runs: Path, arguments: list[str], message: str) -> None:
+    make_run(runs)
+    Path("folder.png").mkdir()
+    ended = logs_command("plot", *arguments)
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.startswith(f"paceline logs plot: {message}")
+
+
+def test_an_axis_that_the_metrics_do_not_tell_is_an_error(runs: Path) -> None:
+    make_run(runs, rows=[{"step": 1, "loss": 1.0}])
+    ended = logs_command("plot", "--x-axis", "epoch")
+    assert ended.err == "paceline logs plot: the metrics do not tell the epoch: choose --x-axis step\n"
+
+
+def test_without_matplotlib_a_picture_names_the_extra_and_text_still_works(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(runs)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended = logs_command("plot", "-o", "a.png")
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err == (
+        "paceline logs plot: matplotlib is not installed, and pictures need it: pip install 'paceline[plot]' (without "
+        "-o and -e the plot is drawn as text)\n"
+    )
+    assert logs_command("plot").code == 0
+
+
+def test_open_writes_the_picture_to_the_run_and_starts_the_viewer(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = make_run(runs)
+    viewer = tmp_path / "bin" / "xdg-open"
+    viewer.parent.mkdir()
+    os.mkfifo(tmp_path / "shown")
+    viewer.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/shown\n')
+    viewer.chmod(viewer.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{viewer.parent}:{os.environ['PATH']}")
+    picture = files.plots / "eval_loss-lr.png"
+    files.metrics.write_text('{"step": 1, "lr": 1.0, "eval": {"loss": 1.0}}\n')
+    assert logs_command("plot", "-e", "--metrics", "eval/loss,lr") == (0, f"{picture}\n", "")
+    assert (tmp_path / "shown").read_text() == f"{picture}\n"
+    assert picture.is_file()
+    monkeypatch.setattr(command, "VIEWERS", ("no-such-viewer",))
+    ended = logs_command("plot", "-e")
+    assert ended.code == 1
+    assert ended.err == "paceline logs plot: no viewer was found (no-such-viewer): open the file yourself\n"
+    assert (files.plots / "overview.png").is_file()
+
+
+def falling(label: str = "training", color: int = 0, low: float = 1.0, **more: Any) -> Series:
+    return Series(label, np.arange(1.0, 101.0), np.linspace(5.0, low, 100), None, color, **more)
+
+
+def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
+    text = text_plot(Panel("loss", "step", "loss", (falling(),)), TextStyle(width=60, has_unicode=False))
+    assert text.splitlines() == [
+        "loss",
+        "5 |**",
+        "  |  ****",
+        "  |      *****",
+        "  |           ***",
+        "  |              *****",
+        "  |                   ***",
+        "  |                      *****",
+        "  |                           ***",
+        "  |                              *****",
+        "  |                                   ***",
+        "  |                                      ****",
+        "1 |                                          *** training 1",
+        "  +---------------------------------------------",
+        "   1                   step                  100",
+    ]
+
+
+def test_a_braille_plot_draws_finer_and_marks_evaluations() -> None:
+    evaluation = Series("evaluation", np.array([50.0, 100.0]), np.array([4.0, 3.0]), None, 1, is_sparse=True)
+    text = text_plot(Panel("loss", "step", "loss", (falling(), evaluation)), TextStyle(width=70))
+    assert text.count("●") == 2
+    assert any(0x2800 < ord(character) < 0x2900 for character in text)
+    lines = text.splitlines()
+    assert [line.split()[-2:] for line in (lines[7], lines[12])] == [["evaluation", "3"], ["training", "1"]]
+
+
+def test_colors_only_where_they_are_wanted() -> None:
+    panel = Panel("loss", "step", "loss", (falling(), falling("other", 1, low=2.0)))
+    assert "\x1b" not in text_plot(panel, TextStyle())
+    colored = text_plot(panel, TextStyle(has_color=True))
+    assert "\x1b[34mtraining 1\x1b[0m" in colored
+    assert "\x1b[33mother 2\x1b[0m" in colored
+
+
+@pytest.mark.parametrize("has_unicode", [True, False])
+@pytest.mark.parametrize("width", [30, 31, 40, 80, 110])
+def test_a_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
+    many = tuple(falling(f"a run with a long name {i}", i, low=float(i)) for i in range(20))
+    one_point = Series("x", np.array([3.0]), np.array([2.0]), None, 0)
+    for series in ((falling(),), many, (one_point,)):
+        text = text_plot(Panel("loss", "step", "loss", series), TextStyle(width, has_unicode))
+        assert max(map(len, text.splitlines())) <= width
+        assert len(text.splitlines()) == HEIGHT + 3
+
+
+def test_a_logarithmic_text_plot_makes_a_straight_line_of_a_power() -> None:
+    x = np.linspace(1.0, 50.0, 50)
+    panel = Panel("loss", "step", "loss", (Series("a", x, 10.0 ** (-x / 10), None, 0),), is_log=True)
+    text = text_plot(panel, TextStyle(60, has_unicode=False))
+    assert text.startswith("loss (log)\n")
+    stars = [line.count("*") for line in text.splitlines()[1 : HEIGHT + 1]]
+    assert max(stars) - min(stars) <= 2
+
+
+def test_the_text_plot_of_a_run_shows_the_loss_alone_unless_asked(runs: Path) -> None:
+    files = make_run(runs)
+    out = logs_command("plot").out
+    assert out.startswith(f"{files.root.name}\n\nloss\n")
+    assert "learning rate" not in out
+    assert "learning rate" in logs_command("plot", "--metrics", "lr,loss").out

@@ -1,0 +1,400 @@
+"""Two hosts on one machine, each a network namespace: one run, one result, one end."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from disturbed import Disturbed, end, wait_until, workers_of
+from worker_pool import WorkerPool
+
+from bench.namespaces import ADDRESSES, INTERFACE, PORT, Link, missing_slow_link, slow_link
+from paceline.checkpoint.folders import complete_steps
+from paceline.run.launching import meeting as meeting_module
+from paceline.run.launching import nodes as nodes_module
+from paceline.run.launching.meeting import Meeting
+from paceline.run.launching.nodes import Nodes, NodesError, interface_of
+
+MISSING = missing_slow_link()
+needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+ADDRESS = f"{ADDRESSES[0]}:{PORT}"
+PACELINE = ("-m", "paceline", "run", "--workers", "1", "--nodes", "2", "--address", ADDRESS)
+TORCHRUN = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+END_S = 30.0  # a failure, and the time for both launchers to end on a busy machine
+
+# Moves to a namespace, with a disk of its own mounted where one is given, and becomes python with the rest.
+ENTER = """
+import os, sys
+network, disk, place, *rest = sys.argv[1:]
+mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
+own_disk = ["unshare", "--mount", "sh", "-c", mount, disk, place] if disk else []
+os.execvp("nsenter", ["nsenter", "--net=/run/netns/" + network, *own_disk, sys.executable, *rest])
+"""
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Two hosts that see the same disk, and the launchers that were started on them."""
+
+    link: Link
+    folder: Path
+    launchers: list[subprocess.Popen[str]]
+
+    def start(self, host: int, run: Disturbed, *launcher: str, disk: Path | str = "") -> subprocess.Popen[str]:
+        enter = self.folder / "enter.py"
+        enter.write_text(ENTER)
+        process = run.start(str(enter), self.link.namespaces[host], str(disk), str(run.root), *launcher)
+        self.launchers.append(process)
+        return process
+
+    def start_all(self, run: Disturbed, *options: str) -> list[subprocess.Popen[str]]:
+        return [self.start(host, run, *PACELINE, *options) for host in (0, 1)]
+
+    def start_apart(self, run: Disturbed, *options: str) -> list[subprocess.Popen[str]]:
+        """Each host has a disk of its own where the run is saved."""
+        run.root.mkdir(exist_ok=True)
+        disks = [self.folder / f"disk-{host}" for host in (0, 1)]
+        for disk in disks:
+            disk.mkdir(exist_ok=True)
+        return [self.start(host, run, *PACELINE, *options, disk=disk) for host, disk in enumerate(disks)]
+
+    def start_torchrun(self, run: Disturbed, *options: str) -> list[subprocess.Popen[str]]:
+        place = ("--master-addr", ADDRESSES[0], "--master-port", str(PORT), "--log-dir", str(self.folder / "torchrun"))
+        return [self.start(i, run, *TORCHRUN, "--node-rank", str(i), *place, *options) for i in (0, 1)]
+
+    def cut(self) -> None:
+        subprocess.run(["ip", "-netns", self.link.namespaces[0], "link", "set", INTERFACE, "down"], check=True)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    with slow_link(1000) as link, all_ended([]) as launchers:
+        yield Hosts(link, tmp_path, launchers)
+
+
+@contextmanager
+def all_ended(launchers: list[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """After the block nothing of theirs is left running, also if a test failed in it."""
+    try:
+        yield launchers
+    finally:
+        for launcher in launchers:
+            if launcher.poll() is None:
+                family = psutil.Process(launcher.pid)
+                for process in [*family.children(recursive=True), family]:
+                    process.kill()
+            launcher.communicate()
+
+
+def run_in(folder: Path, **settings: object) -> Disturbed:
+    folder.mkdir()
+    return Disturbed(folder, **settings)
+
+
+@pytest.fixture(scope="module")
+def digest_of_one_host(session_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the script of `disturbed.py` comes to on two workers of this machine."""
+    root = tmp_path_factory.mktemp("one-host") / "run"
+
+    def main() -> str:
+        from models import digest
+        from resumable import setup, step
+
+        with setup(root) as trainer:
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    step(trainer, batch)
+            return digest(trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.position.to_dict())
+
+    first, second = session_pool.run(main, 2)
+    assert first == second
+    return first
+
+
+# The same result
+
+
+@needs_hosts
+def test_two_hosts_train_like_one(hosts: Hosts, tmp_path: Path, digest_of_one_host: str) -> None:
+    run = run_in(tmp_path / "run")
+    logs = tmp_path / "logs"
+    for launcher in hosts.start_all(run, "--logs", str(logs)):
+        code, err = end(launcher)
+        assert code == 0, err
+    assert run.digest == digest_of_one_host
+    assert sorted(path.name for path in logs.iterdir()) == ["rank-0.err", "rank-0.out", "rank-1.err", "rank-1.out"]
+
+
+@needs_hosts
+def test_torchrun_on_two_hosts_trains_like_one(
+    hosts: Hosts, tmp_path: Path, digest_of_one_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", INTERFACE)
+    run = run_in(tmp_path / "run")
+    launchers = hosts.start_torchrun(run)
+    for launcher in launchers:
+        code, err = end(launcher)
+        assert code == 0, err
+    assert run.digest == digest_of_one_host
+
+
+# The same end
+
+FAILS_ON_RANK_1 = """
+import os, time
+print("begun", flush=True)
+if os.environ["RANK"] == "1":
+    raise ValueError("bad sample 7")
+time.sleep(600)
+"""
+
+
+@needs_hosts
+def test_a_failure_on_one_host_is_shown_on_both(hosts: Hosts, tmp_path: Path) -> None:
+    """The worker on the other host takes part in no exchange that could fail."""
+    run = run_in(tmp_path / "run")
+    (run.folder / "script.py").write_text(FAILS_ON_RANK_1)
+    started = time.monotonic()
+    launchers = hosts.start_all(run, "--logs", str(tmp_path / "logs"))
+    for launcher in launchers:
+        code, err = end(launcher)
+        assert code == 1
+        assert "paceline run: rank 1 failed: ValueError: bad sample 7\n\nTraceback" in err
+        assert f"; the output of rank 1 is in {tmp_path}/logs/rank-1.err" in err
+        assert "rank 1 ran on node " in err
+    assert time.monotonic() - started < 2 * END_S
+
+
+@needs_hosts
+def test_a_cut_link_ends_both_hosts_in_time(hosts: Hosts, tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run", pause_s=0.05, timeout_s=2.0)
+    launchers = hosts.start_all(run)
+    wait_until(lambda: run.step >= 3, launchers[0])
+    hosts.cut()
+    cut_s = time.monotonic()
+    for launcher in launchers:
+        code, err = end(launcher)
+        assert code == 1
+        assert "waited timeout_s=2 s in all_reduce and not all 2 workers arrived" in err
+        assert "lost contact with " in err
+    assert time.monotonic() - cut_s < END_S
+    assert run.digest is None
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_torchruns_workers_say_what_they_waited_for_when_the_link_is_cut(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", INTERFACE)
+    run = run_in(tmp_path / "run", pause_s=0.05, timeout_s=5.0)
+    launchers = hosts.start_torchrun(run)
+    wait_until(lambda: run.step >= 3, launchers[0])
+    hosts.cut()
+    for launcher in launchers:
+        code, err = end(launcher)
+        assert code == 1
+        assert "CommunicationTimeout" in err
+        assert "waited timeout_s=5 s in all_reduce and not all 2 workers arrived" in err
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_restarts_both_hosts(
+    hosts: Hosts, tmp_path: Path, digest_of_one_host: str, victim: int
+) -> None:
+    run = run_in(tmp_path / "run", pause_s=0.05, every_steps=1)
+    launchers = hosts.start_all(run, "--max-restarts", "2")
+    wait_until(lambda: run.step >= 4, launchers[0])
+    workers_of(launchers[victim])[0].kill()
+    for launcher in launchers:
+        code, err = end(launcher, 100.0)
+        assert code == 0, err
+        assert f"paceline: restart 1: rank {victim} was killed by SIGKILL" in err
+        assert "restart 2" not in err
+    assert run.digest == digest_of_one_host
+
+
+@needs_hosts
+def test_hosts_with_disks_of_their_own_go_on_from_what_both_have(
+    hosts: Hosts, tmp_path: Path, digest_of_one_host: str
+) -> None:
+    run = run_in(tmp_path / "run", pause_s=0.05, every_steps=2, keep_last=None, disk="per node")
+    launchers = hosts.start_apart(run)
+    wait_until(lambda: run.step >= 7, launchers[0])
+    launchers[1].send_signal(signal.SIGTERM)
+    assert [end(launcher)[0] for launcher in launchers] == [75, 75]
+    saved = [complete_steps(tmp_path / f"disk-{host}") for host in (0, 1)]
+    assert saved[0] == saved[1]
+    assert not list(run.root.iterdir())  # nobody wrote to what the hosts have in common
+    # One host lost its newest: both go on from the newest that each of them has.
+    shutil.rmtree(tmp_path / "disk-1" / f"step-{saved[1][-1]:08d}")
+    for launcher in hosts.start_apart(run):
+        code, err = end(launcher, 100.0)
+        assert code == 0, err
+    assert run.digest == digest_of_one_host
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_torchrun_restarts_both_hosts(
+    hosts: Hosts, tmp_path: Path, digest_of_one_host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", INTERFACE)
+    run = run_in(tmp_path / "run", pause_s=0.05, every_steps=1)
+    launchers = hosts.start_torchrun(run, "--max-restarts", "2")
+    wait_until(lambda: run.step >= 4, launchers[0])
+    workers_of(launchers[1])[0].kill()
+    for launcher in launchers:
+        code, err = end(launcher, 100.0)
+        assert code == 0, err
+    assert run.digest == digest_of_one_host
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_whose_launcher_dies_ends_the_other(hosts: Hosts, tmp_path: Path, victim: int) -> None:
+    run = run_in(tmp_path / "run", pause_s=0.05)
+    launchers = hosts.start_all(run, "--max-restarts", "2")
+    wait_until(lambda: run.step >= 3, launchers[0])
+    launchers[victim].kill()
+    code, err = end(launchers[1 - victim])
+    assert code == 1
+    assert f"rank {1 - victim} lost contact with the other workers" in err
+    assert "lost contact with " in err.partition("ran on node")[2]
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_on_one_host_stops_both_after_saving(hosts: Hosts, tmp_path: Path, asked: int) -> None:
+    run = run_in(tmp_path / "run", pause_s=0.05)
+    launchers = hosts.start_all(run, "--max-restarts", "2")
+    wait_until(lambda: run.step >= 3, launchers[0])
+    launchers[asked].send_signal(signal.SIGTERM)
+    for launcher in launchers:
+        code, err = end(launcher)
+        assert code == 75, err
+        assert "Traceback" not in err
+    assert len(complete_steps(run.root)) == 1
+
+
+# Hosts that do not find together
+
+
+def meet(nodes: Nodes, **terms: object) -> Meeting:
+    return Meeting(nodes, 1, "run", terms)
+
+
+@pytest.fixture
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_a_missing_node_is_named_by_those_who_came(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(2, free_address, 0.3)
+    with pytest.raises(
+        NodesError, match=rf"^1 of 2 nodes came to {free_address} within join_timeout=0.3 s: .*127.0.0.1"
+    ):
+        meet(nodes)
+    monkeypatch.setattr(nodes_module, "_own_address", lambda _: "")  # as on any other machine
+    with pytest.raises(
+        NodesError, match=rf"^nobody answers at {free_address} within join_timeout=0.3 s .*same command"
+    ):
+        meet(nodes)
+
+
+def test_somebody_else_at_the_port_is_no_launcher() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(NodesError, match=f"^what listens at {address} does not answer .*choose another port"):
+            meet(Nodes(2, address, 1.0))
+
+
+def test_different_commands_are_named_on_both_nodes(free_address: str) -> None:
+    """Two launchers on one machine: the second finds the port taken and joins the first."""
+    nodes = Nodes(2, free_address, 20.0)
+    with ThreadPoolExecutor() as threads:
+        meetings = [threads.submit(meet, nodes, max_restarts=restarts) for restarts in (0, 3)]
+        errors = [str(meeting.exception()) for meeting in meetings]
+    assert all("give the same command on every node" in error or "has left" in error for error in errors)
+    assert any("was started with {'max_restarts': " in error for error in errors)
+
+
+def test_one_node_too_many_is_told_so(free_address: str) -> None:
+    nodes = Nodes(2, free_address, 20.0)
+    with ThreadPoolExecutor() as threads:
+        meetings = [threads.submit(meet, nodes) for _ in range(2)]
+        found = sorted((meeting.result() for meeting in meetings), key=lambda meeting: meeting.index)
+    with pytest.raises(NodesError, match=rf"2 nodes have already met at {free_address}: choose another port"):
+        meet(nodes)
+    assert [(meeting.first_rank, meeting.num_workers, meeting.interface) for meeting in found] == [
+        (0, 2, "lo"),
+        (1, 2, "lo"),
+    ]
+    for meeting in reversed(found):
+        meeting.close()
+
+
+def test_a_node_that_is_not_heard_any_more_is_lost(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(2, free_address, 20.0)
+    with ThreadPoolExecutor() as threads:
+        meetings = [threads.submit(meet, nodes) for _ in range(2)]
+        first, second = sorted((meeting.result() for meeting in meetings), key=lambda meeting: meeting.index)
+    try:
+        assert not first.lost()
+        assert not first.is_failing()
+        monkeypatch.setattr(second, "_exchange", lambda _: True)  # it talks no more
+        second._talker.join()
+        monkeypatch.setattr(meeting_module, "LOST_S", 0.5)
+        deadline = time.monotonic() + 20
+        while not first.lost():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert first.lost().startswith(f"lost contact with node {second.name}: nothing heard for 0.5 s")
+        assert first.is_failing()
+        ending = first.first_ending()
+        assert ending is not None
+        assert ending.text == first.lost()
+    finally:
+        second.close()
+        first.close()
+
+
+@pytest.mark.parametrize(
+    ("num", "address", "timeout_s", "message"),
+    [
+        (2, None, 1.0, "nodes=2 need a place to meet: give address HOST:PORT"),
+        (1, "a:1", 1.0, "address='a:1' is for several nodes: choose nodes >= 2"),
+        (2, "a", 1.0, "address='a': choose HOST:PORT"),
+        (2, "a:b", 1.0, "address='a:b': choose HOST:PORT"),
+        (2, ":1", 1.0, "address=':1': choose HOST:PORT"),
+        (2, "a:70000", 1.0, "address='a:70000': choose HOST:PORT"),
+        (0, None, 1.0, "nodes=0: choose an integer >= 1"),
+        (2, "a:1", 0.0, "join_timeout=0: choose seconds > 0"),
+    ],
+)
+def test_bad_nodes_are_named(num: int, address: str | None, timeout_s: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Nodes(num, address, timeout_s)
+
+
+def test_places_are_read() -> None:
+    assert Nodes(2, "node-1:29500").place == ("node-1", 29500)
+    assert Nodes(2, "[fd00::1]:29500").place == ("fd00::1", 29500)
+    assert (interface_of("127.0.0.1"), interface_of("192.0.2.1")) == ("lo", None)

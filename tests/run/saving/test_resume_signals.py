@@ -1,0 +1,148 @@
+"""SIGTERM and SIGINT: the step is finished, the run saved, the process left with exit code 75. Twice: at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+
+import pytest
+from disturbed import PACELINE_RUN, Disturbed, end, wait_until, workers_of
+from resumable import setup, step
+from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.checkpoint.folders import complete_steps
+from paceline.run.saving.stopping import StopSignals
+
+
+def stopped(run: Disturbed, *launcher: str, number: signal.Signals) -> tuple[int, str]:
+    process = run.start(*launcher)
+    wait_until(lambda: run.step >= 2, process)
+    process.send_signal(number)
+    return end(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path, number: signal.Signals) -> None:
+    run = Disturbed(tmp_path, pause_s=0.05)
+    code, err = stopped(run, number=number)
+    (step,) = complete_steps(run.root)
+    assert code == 75, err
+    assert f"{number.name}: the step is finished and saved, then the run ends" in err
+    assert f"paceline: stopped after step {step}, saved as {run.root}/step-{step:08d}" in err
+    assert "Traceback" not in err
+    assert run.step in (step, step - 1)
+    assert run.digest is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_lets_its_workers_save(tmp_path: Path, number: signal.Signals) -> None:
+    run = Disturbed(tmp_path, pause_s=0.05)
+    code, err = stopped(run, *PACELINE_RUN, number=number)
+    assert code == 75, err
+    assert len(complete_steps(run.root)) == 1
+    assert "Traceback" not in err
+
+
+def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path) -> None:
+    run = Disturbed(tmp_path, pause_s=0.05)
+    launcher = run.start(*PACELINE_RUN, "--max-restarts", "3")
+    wait_until(lambda: run.step >= 2, launcher)
+    workers_of(launcher)[1].send_signal(signal.SIGTERM)
+    code, err = end(launcher)
+    assert code == 75, err
+    assert "restart" not in err
+    (step,) = complete_steps(run.root)
+    assert {(tmp_path / "marks" / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(step)}
+
+
+def test_torchrun_passes_the_signal_on(tmp_path: Path) -> None:
+    run = Disturbed(tmp_path, pause_s=0.05)
+    torchrun = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        str(tmp_path / "l"),
+    )
+    _, err = stopped(run, *torchrun, number=signal.SIGTERM)
+    assert len(complete_steps(run.root)) == 1, err
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
+    run = Disturbed(tmp_path, pause_s=30.0)
+    process = run.start()
+    wait_until(lambda: run.step >= 1, process)
+    process.send_signal(signal.SIGTERM)
+    assert process.stderr is not None
+    while "SIGTERM: the step is finished and saved" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == -signal.SIGINT
+    assert complete_steps(run.root) == []
+    process.communicate()
+
+
+def test_handlers_are_set_for_the_runs_time_only_and_never_over_the_users(tmp_path: Path) -> None:
+    def users_own(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, users_own)
+    try:
+        with setup(tmp_path / "a"):
+            assert signal.getsignal(signal.SIGTERM) is users_own
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with setup(tmp_path / "b", handle_signals=False):
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_thread_that_is_not_the_main_one_sets_no_handler() -> None:
+    made: list[StopSignals] = []
+    thread = threading.Thread(target=lambda: made.append(StopSignals()))
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    made[0].close()
+
+
+def test_a_save_asked_for_is_made_once_and_training_goes_on(tmp_path: Path) -> None:
+    with setup(tmp_path, final=False) as trainer:
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                if trainer.position.step == 2:
+                    trainer.request_save()
+                step(trainer, batch)
+        assert trainer.position.step == 11
+    assert complete_steps(tmp_path) == [3]
+
+
+def test_minutes_are_rank_0s_to_decide_and_all_workers_save_at_that_step(tmp_path: Path, pool: WorkerPool) -> None:
+    def main() -> list[int]:
+        import paceline.run.saving.checkpointing as module
+
+        # An hour passes with every step on rank 1, on rank 0 only with the fourth.
+        clock = {"hours": 0}
+        saved: list[int] = []
+
+        def tick(trainer: pl.Trainer, record: pl.StepRecord) -> None:
+            clock["hours"] += trainer.world.rank == 1 or record.step == 4
+
+        real, module.monotonic = module.monotonic, lambda: 3600.0 * clock["hours"]
+        try:
+            with setup(tmp_path, every_minutes=30.0, final=False) as trainer:
+                trainer.listen(lambda event: saved.append(event.step) if event.name == "save" else None)
+                trainer.every(1, partial(tick, trainer))
+                for batch in next(trainer.epochs(1)):
+                    step(trainer, batch)
+        finally:
+            module.monotonic = real
+        return saved
+
+    assert pool.run(main, 2) == [[5], [5]]
+    assert complete_steps(tmp_path) == [5]
