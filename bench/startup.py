@@ -1,9 +1,10 @@
 """Seconds from the call of a command until rank 0 has finished its first training step, with one worker and with two.
 
 Everyone trains the same tiny MLP: a script under `paceline run`, a program that calls `paceline.launch`, and a script
-with DDP over Gloo under torchrun, the limit. Beside them, as the floor that nobody gets under: as many interpreters at
-once that only import torch. Rank 0 notes the system-wide monotonic clock after its first step; the command's end is
-waited for, and not timed.
+with DDP over Gloo under torchrun, the limit. Beside them: for one worker the same step in plain PyTorch, and as many
+interpreters at once as there are workers that only import torch. Rank 0 notes the system-wide monotonic clock after
+its first step; the command's end is waited for, and not timed. The processor time that all processes of a start take,
+its end included, is noted too: unlike the seconds it does not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from bench.harness import Result, alternate, circumstances
 from bench.parts import Goal, Parts
 
-RUN, LAUNCH, DDP, FLOOR = "paceline run", "paceline.launch", "torchrun + DDP", "import torch"
+RUN, LAUNCH, DDP, PLAIN, FLOOR = "paceline run", "paceline.launch", "torchrun + DDP", "plain PyTorch", "import torch"
 TIMEOUT_S = 120.0
 
 PRELUDE = """
@@ -51,11 +52,11 @@ def note(marks, path):
 
 OURS = """
 import paceline as pl
-import paceline.run.assemble as assembling
 marks["imports"] = time.monotonic()
 
 def main(marks, path):
     marks["worker"] = time.monotonic()
+    import paceline.run.assemble as assembling
     def connect(*arguments, connect=assembling.connect):
         communicator = connect(*arguments)
         marks["connect"] = time.monotonic()
@@ -94,6 +95,15 @@ if dist.get_rank() == 0:
     note(marks, sys.argv[1])
 dist.destroy_process_group()
 """,
+    PLAIN: PRELUDE
+    + """
+model = build()
+optimizer = optimizer_of(model.parameters())
+x, y = samples()
+functional.cross_entropy(model(x[:32]), y[:32]).backward()
+optimizer.step()
+note({"first step": time.monotonic()}, sys.argv[1])
+""",
     FLOOR: "import json, sys, time, torch\njson.dump({'first step': time.monotonic()}, open(sys.argv[1], 'w'))\n",
 }
 
@@ -110,12 +120,16 @@ def command(name: str, script: Path, num_workers: int) -> list[str]:
 
 @dataclass
 class Starts:
-    """One contestant: a call starts it and returns the seconds to its mark. `phases` has where each start's went."""
+    """One contestant: a call starts it and returns the seconds to its mark.
+
+    `phases` has where each start's went, `cpu_s` what all its processes worked.
+    """
 
     name: str
     num_workers: int
     folder: Path
     phases: list[dict[str, float]] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._script = self.folder / f"{self.name.replace(' ', '-')}.py"
@@ -125,7 +139,7 @@ class Starts:
         num_commands = self.num_workers if self.name == FLOOR else 1
         paths = [self.folder / f"mark-{number}" for number in range(num_commands)]
         words = command(self.name, self._script, self.num_workers)
-        begun_s = time.monotonic()
+        begun_s, worked_s = time.monotonic(), _children_s()
         with ExitStack() as stack:
             started = [stack.enter_context(_started([*words, str(path), str(self.num_workers)])) for path in paths]
             for process in started:
@@ -134,7 +148,14 @@ class Starts:
         marks = [json.loads(path.read_text()) for path in paths]
         last = max(marks, key=lambda own: float(own["first step"]))
         self.phases.append(phases_of(begun_s, last))
+        self.cpu_s.append(_children_s() - worked_s)
         return float(last["first step"]) - begun_s
+
+
+def _children_s() -> float:
+    """What the processes that this one has started and seen end have worked, and theirs in turn."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 @contextmanager
@@ -168,17 +189,19 @@ def profile(starts: Sequence[Starts]) -> str:
 
 def measure(num_workers: int, num_turns: int, *, with_profile: bool) -> Result:
     with tempfile.TemporaryDirectory(prefix="bench-startup-") as folder:
-        contestants = {name: Starts(name, num_workers, Path(folder)) for name in PROGRAMS}
+        names = [name for name in PROGRAMS if name != PLAIN or num_workers == 1]
+        contestants = {name: Starts(name, num_workers, Path(folder)) for name in names}
         for own in contestants.values():
             own()  # compiled bytecode and a warm file cache
             own.phases.clear()
+            own.cpu_s.clear()
         measured = alternate(contestants, num_turns)
     if with_profile:
         print(
             f"workers: {num_workers}; seconds up to each mark\n{profile([contestants[n] for n in (RUN, LAUNCH, DDP)])}",
             file=sys.stderr,
         )
-    return Result.of(
+    result = Result.of(
         "startup",
         "seconds to the first step",
         measured,
@@ -186,8 +209,14 @@ def measure(num_workers: int, num_turns: int, *, with_profile: bool) -> Result:
         limit=DDP,
         better="lower",
         settings={"workers": num_workers, "model": "32-64-10", "optimizer": "SGD", "threads_per_worker": 1},
-        not_peers=(LAUNCH, FLOOR),
+        not_peers=(LAUNCH, PLAIN, FLOOR),
     )
+    cpu_s = {name: statistics.median(own.cpu_s) for name, own in contestants.items()}
+    result.detail["cpu_s"] = cpu_s
+    result.detail["notes"].append(
+        "processor seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in cpu_s.items())
+    )
+    return result
 
 
 def slower_of_ours(result: Result) -> float:

@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 from paceline.api.handle import Handle
 from paceline.api.recipe import Recipe, train
 from paceline.api.trainer import Trainer
-from paceline.core.world import World, choose_device, is_worker
+from paceline.core.rank_variables import is_worker
+from paceline.core.world import World, choose_device
 from paceline.data.array_loader import ArrayLoader
 from paceline.plan.balance import hinted_speeds
 from paceline.plan.cadence import Cadence

@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.cli import checkpoints, completion, config_commands, devices, init, logs, runs, timeline, train
 from paceline.cli.commands import add_command
 from paceline.core.errors import WorkerError
 from paceline.run.launching import launch, worker
@@ -38,6 +38,10 @@ example:
   paceline run --nodes 2 --address HOST:29500 train.py
 """
 
+# In the order of the help text. Each is in the module of its name under `paceline.cli` but for those named here.
+_COMMANDS = ("init", "train", "run", "config", "logs", "timeline", "runs", "checkpoints", "devices", "completion")
+_MODULES = {"config": "config_commands"}
+
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
@@ -45,8 +49,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    options, others = parser.parse_known_args(_with_config_last(sys.argv[1:] if argv is None else list(argv)))
+    arguments = _with_config_last(sys.argv[1:] if argv is None else list(argv))
+    parser = make_parser(arguments[0] if arguments else None)
+    options, others = parser.parse_known_args(arguments)
     # argparse takes positional arguments only where they stand together; KEY=VALUE may stand anywhere.
     if others and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in others)):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -64,7 +69,8 @@ def _with_config_last(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser with all commands; if `command` is one, with that alone: the others' imports would delay it."""
     parser = _Parser(
         prog="paceline",
         description="One training run, any hardware.",
@@ -73,16 +79,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    init.add_parser(commands)
-    train.add_parser(commands)
-    _add_run(commands)
-    config_commands.add_parser(commands)
-    logs.add_parser(commands)
-    timeline.add_parser(commands)
-    runs.add_parser(commands)
-    checkpoints.add_parser(commands)
-    devices.add_parser(commands)
-    completion.add_parser(commands, parser)
+    for name in [command] if command in _COMMANDS and command != "completion" else _COMMANDS:
+        if name == "run":
+            _add_run(commands)
+        elif name == "completion":  # it completes all the others
+            import_module("paceline.cli.completion").add_parser(commands, parser)
+        else:
+            import_module(f"paceline.cli.{_MODULES.get(name, name)}").add_parser(commands)
     return parser
 
 

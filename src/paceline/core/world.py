@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from paceline.core.rank_variables import is_worker
+
 
 @dataclass(frozen=True)
 class World:
@@ -59,11 +61,6 @@ class World:
         local_rank = _integer(env, "LOCAL_RANK", rank)
         local_size = _integer(env, "LOCAL_WORLD_SIZE", size)
         return cls(rank, size, local_rank, local_size, socket.gethostname(), choose_device(local_rank, device))
-
-
-def is_worker(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether somebody started this process as a worker of a world."""
-    return {"RANK", "WORLD_SIZE"} <= (os.environ if environment is None else environment).keys()
 
 
 def devices() -> list[torch.device]:

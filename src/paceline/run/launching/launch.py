@@ -18,9 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paceline.core.world import World, device_count, is_worker
+from paceline.core.rank_variables import is_worker
 from paceline.run.launching import worker
+from paceline.run.launching.agent import Workers
+from paceline.run.launching.meeting import Meeting
 from paceline.run.launching.nodes import ALONE, Nodes
+from paceline.run.launching.output import shown
+from paceline.run.launching.processes import Processes
 
 FOLDER_PREFIX = "paceline-run-"
 LOCK_FILE = "lock"
@@ -94,15 +98,19 @@ def workers_to_start(num_workers: int | None) -> int:
     """How many workers a launch starts; 1 means none: the work is done in this process."""
     if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
         raise ValueError(f"num_workers={num_workers!r}: choose an integer >= 1, or None for all devices")
-    if is_worker():
-        size = World.from_environment("cpu").size
-        if num_workers not in (None, size):
-            raise ValueError(
-                f"num_workers={num_workers} in a process that already is a worker of a world of WORLD_SIZE={size}: "
-                f"choose num_workers={size}, or leave it out"
-            )
-        return 1
-    return device_count() if num_workers is None else num_workers
+    if num_workers is not None and not is_worker():
+        return num_workers
+    from paceline.core.world import World, device_count  # it imports torch, which those above need not wait for
+
+    if not is_worker():
+        return device_count()
+    size = World.from_environment("cpu").size
+    if num_workers not in (None, size):
+        raise ValueError(
+            f"num_workers={num_workers} in a process that already is a worker of a world of WORLD_SIZE={size}: "
+            f"choose num_workers={size}, or leave it out"
+        )
+    return 1
 
 
 def check_place(logs: str | os.PathLike[str] | None, nodes: Nodes = ALONE) -> None:
@@ -133,25 +141,21 @@ def _run_workers(
     script: str | None = None,
 ) -> None:
     """Start the workers, wait for all, raise the first failure."""
-    from paceline.run.launching.agent import Workers  # torch's elastic modules, likewise
-    from paceline.run.launching.meeting import Meeting
-    from paceline.run.launching.output import shown
-
     output = None if logs is None else Path(logs).absolute()
     terms = {"nodes": nodes.num, "max_restarts": max_restarts}
-    with Meeting(nodes, count, folder.name, terms) as meeting:
-        start = _start(script, output, _threads(count) | _interface(meeting.interface))
-        worker.write_atomically(folder / worker.START_FILE, json.dumps(start))
-        with (
-            nullcontext() if output is None else shown(output, ranks=[0] if meeting.first_rank == 0 else []),
-            Workers(folder, count, meeting, max_restarts, output) as workers,
-        ):
-            try:
-                failure = workers.wait()
-            except (KeyboardInterrupt, SystemExit):
-                failure = workers.stop()
-                if script is None or failure is None:
-                    raise
+    worker.write_atomically(folder / worker.START_FILE, json.dumps(_start(script, output, _threads(count))))
+    with (
+        Processes(folder / worker.START_FILE) as processes,  # first: it gets ready while the rest does
+        Meeting(nodes, count, folder.name, terms) as meeting,
+        nullcontext() if output is None else shown(output, ranks=[0] if meeting.first_rank == 0 else []),
+        Workers(folder, processes, meeting, max_restarts, output) as workers,
+    ):
+        try:
+            failure = workers.wait()
+        except (KeyboardInterrupt, SystemExit):
+            failure = workers.stop()
+            if script is None or failure is None:
+                raise
     if failure is not None:
         raise failure
 
@@ -163,7 +167,6 @@ def _start(script: str | None, output: Path | None, environment: dict[str, str])
         "script": script,
         "logs": None if output is None else str(output),
         "environment": environment,
-        "cwd": str(Path.cwd()),
         "path": [str(entry) for entry in sys.path],
         "argv": sys.argv,
         # Source lines that come from no file (notebook cells), so that tracebacks can show them.
@@ -179,16 +182,6 @@ def _threads(count: int) -> dict[str, str]:
         return {}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": str(max(1, cores // count))}
-
-
-def _interface(name: str | None) -> dict[str, str]:
-    """The environment in which Gloo uses the interface that leads to the other nodes, unless the user chose one.
-
-    By itself it takes the one behind the host's own name, which often is the loopback.
-    """
-    if name is None or "GLOO_SOCKET_IFNAME" in os.environ:
-        return {}
-    return {"GLOO_SOCKET_IFNAME": name}
 
 
 @contextmanager

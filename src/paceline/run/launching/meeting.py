@@ -8,19 +8,21 @@ start, to start again, to end) comes out the same everywhere, since each decides
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
-from typing import Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Any
 
 from paceline.run.launching.failure import ASKED, Ending, first
-from paceline.run.launching.nodes import Nodes, NodesError, interface_of, open_store
+from paceline.run.launching.nodes import Nodes, NodesError, Opened, interface_of, open_store
 from paceline.run.launching.worker import COMMUNICATION, STOPPED
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 TALK_S = 0.2  # between two looks at the others' records
 LOST_S = 10.0  # without a new record of a node: it is gone, or the link to it
@@ -74,17 +76,12 @@ class Meeting:
     def __init__(self, nodes: Nodes, num_workers: int, run_id: str, terms: Mapping[str, Any]) -> None:
         self._nodes = nodes
         deadline_s = time.monotonic() + nodes.join_timeout_s
-        opened = open_store(nodes)
-        self._is_here = opened.is_here
-        self._store: TCPStore | None = opened.store
-        self.host, self.port = nodes.place[0], opened.store.port
-        self.index = 0 if opened.is_here else opened.store.add("paceline/arrived", 1)
-        if self.index >= nodes.num:
-            raise NodesError(
-                f"{nodes.num} nodes have already met at {nodes.address}: choose another port for another run"
-            )
-        self.interface = interface_of(opened.own_address) if nodes.num > 1 else None
-        self.name = f"{socket.gethostname()} ({opened.own_address})"
+        self._store: TCPStore | None = None
+        self._is_here, self.index = True, 0
+        self.name = socket.gethostname()
+        self.environment: dict[str, str] = {}  # where workers meet; those of one node have a store to themselves
+        if nodes.num > 1:
+            self._arrive(open_store(nodes))
 
         self._lock = threading.Lock()
         self._records = {self.index: _Record(self.name, num_workers, run_id, dict(terms))}  # replaced, never changed
@@ -102,6 +99,20 @@ class Meeting:
                 self.close()
                 raise
 
+    def _arrive(self, opened: Opened) -> None:
+        self._store, self._is_here = opened.store, opened.is_here
+        self.index = 0 if opened.is_here else opened.store.add("paceline/arrived", 1)
+        if self.index >= self._nodes.num:
+            raise NodesError(
+                f"{self._nodes.num} nodes have already met at {self._nodes.address}: choose another port for another "
+                "run"
+            )
+        self.name = f"{self.name} ({opened.own_address})"
+        self.environment = {"MASTER_ADDR": self._nodes.place[0], "MASTER_PORT": str(opened.store.port)}
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(opened.own_address)) is not None:
+            # By itself Gloo takes the one behind the host's own name, which often is the loopback.
+            self.environment["GLOO_SOCKET_IFNAME"] = interface
+
     def __enter__(self) -> Meeting:
         return self
 
@@ -111,11 +122,6 @@ class Meeting:
         self.close()
 
     # What does not change any more
-
-    @property
-    def store(self) -> TCPStore:
-        assert self._store is not None, "the meeting is over"
-        return self._store
 
     @property
     def num_nodes(self) -> int:
@@ -130,6 +136,10 @@ class Meeting:
     def num_workers(self) -> int:
         """Of all nodes together."""
         return sum(record.num_workers for record in self._records.values())
+
+    @property
+    def num_workers_here(self) -> int:
+        return self._own.num_workers
 
     @property
     def first_rank(self) -> int:
@@ -236,7 +246,8 @@ class Meeting:
             self._records = self._records | {index: replace(record or self._records[index], **changes)}
 
     def _talk(self) -> None:
-        store = self.store
+        store = self._store
+        assert store is not None
         try:
             while not self._exchange(store):
                 self._has_news.wait(TALK_S)

@@ -1,20 +1,16 @@
-"""One worker process, started by `launch` as `python worker.py FOLDER`; the environment tells its rank.
+"""One worker process, from its beginning in `fork_server.py` to its end; the environment tells its rank.
 
-It is run as a file, not as a module of the package, so that its first lines work before anything heavy is imported:
-the worker ties its life to the launcher's, takes over the launcher's import path and sets its environment (OpenMP
-reads it once, when torch is imported). Only then does it load the user's code. It prints nothing of its own: how it
-ended goes into FOLDER, where the launcher reads it.
+It prints nothing of its own: how it ended goes into the launch's folder, where the launcher reads it.
 
-What lies in FOLDER: `start.json` and `call.pkl` from the launcher; from rank 0 `result.pkl`; and in `start-N` for the
-group's N-th start, from the worker of rank R, `pid-R` (it is up and answers STACK_SIGNAL), `stack-R` (its Python stack
-when asked or crashed), `heard-R` (it was told to end and needs a moment to save), `report-R.json` (how it ended). With
-several nodes each has a folder of its own, with what its own workers say.
+What lies in that folder: `start.json` and `call.pkl` from the launcher; from rank 0 `result.pkl`; and in `start-N` for
+the group's N-th start, from the worker of rank R, `pid-R` (it is up and answers STACK_SIGNAL), `stack-R` (its Python
+stack when asked or crashed), `heard-R` (it was told to end and needs a moment to save), `report-R.json` (how it ended).
+With several nodes each has a folder of its own, with what its own workers say.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import json
 import linecache
@@ -29,6 +25,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.run.launching import fork_server
+
 START_FILE = "start.json"
 CALL_FILE = "call.pkl"
 RESULT_FILE = "result.pkl"
@@ -36,7 +34,7 @@ STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
 # How long a worker that was stopped waits for the others to be done too: its end makes the agent end them.
 STOPPED_WAIT_S = 30.0
-LAUNCHING_FILES = (__file__, "<frozen runpy>")  # whose frames lie above the user's
+LAUNCHING_FILES = (__file__, fork_server.__file__, "<frozen runpy>")  # whose frames lie above the user's
 
 # How a worker ended, in its report.
 DONE = "done"
@@ -102,9 +100,8 @@ def user_traceback(error: BaseException, *also_launching: str) -> str:
     return "".join(traceback.format_exception(type(error), error, frame))
 
 
-def main(shared: Path) -> NoReturn:
-    start = json.loads((shared / START_FILE).read_text())
-    _die_with(start["launcher_pid"])
+def main(shared: Path, start: dict[str, Any]) -> NoReturn:
+    """Do what `start` says, in the folder `shared` by all workers of this node, and end the process."""
     rank, num_restarts, ranks_here = _read_environment()
     if start["logs"] is not None:
         _write_to_files(Path(start["logs"]), rank, num_restarts)
@@ -133,15 +130,6 @@ def _read_environment() -> tuple[int, int, range]:
     return rank, num_restarts, range(rank - local_rank, rank - local_rank + local_size)
 
 
-def _die_with(launcher_pid: int) -> None:
-    """Be killed by the kernel when the launcher is gone, however it went."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != launcher_pid:  # it went before the line above
-        os._exit(1)
-
-
 def _write_to_files(folder: Path, rank: int, num_restarts: int) -> None:
     """Let both streams, also of native code and of child processes, end in files: appended, never overwritten."""
     for stream, name in zip((sys.stdout, sys.stderr), OUTPUT_NAMES, strict=True):
@@ -163,9 +151,6 @@ def _answer_stack_requests(folder: Path, rank: int) -> None:
 
 def _take_over(start: dict[str, Any]) -> None:
     """Look like the launcher's process to the user's code."""
-    os.environ.update(start["environment"])
-    os.chdir(start["cwd"])
-    sys.path[:] = start["path"]
     sys.argv[:] = start["argv"]
     for name, lines in start["sources"].items():  # of notebook cells: tracebacks show their lines
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -269,7 +254,3 @@ def _leave(code: int) -> NoReturn:
         except (OSError, ValueError):
             continue  # closed: nobody reads it
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

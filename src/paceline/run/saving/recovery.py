@@ -17,7 +17,7 @@ from paceline.checkpoint.weights import checkpoint_at
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.errors import PacelineError
-from paceline.core.world import is_worker
+from paceline.core.rank_variables import is_worker
 
 logger = logging.getLogger("paceline")
 
