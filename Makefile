@@ -4,6 +4,7 @@
 #   CONSTRAINTS  versions to install; give your own file to choose another PyTorch build, for example one for your
 #                CUDA driver (run `make clean` first)
 #   ARGS         passed on: make test ARGS="-k order", make train ARGS="--workers 4"
+#   BENCHMARKS   which `make bench` runs: make bench BENCHMARKS="overhead scaling"
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -13,6 +14,8 @@ VENV := .venv
 RUN := $(VENV)/bin
 ENVIRONMENT := $(VENV)/.installed
 BENCH_ENVIRONMENT := $(VENV)/.installed-bench
+BENCH_RESULTS := runs/bench
+BENCHMARKS ?= $$($(RUN)/python -c 'from bench.__main__ import BENCHMARKS; print(*BENCHMARKS)')
 
 .PHONY: help train test lint bench clean
 .DELETE_ON_ERROR:
@@ -32,10 +35,18 @@ lint: $(ENVIRONMENT) ## style, types and the direction of imports
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-bench: $(BENCH_ENVIRONMENT) ## every benchmark beside its peers, then the slow tests (long)
-	@set -e; for name in $$($(RUN)/python -c 'from bench.__main__ import BENCHMARKS; print(*BENCHMARKS)'); do \
-		echo "== bench $$name"; $(RUN)/python -m bench $$name $(ARGS) || [ $$? -eq 77 ]; \
+# A benchmark that this machine cannot run ends with 77. Its result in JSON goes to the file alone.
+bench: $(BENCH_ENVIRONMENT) ## every benchmark beside its peers, docs/benchmarks.md, then the slow tests (long)
+	@mkdir -p $(BENCH_RESULTS); rm -f $(BENCH_RESULTS)/*.txt $(BENCH_RESULTS)/.failed
+	@set -e; for name in $(BENCHMARKS); do \
+		echo "== bench $$name"; \
+		{ $(RUN)/python -m bench $$name --json $(ARGS) || echo $$? > $(BENCH_RESULTS)/.failed; } \
+			| tee $(BENCH_RESULTS)/$$name.txt | grep --line-buffered -v '^{' || true; \
+		if [ -e $(BENCH_RESULTS)/.failed ]; then \
+			read code < $(BENCH_RESULTS)/.failed; rm $(BENCH_RESULTS)/.failed $(BENCH_RESULTS)/$$name.txt; [ $$code -eq 77 ]; \
+		fi; \
 	done
+	$(RUN)/python -m bench pages $(BENCH_RESULTS) -o docs/benchmarks.md
 	$(RUN)/python -m pytest -m slow
 
 clean: ## remove the environment, caches and build outputs; runs/ stays

@@ -2,7 +2,8 @@
 
 A tiny MLP makes the step short, so that the tool's own work shows. The limit is a bare PyTorch loop over tensors;
 peers read through a DataLoader, as they expect, and `bare loop, DataLoader` shows how much of their time is that.
-Everyone trains the same model with the same optimizer on the same samples, one intra-op thread, no logging,
+Everyone trains the same model with the same optimizer on the same samples (Paceline fuses it by itself; `bare loop,
+fused` shows a bare loop whose author did), one intra-op thread, no logging,
 checkpoints, progress bars or validation. Set-up is never timed: a loop that we own is timed from outside after some
 untimed steps; inside a `fit` that we do not own, a callback takes the time after the same number of steps and again
 after the last.
@@ -28,6 +29,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from bench.harness import Contestant, Result, alternate, isolated, missing_package
+from bench.hugging_face import tell_steps, training_alone
 from bench.models import mlp
 
 WIDTHS = (32, 64, 64, 10)
@@ -41,8 +43,8 @@ def make_model() -> nn.Sequential:
     return mlp(*WIDTHS)
 
 
-def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+def make_optimizer(parameters: Any, **choice: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, **choice)
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,9 @@ class StepClock:
         return (self.end - self.start) / self.num_steps * 1e6
 
 
-def bare(task: Task) -> Contestant:
+def bare(task: Task, **choice: Any) -> Contestant:
     model = make_model()
-    optimizer = make_optimizer(model.parameters())
+    optimizer = make_optimizer(model.parameters(), **choice)
 
     def loop() -> Iterator[None]:
         while True:
@@ -237,7 +239,7 @@ def lightning(task: Task) -> Contestant:
 
 
 def hugging_face(task: Task) -> Contestant:
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -247,40 +249,21 @@ def hugging_face(task: Task) -> Contestant:
         def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
             return {"loss": functional.cross_entropy(self.model(x), labels)}
 
-    class Timing(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            clock.step_ended(state.global_step)
-
     def collate(batch: Any) -> dict[str, Tensor]:
         x, labels = task.collate(batch)
         return {"x": x, "labels": labels}
 
     clock = StepClock(task.num_steps)
     model = WithLoss()
-    arguments = TrainingArguments(
-        task.folder,  # it insists on one, although nothing is saved
-        max_steps=clock.last_step,
-        per_device_train_batch_size=BATCH,
-        use_cpu=True,
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        logging_strategy="no",
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-    )
+    arguments = training_alone(task.folder, clock.last_step, BATCH, use_cpu=True, dataloader_pin_memory=False)
     trainer = Trainer(
         model,
         arguments,
         train_dataset=task.dataset(),
         data_collator=collate,
         optimizers=(make_optimizer(model.parameters()), None),
-        callbacks=[Timing()],
     )
-    trainer.remove_callback(PrinterCallback)
+    tell_steps(trainer, clock.step_ended)
 
     def turn() -> float:
         trainer.train()
@@ -295,6 +278,7 @@ class Peer(NamedTuple):
 
 
 PEERS = {
+    "bare loop, fused": Peer(partial(bare, fused=True)),
     "bare loop, DataLoader": Peer(bare_with_loader),
     "Accelerate": Peer(accelerate, ("accelerate",)),
     "Fabric": Peer(fabric, ("lightning",)),

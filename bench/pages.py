@@ -4,7 +4,8 @@
     python -m bench pages runs/bench -o docs/benchmarks.md
 
 Every file of the folder whose last line is a result in JSON becomes a section, or one part of a benchmark that was run
-part by part. The same results give the same page and pictures, byte for byte.
+part by part. `make bench` fills the folder and writes the page; results from another machine, such as one with a GPU,
+can be put beside them. The same results give the same page and pictures, byte for byte.
 """
 
 from __future__ import annotations

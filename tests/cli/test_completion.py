@@ -1,14 +1,16 @@
-"""`paceline completion`: what bash offers after a press of the key, and what the scripts for zsh and fish hold."""
+"""`paceline completion`: what bash, zsh and fish offer after a press of the key, and what the scripts hold."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from in_process import check_help, invoke
+from zsh_session import Zsh
 
 from paceline.cli import checkpoints, completion, runs
 
@@ -35,36 +37,72 @@ def offered(folder: Path, *words: str) -> list[str]:
     return ended.stdout.split()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([""], ["completion", "runs", "checkpoints"]),
-        (["r"], ["runs"]),
-        (["--"], ["--help", "--version"]),
-        (["runs", ""], ["status", "save", "stop", "abort"]),
-        (["runs", "s"], ["status", "save", "stop"]),
-        (["runs", "save", "--w"], ["--wait"]),
-        (["runs", "save", "a", "--t"], ["--timeout"]),
-        (["runs", "save", "--timeout", ""], []),
-        (["runs", "--", ""], ["status", "save", "stop", "abort"]),
-        (["checkpoints", "export", "--format", ""], ["safetensors", "torch"]),
-        (["checkpoints", "export", "--component", "e"], ["ema"]),
-        (["checkpoints", "export", "-o", ""], []),
-        (["completion", ""], ["bash", "zsh", "fish"]),
-        (["nothing", ""], ["completion", "runs", "checkpoints"]),
-    ],
-    ids=" ".join,
-)
-def test_bash_offers_what_may_follow(tmp_path: Path, words: list[str], expected: list[str]) -> None:
-    assert offered(tmp_path, *words) == expected
+# What stands on the line, and what may follow.
+FOLLOWS = [
+    ([""], ["completion", "runs", "checkpoints"]),
+    (["r"], ["runs"]),
+    (["--"], ["--help", "--version"]),
+    (["runs", ""], ["status", "save", "stop", "abort"]),
+    (["runs", "s"], ["status", "save", "stop"]),
+    (["runs", "save", "--w"], ["--wait"]),
+    (["runs", "save", "a", "--t"], ["--timeout"]),
+    (["runs", "stop", "ti"], ["tiny_1", "tiny_2"]),
+    (["checkpoints", "export", "--format", ""], ["safetensors", "torch"]),
+    (["checkpoints", "export", "--component", "e"], ["ema"]),
+    (["completion", ""], ["bash", "zsh", "fish"]),
+    (["nothing", ""], ["completion", "runs", "checkpoints"]),
+]
+FOLLOWS_FILE = [["runs", "save", "--timeout", ""], ["checkpoints", "export", "-o", ""]]
 
 
-def test_bash_offers_the_names_of_runs(tmp_path: Path) -> None:
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with runs."""
     for name in ("tiny_1", "tiny_2", "big"):
         (tmp_path / "runs" / name).mkdir(parents=True)
-    assert offered(tmp_path, "runs", "stop", "ti") == ["tiny_1", "tiny_2"]
-    assert offered(tmp_path, "checkpoints", "verify", "") == ["big", "tiny_1", "tiny_2"]
-    assert offered(tmp_path, "checkpoints", "export", "--output", "ti") == []
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [*FOLLOWS, *((words, []) for words in FOLLOWS_FILE), (["runs", "--", ""], ["status", "save", "stop", "abort"])],
+    ids=" ".join,
+)
+def test_bash_offers_what_may_follow(place: Path, words: list[str], expected: list[str]) -> None:
+    assert offered(place, *words) == expected
+
+
+def test_zsh_offers_what_may_follow(place: Path) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    with Zsh(place, completion.script(parser(), "zsh")) as zsh:
+        for words, expected in FOLLOWS:
+            assert sorted(zsh.offered(f"paceline {' '.join(words)}")) == sorted(expected), words
+        for words in FOLLOWS_FILE:
+            assert zsh.offered(f"paceline {' '.join(words)}") == ["functions", "runs"], words
+
+
+def test_fish_offers_what_may_follow(place: Path) -> None:
+    if shutil.which("fish") is None:
+        pytest.skip("fish is not installed")
+    (place / "paceline.fish").write_text(completion.script(parser(), "fish"))
+    lines = [f"paceline {' '.join(words)}" for words in [*(words for words, _ in FOLLOWS), *FOLLOWS_FILE]]
+    asking = "source paceline.fish; for line in $argv; complete -C $line; echo .; end"
+    ended = subprocess.run(
+        ["fish", "--no-config", "-c", asking, *lines],
+        cwd=place, env=os.environ | {"HOME": str(place)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert ended.stderr == ""
+    answers = [
+        sorted(row.partition("\t")[0] for row in answer.splitlines()) for answer in ended.stdout.split(".\n")[:-1]
+    ]
+    files = ["paceline.fish", "runs/"]
+    assert answers == [*(sorted(expected) for _, expected in FOLLOWS), *[files] * len(FOLLOWS_FILE)]
+
+
+def test_bash_offers_the_names_of_runs(place: Path) -> None:
+    assert offered(place, "checkpoints", "verify", "") == ["big", "tiny_1", "tiny_2"]
+    assert offered(place, "checkpoints", "export", "--output", "ti") == []
 
 
 def test_bash_goes_on_with_files_where_nothing_is_offered(tmp_path: Path) -> None:
@@ -77,15 +115,6 @@ def test_bash_goes_on_with_files_where_nothing_is_offered(tmp_path: Path) -> Non
         check=True,
     )
     assert said.stdout == "complete -o bashdefault -o default -F _paceline paceline\n"
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_scripts_are_accepted_by_their_shells(tmp_path: Path, shell: str) -> None:
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed")
-    path = tmp_path / "script"
-    path.write_text(completion.script(parser(), shell))
-    subprocess.run([shell, "-n", str(path)], check=True)
 
 
 def test_the_script_for_zsh_describes_commands_and_options() -> None:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from models import digest
 from safetensors.torch import load_file
-from train_project import write_project
+from train_project import run_here, write_project
 
 from paceline.checkpoint.folders import complete_steps
-from paceline.cli.config import load_project
 from paceline.cli.main import main
-from paceline.cli.train.work import Assignment, train
+from paceline.cli.train.mistakes import Told
 from paceline.observe.metrics import read_metrics
-from paceline.observe.run_files import RunFiles, prepare_run_folder
-
-
-def run_here(config: Path, root: Path, *overrides: str, **told: Any) -> RunFiles:
-    """One worker's part, in this process."""
-    files = prepare_run_folder(root)
-    project = load_project(config, overrides).resolve(1)
-    train(Assignment(project, files, **told))
-    return files
+from paceline.observe.run_files import RunFiles
 
 
 def weights(files: RunFiles) -> str:
@@ -92,50 +80,6 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(
     assert not list(place.iterdir())
 
 
-WRONG = {
-    "no such file": (["nowhere.yaml"], "nowhere.yaml"),
-    "a misspelt key": (["small.yaml", "trainer.global_bach=8"], "did you mean global_batch?"),
-    "a bad batch": (["small.yaml", "trainer.micro_batch=3"], "global_batch=8 is not a multiple of micro_batch=3"),
-    "no such devices": (["small.yaml", "-d", "first"], "-d first: give the numbers of GPUs, such as 0,1, or cpu"),
-    "nothing to resume": (["small.yaml", "--resume"], "no run of small is in runs; start one without --resume"),
-    "no run there": (
-        ["small.yaml", "--resume", "small.yaml"],
-        "--resume small.yaml: there is no run, and no checkpoint; `paceline logs list`",
-    ),
-    "no workers": (["small.yaml", "--workers", "0"], "workers"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_said_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
-    write_project(tmp_path, "wrong_parts")
-    monkeypatch.chdir(tmp_path)
-    arguments, text = WRONG[case]
-    assert main(["train", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert text in captured.err
-    assert captured.err.startswith("paceline train: ")
-    assert not captured.out
-    assert not Path("runs").exists()
-
-
-def test_an_error_in_the_users_code_is_shown_once_with_the_ranks_output(tmp_path: Path) -> None:
-    config = write_project(tmp_path, "failing_parts")
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline", "train", str(config), "loss=failing_parts:nothing"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 1
-    assert "failing_parts has no 'nothing'" in done.stderr
-    (files,) = (RunFiles(path) for path in (tmp_path / "runs").iterdir())
-    assert json.loads(files.status.read_text())["state"] == "failed"
-
-
 def test_evaluation_stops_a_run_that_gets_no_better(tmp_path: Path) -> None:
     config = write_project(tmp_path, "early_parts")
     files = run_here(
@@ -155,9 +99,7 @@ def test_a_run_that_ends_between_two_evaluations_is_evaluated_at_its_end(tmp_pat
 
 def test_a_run_that_diverges_ends_with_what_to_do(tmp_path: Path) -> None:
     config = write_project(tmp_path, "diverging_parts")
-    with pytest.raises(
-        ValueError, match=r"more than trainer.max_loss_ratio=100 times its lowest, .*lower the learning"
-    ):
+    with pytest.raises(Told, match=r"more than trainer.max_loss_ratio=100 times its lowest, .*lower the learning"):
         run_here(config, tmp_path / "run", "loss=diverging_parts:exploding", "trainer.max_loss_ratio=100")
 
 
@@ -171,7 +113,7 @@ def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
     steps = complete_steps(files.checkpoints)
     assert steps[-1] == 20
     assert max(scores.values()) in {scores[step] for step in steps}
-    with pytest.raises(ValueError, match=r"checkpoints.keep_best.metric=speed is not among what the evaluation gives"):
+    with pytest.raises(Told, match=r"checkpoints.keep_best.metric=speed is not among what the evaluation gives"):
         run_here(config, tmp_path / "other", "checkpoints.keep_best={metric: speed}")
 
 
@@ -210,9 +152,3 @@ def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) ->
     ]
     assert of_both[0][20] == of_both[1][20]
     assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
-
-
-def test_a_model_that_cannot_checkpoint_its_activations_is_named(tmp_path: Path) -> None:
-    config = write_project(tmp_path, "checkpointing_parts")
-    with pytest.raises(ValueError, match="needs a model with gradient_checkpointing_enable"):
-        run_here(config, tmp_path / "run", "trainer.gradient_checkpointing=true")

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from paceline.cli.config import load_project
+from paceline.cli.train.work import Assignment, train
+from paceline.observe.run_files import RunFiles, prepare_run_folder
 
 PARTS = """
 import torch
@@ -59,6 +64,18 @@ class Remembering:
         self._last = state["last"]
 
 
+def broken(model, batch):
+    raise ValueError("in the loss")
+
+
+def broken_optimizer(params):
+    raise ValueError("in the optimizer")
+
+
+def broken_model():
+    return [][0]
+
+
 def after(model):
     return f"{sum(p.numel() for p in model.parameters())} parameters were trained"
 """
@@ -80,3 +97,11 @@ after: {module}:after
 trainer: {{global_batch: 8, micro_batch: 4, epochs: 2, learning_rate: 0.01, log_every: 5, exact: true}}
 """)
     return config
+
+
+def run_here(config: Path, root: Path, *overrides: str, **told: Any) -> RunFiles:
+    """One worker's part, in this process."""
+    files = prepare_run_folder(root)
+    project = load_project(config, overrides).resolve(1)
+    train(Assignment(project, files, **told))
+    return files

@@ -9,6 +9,7 @@ import importlib
 import io
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from worker_pool import WorkerPool
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.config import load_project, schema
+from paceline.cli.train.watch import Watch
 from paceline.cli.train.work import Assignment, train
 from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles, prepare_run_folder
@@ -81,6 +83,7 @@ def work(name: str, overrides: tuple[str, ...], root: Path, workers: int, cache:
     """One worker's part of `paceline train`; what it would print."""
     with own_modules(), redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACELINE_CACHE", str(cache))
+        patch.setattr(Watch, "_draw", lambda _: None)  # a third of a second for a picture that nobody looks at
         project = load_project(PROJECT / f"{name}.yaml", overrides).resolve(workers)
         train(Assignment(project, RunFiles(root)))
     return output.getvalue()
@@ -185,39 +188,44 @@ def test_a_stream_gives_the_same_weights_dispatched_and_sharded(runs: Runs) -> N
 PAIR = (*SMALL, "trainer.schedule_steps=20", "checkpoints.every_steps=4")
 
 
-def in_two_parts(runs: Runs, folder: Path, prefix: str, *overrides: str, workers_after: int) -> tuple[Trained, Trained]:
-    """The pair of configs at a fiftieth of its length: 10 steps, saved at 4 and 8; then from 8 on to 20."""
-    first = runs(f"{prefix}checkpoint_train", *PAIR, *overrides, "trainer.max_steps=10", checkpoints=folder)
-    from_the_second = f"checkpoints.resume={folder / 'step-00000008'}"
-    second = runs(
-        *(f"{prefix}checkpoint_resume", *PAIR, *overrides, "trainer.max_steps=20", from_the_second),
-        workers=workers_after,
+def first_part(runs: Runs, folder: Path, prefix: str, *overrides: str) -> Trained:
+    """The first of a pair of configs at a fiftieth of its length: 10 steps, saved at 4 and 8."""
+    return runs(f"{prefix}checkpoint_train", *PAIR, *overrides, "trainer.max_steps=10", checkpoints=folder)
+
+
+def second_part(runs: Runs, folder: Path, prefix: str, *overrides: str, workers: int) -> Trained:
+    """The second, from step 8 on to 20."""
+    from_step_8 = f"checkpoints.resume={folder / 'step-00000008'}"
+    return runs(
+        *(f"{prefix}checkpoint_resume", *PAIR, *overrides, "trainer.max_steps=20", from_step_8),
+        workers=workers,
         checkpoints=folder,
     )
-    return first, second
 
 
 def uninterrupted(runs: Runs, prefix: str, *overrides: str) -> Trained:
     return runs(f"{prefix}checkpoint_resume", *PAIR, *overrides, "trainer.max_steps=20", "checkpoints.resume=auto")
 
 
-@pytest.mark.parametrize("workers_after", [2, 1])
-def test_the_checkpoint_pair_ends_where_the_uninterrupted_run_does(
-    runs: Runs, tmp_path: Path, workers_after: int
-) -> None:
-    exact = "trainer.exact=true"
-    first, second = in_two_parts(runs, tmp_path / "pair", "", exact, workers_after=workers_after)
+def test_the_checkpoint_pair_ends_where_the_uninterrupted_run_does(runs: Runs, tmp_path: Path) -> None:
+    exact, folder = "trainer.exact=true", tmp_path / "pair"
+    first = first_part(runs, folder, "", exact)
     assert first.saved_steps == [4, 8]
-    assert "going on after step 8" in second.output
-    assert second.saved_steps == [4, 8, 12, 16, 20]
-    assert second.weights == uninterrupted(runs, "", exact).weights
-    assert second.weights != first.weights
+    expected = uninterrupted(runs, "", exact).weights
+    assert first.weights != expected
+    for workers in (2, 1):
+        place = shutil.copytree(folder, tmp_path / f"on-{workers}")
+        second = second_part(runs, place, "", exact, workers=workers)
+        assert "going on after step 8" in second.output
+        assert second.saved_steps == [4, 8, 12, 16, 20]
+        assert second.weights == expected
 
 
 def test_the_pair_of_post_local_sgd_ends_where_the_uninterrupted_run_does(runs: Runs, tmp_path: Path) -> None:
     # Averages after 4, 7, 10 and so on, and at every save: the one at step 8, from which it goes on, is such a one.
     settings = ("trainer.strategy.first_step=1", "trainer.strategy.every=3", "trainer.shares=equal")
-    _, second = in_two_parts(runs, tmp_path / "pair", "post_local_sgd_", *settings, workers_after=2)
+    first_part(runs, tmp_path / "pair", "post_local_sgd_", *settings)
+    second = second_part(runs, tmp_path / "pair", "post_local_sgd_", *settings, workers=2)
     assert second.weights == uninterrupted(runs, "post_local_sgd_", *settings).weights
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
+import torch
 
 from paceline.observe.timeline.recorder import NoTimeline
 from paceline.run import stopwatch
@@ -52,7 +53,8 @@ def recorded() -> Recorded:
 def marks_at(monkeypatch: pytest.MonkeyPatch, device_s: Sequence[float], host_s: Sequence[float]) -> None:
     device: Iterator[float] = iter(device_s)
     host: Iterator[float] = iter(host_s)
-    monkeypatch.setattr(stopwatch, "_mark", lambda: Mark(next(device)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(stopwatch._Marks, "set", lambda _: Mark(next(device)))
     monkeypatch.setattr(stopwatch, "perf_counter", lambda: next(host))
 
 

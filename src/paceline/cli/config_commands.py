@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     kinds = config.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(kinds, "show", "print a project file resolved, and where each value came from", _EXAMPLE)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a project file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that win over the file's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="values that win over the file's")
     parser.add_argument("--workers", type=int, metavar="N", help="resolve what is given per worker for so many")
     parser.set_defaults(run=run_show)
 

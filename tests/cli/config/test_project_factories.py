@@ -143,7 +143,7 @@ WRONG_ARGUMENTS = {
     "build_model', arguments: {widht: 3": "build_model has no argument 'widht': did you mean width? "
     "(choose from width, depth, activation)",
     "fussy', arguments: {second: 3": "fussy needs first: give them under `arguments`",
-    "fussy', arguments: {first: 1, second: 3": "fussy failed: KeyError: 'inside'",
+    "fussy', arguments: {first: 1, second: 3": "fussy failed: KeyError: 'inside' (MODULE.py:15)",
     "number', arguments: {": "number is int, which cannot be called",
 }
 
@@ -151,7 +151,7 @@ WRONG_ARGUMENTS = {
 @pytest.mark.parametrize("written", WRONG_ARGUMENTS)
 def test_a_call_that_cannot_be_is_explained(written: str, module: str, tmp_path: Path) -> None:
     message = model_error(tmp_path, f"{{factory: '{module}:{written}}}}}")
-    assert message == f"p.yaml:1:9: model.factory: {module}:{WRONG_ARGUMENTS[written]}"
+    assert message == f"p.yaml:1:9: model.factory: {module}:{WRONG_ARGUMENTS[written].replace('MODULE', module)}"
 
 
 def test_an_error_inside_a_factory_is_the_cause(module: str, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_module_that_cannot_be_imported_is_explained(module: str, tmp_path: Pa
     message = model_error(tmp_path, f"{{factory: '{module}:build_model'}}")
     assert message == (
         f"p.yaml:1:9: model.factory: importing {module} failed: ModuleNotFoundError: "
-        "No module named 'no_such_package_anywhere'"
+        f"No module named 'no_such_package_anywhere' ({module}.py:1)"
     )
 
 

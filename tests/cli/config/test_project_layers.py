@@ -223,7 +223,7 @@ WRONG_OVERRIDES = {
     "trainer.sed=3": "trainer.sed is no setting: did you mean seed?",
     "trainer.seed=x": "trainer.seed is 'x': give a whole number",
     "trainer.seed=[1": "this is not YAML: while parsing a flow sequence expected ',' or ']', but got '<stream end>'",
-    "workers={a: 1}": "workers is a mapping of a: give a whole number >= 1 or null",
+    "workers={a: 1}": "workers is a mapping of a: give a whole number >= 1 and <= 1024 or null",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -62,6 +63,16 @@ class Disturbed:
         path = self.folder / "marks" / "rank-0"
         return int(path.read_text() or 0) if path.exists() else 0
 
+    def run_here(self) -> str:
+        """To the end, undisturbed and in this process; the digest."""
+        argv, sys.argv = sys.argv, self._arguments
+        try:
+            runpy.run_path(str(self._script), run_name="__main__")
+        finally:
+            sys.argv = argv
+        assert self.digest is not None
+        return self.digest
+
     def start(self, *launcher: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, *launcher, *self._arguments],
@@ -83,10 +94,11 @@ PACELINE_RUN = ("-m", "paceline", "run", "--workers", "2")
 
 
 def workers_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The launcher's worker processes, by their age."""
+    """The launcher's worker processes, by their age: those below it that lead a session of their own."""
     try:
-        return psutil.Process(launcher.pid).children()
-    except psutil.NoSuchProcess:
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        return sorted((p for p in family if os.getsid(p.pid) == p.pid), key=lambda p: (p.create_time(), p.pid))
+    except (psutil.NoSuchProcess, ProcessLookupError):
         return []
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import pytest
 from disturbed import PACELINE_RUN, Disturbed, end, wait_until, workers_of
 from resumable import setup, step
 from worker_pool import WorkerPool
@@ -16,34 +16,39 @@ import paceline as pl
 from paceline.checkpoint.folders import complete_steps
 from paceline.run.saving.stopping import StopSignals
 
-
-def stopped(run: Disturbed, *launcher: str, number: signal.Signals) -> tuple[int, str]:
-    process = run.start(*launcher)
-    wait_until(lambda: run.step >= 2, process)
-    process.send_signal(number)
-    return end(process)
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path, number: signal.Signals) -> None:
-    run = Disturbed(tmp_path, pause_s=0.05)
-    code, err = stopped(run, number=number)
-    (step,) = complete_steps(run.root)
-    assert code == 75, err
-    assert f"{number.name}: the step is finished and saved, then the run ends" in err
-    assert f"paceline: stopped after step {step}, saved as {run.root}/step-{step:08d}" in err
-    assert "Traceback" not in err
-    assert run.step in (step, step - 1)
-    assert run.digest is None
+def stopped(folder: Path, *launcher: str, numbers: Sequence[signal.Signals]) -> Iterator[tuple[Disturbed, int, str]]:
+    """For each signal a run that got it, with its exit code and what it said. They are started side by side."""
+    runs = []
+    for number in numbers:
+        (folder / number.name).mkdir()
+        run = Disturbed(folder / number.name, pause_s=0.05)
+        runs.append((run, number, run.start(*launcher)))
+    for run, number, process in runs:
+        wait_until(lambda run=run: run.step >= 2, process)
+        process.send_signal(number)
+    for run, _, process in runs:
+        yield run, *end(process)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_launcher_lets_its_workers_save(tmp_path: Path, number: signal.Signals) -> None:
-    run = Disturbed(tmp_path, pause_s=0.05)
-    code, err = stopped(run, *PACELINE_RUN, number=number)
-    assert code == 75, err
-    assert len(complete_steps(run.root)) == 1
-    assert "Traceback" not in err
+def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path) -> None:
+    for number, (run, code, err) in zip(SIGNALS, stopped(tmp_path, numbers=SIGNALS), strict=True):
+        (step,) = complete_steps(run.root)
+        assert code == 75, err
+        assert f"{number.name}: the step is finished and saved, then the run ends" in err
+        assert f"paceline: stopped after step {step}, saved as {run.root}/step-{step:08d}" in err
+        assert "Traceback" not in err
+        assert run.step in (step, step - 1)
+        assert run.digest is None
+
+
+def test_a_launcher_lets_its_workers_save(tmp_path: Path) -> None:
+    for run, code, err in stopped(tmp_path, *PACELINE_RUN, numbers=SIGNALS):
+        assert code == 75, err
+        assert len(complete_steps(run.root)) == 1
+        assert "Traceback" not in err
 
 
 def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path) -> None:
@@ -59,7 +64,6 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path) -> No
 
 
 def test_torchrun_passes_the_signal_on(tmp_path: Path) -> None:
-    run = Disturbed(tmp_path, pause_s=0.05)
     torchrun = (
         "-m",
         "torch.distributed.run",
@@ -69,7 +73,7 @@ def test_torchrun_passes_the_signal_on(tmp_path: Path) -> None:
         "--log-dir",
         str(tmp_path / "l"),
     )
-    _, err = stopped(run, *torchrun, number=signal.SIGTERM)
+    ((run, _, err),) = stopped(tmp_path, *torchrun, numbers=[signal.SIGTERM])
     assert len(complete_steps(run.root)) == 1, err
 
 

@@ -7,10 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cli.config import parts, schema
+from paceline.cli.config.errors import nearest
 from paceline.cli.config.schema import Settings
 from paceline.plan.steps import Steps
 from paceline.run.config import RunConfig
+from paceline.run.saving.resuming import OWN
 from paceline.sync.averaging import Averaging
+
+# What checkpoints of a run from a project file hold.
+COMPONENTS = (*OWN, "loggers", "early_stopping")
 
 # For checks that need a number of samples and do not depend on it.
 _MANY = 1 << 40
@@ -70,6 +75,9 @@ def _saving(settings: Settings) -> Iterator[tuple[str, str]]:
     except ValueError as error:
         yield "checkpoints", f"does not fit together: {error}"
     saving = settings.checkpoints
+    for name in saving.leave_out:
+        if name not in COMPONENTS:
+            yield "checkpoints.leave_out", f"names no component, {name!r}: {nearest(name, COMPONENTS)}"
     if not saving.save and saving.resume not in ("auto", None, False):
         yield "checkpoints.resume", "would be ignored: checkpoints.save is false"
 

@@ -6,10 +6,11 @@ import importlib
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paceline.cli.config.errors import ConfigError, Origin, fail, nearest
 
@@ -82,7 +83,7 @@ class Reference:
                 )
 
     def _broken(self, name: str, error: Exception) -> ConfigError:
-        return self.site.fail(f"importing {name} failed: {type(error).__name__}: {error}")
+        return self.site.fail(f"importing {name} failed: {_described(error, self.site.folder)}")
 
 
 @dataclass(frozen=True)
@@ -95,19 +96,24 @@ class Factory:
 
     def build(self, *positional: Any) -> Any:
         """What the function returns, called with `positional` before the file's arguments."""
-        function = Reference(self.target, self.site).build()
-        if not callable(function):
-            raise self.site.fail(f"{self.target} is {type(function).__name__}, which cannot be called")
+        function = self.function()
         self._check_arguments(function, len(positional))
         arguments = {name: built(value) for name, value in self.arguments.items()}
         try:
             return function(*positional, **arguments)
         except Exception as error:
-            raise self.site.fail(f"{self.target} failed: {type(error).__name__}: {error}") from error
+            raise self.site.fail(f"{self.target} failed: {_described(error, self.site.folder)}") from error
 
     def as_function(self) -> Callable[..., Any]:
         """What makes the part: `build`."""
         return self.build
+
+    def function(self) -> Callable[..., Any]:
+        """What it calls. Imports its module."""
+        function = Reference(self.target, self.site).build()
+        if not callable(function):
+            raise self.site.fail(f"{self.target} is {type(function).__name__}, which cannot be called")
+        return cast("Callable[..., Any]", function)
 
     def _check_arguments(self, function: Callable[..., Any], num_positional: int) -> None:
         """Said before the call, and so never mistaken for a TypeError inside of it."""
@@ -135,6 +141,33 @@ def built(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: built(item) for key, item in value.items()}
     return [built(item) for item in value] if isinstance(value, list) else value
+
+
+def check_names(value: Any) -> None:
+    """Raise `ConfigError` if something that settings name is not there. Imports it, and builds nothing."""
+    if isinstance(value, Reference):
+        value.build()
+    elif isinstance(value, Factory):
+        value.function()
+        check_names(value.arguments)
+    elif is_dataclass(value):
+        for each in fields(value):
+            check_names(getattr(value, each.name))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            check_names(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            check_names(item)
+
+
+def _described(error: Exception, folder: Path) -> str:
+    """The error, and the last line of the project's own code that led to it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
+    # A file that cannot be parsed is named by the error itself.
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def target_problem(target: str) -> str | None:

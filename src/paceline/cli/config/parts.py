@@ -33,7 +33,7 @@ _SAME = (
         "drop_last",
     ),
     *("skip_bad_samples", "feed", "readers", "prefetch", "resident", "overlap", "backend", "timeout_s", "threads"),
-    "garbage_collection",
+    *("fused_optimizers", "garbage_collection", "capture"),
 )
 
 

@@ -12,6 +12,7 @@ from paceline.cli.config.aliases import TAKEN_IN, without_aliases
 from paceline.cli.config.checks import contradictions, resolved
 from paceline.cli.config.convert import Conversion
 from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, Problem, fail, in_order
+from paceline.cli.config.factories import check_names
 from paceline.cli.config.fields import is_section, settings_of
 from paceline.cli.config.layers import Layers, with_overrides
 from paceline.cli.config.schema import Settings
@@ -46,6 +47,10 @@ class Project:
             raise
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise fail(self.origin(key), f"{key}: {error}") from error
+
+    def check_names(self) -> None:
+        """Raise `ConfigError` if Python that the settings name is not there. Imports it, and builds nothing."""
+        check_names(self.settings)
 
     def resolve(self, num_workers: int, global_batch: int | None = None) -> Project:
         """The project for so many workers: what was given per worker becomes a global batch.

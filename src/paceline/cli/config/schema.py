@@ -14,7 +14,7 @@ from paceline.cli.config.fields import setting
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.data.bring import Way
 from paceline.run.collector import GarbageCollection
-from paceline.run.config import Precision, SchedulerInterval
+from paceline.run.config import Capture, Precision, SchedulerInterval
 from paceline.run.saving.checkpoints import Mode
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -168,14 +168,16 @@ class Trainer:
     drop_last: bool = setting("leave out an epoch's last step if it is smaller", False)
     skip_bad_samples: bool = setting("go on without samples that cannot be read", False)
     feed: Way | None = setting("who reads: every worker its own, or rank 0 for all", None)
-    readers: int | None = setting("processes per worker that read ahead", None, least=0)
+    readers: int | None = setting("processes per worker that read ahead", None, least=0, most=256)
     prefetch: int | None = setting("how many micro-batches are read ahead", None, least=1)
     resident: bool = setting("keep all of the data on the device", False)
     overlap: bool = setting("exchange gradients while backward still runs", True)
     backend: str | None = setting("of torch.distributed; by the device if null", None)
     timeout_s: float = setting("how long a worker waits for the others", DEFAULT_TIMEOUT_S, above=0)
     threads: int | None = setting("CPU threads per worker", None, least=1)
+    fused_optimizers: bool = setting("update all parameters in one kernel where torch has one", True)
     garbage_collection: GarbageCollection = setting("when Python collects all of its garbage", "between steps")
+    capture: Capture = setting("whether a GPU replays steps as CUDA graphs; by itself where that pays", "auto")
     ema: float | None = setting("decay of averaged weights, such as 0.999", None, above=0, below=1)
     compile: bool = setting("compile the model with torch.compile", False)
     gradient_checkpointing: bool = setting("compute activations again instead of keeping them", False)
@@ -236,8 +238,8 @@ class Settings:
     after: Reference | Factory | None = setting("after(model) when all is trained; what it returns is printed", None)
     trainer: Trainer = setting("how to train", Trainer)
     checkpoints: Checkpoints = setting("how the run is saved", Checkpoints)
-    workers: int | None = setting("worker processes; one per device if null", None, least=1)
+    workers: int | None = setting("worker processes; one per device if null", None, least=1, most=1024)
     devices: tuple[int, ...] | Literal["cpu"] | None = setting("numbers of GPUs, or cpu; all if null", None, least=0)
     max_restarts: int = setting("how often the workers are started again when one fails", 0, least=0)
-    output: str = setting("the folder in which runs get theirs", "runs")
+    output: str = setting("the folder in which runs get theirs, seen from the current folder", "runs")
     loggers: tuple[LoggerName | Factory | Logger, ...] = setting("where metrics go beside the run's own files", ())

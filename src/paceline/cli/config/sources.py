@@ -45,6 +45,8 @@ def _hf(data: Hf, folder: Path) -> Any:
     datasets = optional("datasets", package="datasets", extra="hf")
     saved = folder / data.path
     if not (saved / "state.json").is_file() and not (saved / "dataset_dict.json").is_file():
+        if data.path.startswith((".", "/")) and not saved.exists():
+            raise FileNotFoundError(f"there is no data set at {saved}")
         files = None if data.data_files is None else _in(folder, data.data_files)
         path = str(saved) if saved.exists() else data.path
         return datasets.load_dataset(path, data.name, split=data.split, data_files=files, streaming=data.streaming)

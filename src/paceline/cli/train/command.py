@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ from paceline.cli.config import ConfigError, Project, load_project, show
 from paceline.cli.logs.runs import LogsError, find_runs
 from paceline.cli.logs.summary import render
 from paceline.cli.train.dry_run import dry_run
+from paceline.cli.train.mistakes import Mistake, Told, told
+from paceline.cli.train.places import check_places
 from paceline.cli.train.work import Assignment, train
 from paceline.core.errors import WorkerError
-from paceline.core.world import device_count, is_worker
+from paceline.core.rank_variables import is_worker
+from paceline.core.world import device_count
 from paceline.observe.environment import describe_environment
 from paceline.observe.run_files import (
     RunFiles,
@@ -42,7 +46,7 @@ are YAML. `paceline config show CONFIG` prints all of them.
 exit codes:
   0    the run is complete
   1    it failed; the first error is shown, all output is in RUN/ranks
-  2    the command or the project file is wrong; nothing was started
+  2    the command or the project is wrong; nothing was trained
   75   it was asked to stop, and saved: the same command with --resume goes on
   130  Ctrl-C before anything could be saved
 
@@ -57,7 +61,7 @@ example:
 def add_parser(commands: Any) -> None:
     parser = add_command(commands, "train", "train what a project file describes", _EXAMPLE)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a project file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that win over the file's")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="values that win over the file's")
     parser.add_argument("-d", "--devices", metavar="A,B", help="numbers of the GPUs to use, or cpu (default: all)")
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: one per device)")
     parser.add_argument(
@@ -82,45 +86,51 @@ def run(options: argparse.Namespace) -> int:
         options.resume = NEWEST
     try:
         order = _order(options)
-        if options.dry_run:
-            return dry_run(order.project, order.num_workers)
-    except (ConfigError, LogsError, ValueError) as error:
+    except (LogsError, ValueError) as error:
         print(f"paceline train: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"paceline train: the run's folder cannot be made: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    if options.dry_run:
+        return _try(order)
     return _train(order, quiet=options.quiet)
 
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be trained, by how many, and where it is written down. `checkpoint`: one to go on from, if named."""
+    """What is to be trained, by how many, and where it is written down.
+
+    `has_new_folder`: the run's folder was made for it. `checkpoint`: one to go on from, if named.
+    """
 
     project: Project
     num_workers: int
     files: RunFiles
-    is_resumed: bool
-    checkpoint: Path | None
+    has_new_folder: bool = False
+    is_resumed: bool = False
+    checkpoint: Path | None = None
 
 
 def _order(options: argparse.Namespace) -> Order:
     project = load_project(options.config, _overrides(options))
     _choose_devices(project.settings.devices)
     num_workers = project.settings.workers or _num_devices(project.settings.devices)
+    check_places(project)
     output = Path(project.settings.output)
-    checkpoint = None
-    global_batch = None
     if options.resume is not None:
         files, checkpoint = _to_resume(str(options.resume), output, project.path.stem)
-        global_batch = _first_global_batch(files)
-    elif options.dry_run:
-        files = RunFiles(output)
-    elif options.run_folder is not None:
-        files = prepare_run_folder(_empty(options.run_folder))
-    elif is_worker():  # every process of the world must find the same folder
-        files = prepare_run_folder(output / f"{project.path.stem}_{os.environ.get('TORCHELASTIC_RUN_ID', 'world')}")
-    else:
-        files = create_run_folder(output, project.path.stem)
-    project = project.resolve(num_workers, global_batch)
-    return Order(project, num_workers, files, options.resume is not None, checkpoint)
+        project = project.resolve(num_workers, _first_global_batch(files))
+        return Order(project, num_workers, files, is_resumed=True, checkpoint=checkpoint)
+    project = project.resolve(num_workers)
+    if options.dry_run:
+        return Order(project, num_workers, RunFiles(output))
+    if options.run_folder is not None:
+        return Order(project, num_workers, prepare_run_folder(_empty(options.run_folder)))
+    if is_worker():  # every process of the world must find the same folder
+        world = os.environ.get("TORCHELASTIC_RUN_ID", "world")
+        return Order(project, num_workers, prepare_run_folder(output / f"{project.path.stem}_{world}"))
+    return Order(project, num_workers, create_run_folder(output, project.path.stem), has_new_folder=True)
 
 
 def _overrides(options: argparse.Namespace) -> list[str]:
@@ -182,6 +192,14 @@ def _first_global_batch(files: RunFiles) -> int | None:
         return None
 
 
+def _try(order: Order) -> int:
+    try:
+        return dry_run(order.project, order.num_workers)
+    except Told as error:
+        print(f"paceline train: {error}", file=sys.stderr)
+        return 2
+
+
 def _train(order: Order, *, quiet: bool) -> int:
     files = order.files
     if not is_worker():
@@ -203,12 +221,24 @@ def _train(order: Order, *, quiet: bool) -> int:
         return 130
     except Stopped:
         return STOPPED_EXIT_CODE
-    except (WorkerError, CheckpointError) as error:
+    except (WorkerError, Told) as error:
+        return _failed(order, error)
+    except CheckpointError as error:
         print(f"paceline train: {error}", file=sys.stderr)
         return 1
     if not quiet:
         print(f"\n{render([summarize(files)], 'text')}", flush=True)
     return 0
+
+
+def _failed(order: Order, error: WorkerError | Told) -> int:
+    reason = told(error)
+    print(f"paceline train: {reason or error}", file=sys.stderr)
+    if not isinstance(reason, Mistake):
+        return 1
+    if order.has_new_folder:  # else a later --resume would take it for the newest run
+        shutil.rmtree(order.files.root, ignore_errors=True)
+    return 2
 
 
 def _terminal() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from paceline.api.trainer import Trainer
 from paceline.cli.config import Project, parts
+from paceline.cli.train.mistakes import noticing_mistakes
 from paceline.cli.train.watch import total_steps
 from paceline.cli.train.work import loss_function, model_factory, steps_per_epoch
 from paceline.core.world import devices
@@ -23,22 +25,9 @@ NUM_TIMED = 3
 
 def dry_run(project: Project, num_workers: int) -> int:
     """Prints; starts no worker and leaves no file."""
-    settings = project.settings
-    data = project.data("train")
-    evaluation = None if settings.data.evaluation is None else project.data("evaluation")
-    arguments = parts.setup_arguments(settings, project.folder, Path())
-    for name in ("checkpoints", "resume", "allow", "skip", "shares", "speed_hints"):
-        arguments.pop(name, None)
-    if isinstance(arguments["physical_batch"], tuple):
-        arguments["physical_batch"] = arguments["physical_batch"][0]
-    with Trainer.setup(
-        model_factory(settings),
-        parts.optimizer(settings),
-        data=data,
-        scheduler=parts.scheduler(settings, steps_per_epoch(data, settings)),
-        quiet=True,
-        **arguments,
-    ) as trainer:
+    with ExitStack() as stack:
+        with noticing_mistakes():
+            trainer, data, evaluation = _prepare(project, stack)
         loss, seconds = _try(trainer, project)
         lines = {
             "project": str(project.path),
@@ -54,6 +43,28 @@ def dry_run(project: Project, num_workers: int) -> int:
     for name, text in lines.items():
         print(f"{name:<9} {text}")
     return 0
+
+
+def _prepare(project: Project, stack: ExitStack) -> tuple[Trainer, Any, Any]:
+    """A trainer that saves nothing, and the data to train and to evaluate on."""
+    settings = project.settings
+    project.check_names()
+    data = project.data("train")
+    evaluation = None if settings.data.evaluation is None else project.data("evaluation")
+    arguments = parts.setup_arguments(settings, project.folder, Path())
+    for name in ("checkpoints", "resume", "allow", "skip", "shares", "speed_hints"):
+        arguments.pop(name, None)
+    if isinstance(arguments["physical_batch"], tuple):
+        arguments["physical_batch"] = arguments["physical_batch"][0]
+    trainer = Trainer.setup(
+        model_factory(settings),
+        parts.optimizer(settings),
+        data=data,
+        scheduler=parts.scheduler(settings, steps_per_epoch(data, settings)),
+        quiet=True,
+        **arguments,
+    )
+    return stack.enter_context(trainer), data, evaluation
 
 
 def _try(trainer: Trainer, project: Project) -> tuple[float, float]:

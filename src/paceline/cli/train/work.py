@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed
 from torch.utils.data import DataLoader
 
 from paceline.api.early_stopping import EarlyStopping
 from paceline.api.trainer import Trainer
 from paceline.cli.config import Project, parts
+from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import Settings
+from paceline.cli.train.mistakes import Told, noticing_mistakes
 from paceline.cli.train.watch import Watch
 from paceline.observe.loggers.base import Loggers
 from paceline.observe.run_files import RunFiles
@@ -37,47 +40,77 @@ class Assignment:
     quiet: bool = False
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is put together."""
+
+    trainer: Trainer
+    watch: Watch | None
+    evaluation: Evaluation | None
+
+
 def train(assignment: Assignment) -> None:
     """One worker's part of the run."""
+    settings = assignment.project.settings
+    with ExitStack() as stack:
+        with noticing_mistakes():
+            run = _prepare(assignment, stack)
+        trainer, loss_of = run.trainer, loss_function(settings)
+        step = trainer.step_with(lambda batch: loss_of(trainer.model, batch))
+        for epoch in trainer.epochs(settings.trainer.epochs, max_steps=settings.trainer.max_steps):
+            for batch in epoch:
+                step(batch)
+        if run.evaluation is not None:
+            run.evaluation.finish()
+        if run.watch is not None:
+            run.watch.finish(_last_words(trainer, settings))
+
+
+def _prepare(assignment: Assignment, stack: ExitStack) -> Prepared:
+    """Everything that the run needs, imported and built; `stack` closes it."""
     project, files = assignment.project, assignment.files
     settings = project.settings
+    project.check_names()
     data = project.data("train")
     evaluation_data = None if settings.data.evaluation is None else project.data("evaluation")
     arguments = parts.setup_arguments(settings, project.folder, files.checkpoints)
+    _check_backend(project)
     if settings.trainer.timeline:
         arguments["timeline"] = files.timeline
     if assignment.checkpoint is not None:
         arguments["resume"] = assignment.checkpoint
     elif assignment.is_resumed and arguments.get("resume") is None:
         arguments["resume"] = "auto"
-    trainer = Trainer.setup(
-        model_factory(settings),
-        parts.optimizer(settings),
-        data=data,
-        scheduler=parts.scheduler(settings, steps_per_epoch(data, settings)),
-        **arguments,
+    trainer = stack.enter_context(
+        Trainer.setup(
+            model_factory(settings),
+            parts.optimizer(settings),
+            data=data,
+            scheduler=parts.scheduler(settings, steps_per_epoch(data, settings)),
+            **arguments,
+        )
     )
-    with trainer, ExitStack() as stack:
-        watch = None
-        if trainer.is_main:
-            watch = stack.enter_context(Watch(trainer, project, files, assignment.terminal, quiet=assignment.quiet))
-        if settings.loggers and settings.checkpoints.save:
-            trainer.register("loggers", Loggers([]) if watch is None else watch.loggers, "global")
-        _follow(trainer, settings, watch)
-        evaluation = None
-        if evaluation_data is not None:
-            evaluation = Evaluation(trainer, settings, evaluation_data, watch)
-        loss_of = loss_function(settings)
-        for epoch in trainer.epochs(settings.trainer.epochs, max_steps=settings.trainer.max_steps):
-            for batch in epoch:
-                with trainer.autocast():
-                    loss = loss_of(trainer.model, batch)
-                trainer.backward(loss)
-                trainer.step()
-        if evaluation is not None:
-            evaluation.finish()
-        if watch is not None:
-            watch.finish(_last_words(trainer, settings))
+    watch = None
+    if trainer.is_main:
+        watch = stack.enter_context(Watch(trainer, project, files, assignment.terminal, quiet=assignment.quiet))
+    if settings.loggers and settings.checkpoints.save:
+        trainer.register("loggers", Loggers([]) if watch is None else watch.loggers, "global")
+    _follow(trainer, settings, watch)
+    evaluation = None
+    if evaluation_data is not None:
+        evaluation = Evaluation(trainer, settings, evaluation_data, watch)
+    return Prepared(trainer, watch, evaluation)
+
+
+def _check_backend(project: Project) -> None:
+    """Only here: a module of the project may have registered one of its own."""
+    backend = project.settings.trainer.backend
+    known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]
+    for part in backend.split(",") if backend is not None else ():
+        name = part.rpartition(":")[2].lower()
+        if name not in known:
+            key = "trainer.backend"
+            raise fail(project.origin(key), f"{key}: torch.distributed has no backend {name!r}: {nearest(name, known)}")
 
 
 def model_factory(settings: Settings) -> Callable[[], Any]:
@@ -129,7 +162,7 @@ def _follow(trainer: Trainer, settings: Settings, watch: Watch | None) -> None:
         nonlocal lowest
         lowest = min(lowest, record.loss)
         if limit is not None and lowest > 0 and record.loss > limit * lowest:
-            raise ValueError(
+            raise Told(
                 f"the loss is {record.loss:.6g} at step {record.step}, more than trainer.max_loss_ratio={limit:g} "
                 f"times its lowest, {lowest:.6g}: the run diverges; lower the learning rate, or clip with max_grad_norm"
             )
@@ -190,7 +223,7 @@ class Evaluation:
 
 def _only(values: dict[str, float], name: str, key: str) -> dict[str, float]:
     if name not in values:
-        raise ValueError(f"{key}={name} is not among what the evaluation gives: choose one of {', '.join(values)}")
+        raise Told(f"{key}={name} is not among what the evaluation gives: choose one of {', '.join(values)}")
     return {name: values[name]}
 
 
