@@ -1,0 +1,83 @@
+"""Steps with one function: what is known beforehand decides whether graphs may run its micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.core.events import Events
+from paceline.core.world import World
+from paceline.run.capture.graphs import CudaGraphs, Graphs
+from paceline.run.capture.micro_batch import CapturedPass, Function, PythonPass
+from paceline.run.capture.update import CapturedUpdate
+from paceline.run.config import RunConfig
+from paceline.run.loop import Loop, StepRecord
+from paceline.sync.averaging import Averaging
+from paceline.sync.gradients import GradientExchange
+
+
+class Stepping:
+    """Runs one loop's micro-batches with functions of the user's. `graphs`: of the device, or why there are none."""
+
+    def __init__(
+        self, loop: Loop, exchange: GradientExchange, events: Events, graphs: Graphs | str, config: RunConfig
+    ) -> None:
+        self._loop = loop
+        self._exchange = exchange
+        self._events = events
+        self._graphs = graphs
+        self._is_forced = config.capture == "on"
+        self._device = next(iter(loop.replica.parameters.values())).device
+        if not isinstance(graphs, str):
+            self._update = CapturedUpdate(loop.replica, config.max_grad_norm, graphs, events, is_forced=self._is_forced)
+            loop.update = self._update
+
+    def with_function(self, function: Function) -> StepFunction:
+        if isinstance(self._graphs, str):
+            if self._device.type == "cuda":  # others have no graphs, and nobody asks why
+                self._events.emit("capture", what="micro-batch", reason=self._graphs)
+            return StepFunction(self._loop, PythonPass(self._loop, function))
+        captured = CapturedPass(
+            self._loop,
+            self._exchange,
+            function,
+            self._graphs,
+            self._update,
+            self._events,
+            is_forced=self._is_forced,
+        )
+        return StepFunction(self._loop, captured)
+
+
+class StepFunction:
+    """Call it with each micro-batch; returns the record of the step that it completed, if it did."""
+
+    def __init__(self, loop: Loop, run_micro_batch: PythonPass | CapturedPass) -> None:
+        self._loop = loop
+        # Forward and backward alone; returns the function's numbers about the micro-batch.
+        self.run_micro_batch = run_micro_batch
+
+    def __call__(self, batch: Any) -> StepRecord | None:
+        self.run_micro_batch(batch)
+        return self._loop.step()
+
+
+def graphs_for(config: RunConfig, world: World) -> Graphs | str:
+    """The device's graphs, or why nothing can be captured."""
+    obstacle = _obstacle(config, world)
+    if obstacle is None:
+        return CudaGraphs(world.device)
+    if config.capture == "on":
+        raise ValueError(f'capture="on", but nothing can be captured: {obstacle}; choose capture="auto" or "off"')
+    return obstacle
+
+
+def _obstacle(config: RunConfig, world: World) -> str | None:
+    if config.capture == "off":
+        return 'capture="off"'
+    if world.device.type != "cuda":
+        return f"{world.device} is no CUDA device"
+    if config.precision == "fp16":
+        return "fp16 decides on the host, after backward, whether a step is taken"
+    if isinstance(config.strategy, Averaging) and world.size > 1:
+        return "replicas that are averaged exchange weights, not gradients"
+    return None

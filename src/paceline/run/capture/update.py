@@ -1,0 +1,214 @@
+"""The optimizers' step, replayed from a graph as long as their settings and the gradients' places stay the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+from paceline.core.errors import MisuseError
+from paceline.core.events import Events
+from paceline.run.capture.graphs import CaptureFailed, Graph, Graphs
+from paceline.run.replica import Replica
+from paceline.run.update import Update
+
+STEPS_BEFORE_CAPTURE = 3
+# After so many steps without capture it is said why, and after so many captures there are no more.
+STEPS_BEFORE_REASON = 50
+MAX_CAPTURES = 20
+MAX_GRAPHS = 4
+
+_Places: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class CapturedUpdate(Update):
+    """Does the same as `Update`; once armed, by a graph where the last steps were alike."""
+
+    def __init__(
+        self, replica: Replica, max_norm: float | None, graphs: Graphs, events: Events, *, is_forced: bool
+    ) -> None:
+        super().__init__(replica, max_norm)
+        self._graphs = graphs
+        self._events = events
+        self._is_forced = is_forced
+        self._is_armed = self._is_over = self.is_done = False
+        self._parameters = list(replica.parameters.values())
+        self._settings: Settings | None = None
+        self._times: Counter[_Places] = Counter()
+        self._captured: dict[_Places, tuple[Graph, torch.Tensor | None]] = {}
+        self._norm: torch.Tensor | None = None
+        self._num_captures = self._num_changes = 0
+
+    def arm(self) -> None:
+        """Micro-batches are replayed from now on, so their gradients lie at fixed places."""
+        if self._is_armed or self._is_over:
+            return
+        self._is_armed = True
+        if obstacle := _obstacle(self._replica.optimizers):
+            self._end(obstacle)
+
+    def disarm(self) -> None:
+        """They are not: gradients would hardly be found again where they were."""
+        self._is_armed = False
+        self._forget()
+
+    def steady_settings(self) -> Settings | None:
+        """The settings that a graph of the optimizers was recorded with, if they are still the same."""
+        if not self._captured or not self._is_armed or self._settings is None or self._settings.change() is not None:
+            return None
+        return self._settings
+
+    def has_graph_for(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Whether gradients at these places were captured before."""
+        return self._places(gradients) in self._captured
+
+    def clip_and_step(self) -> torch.Tensor | None:
+        """All of it, for a graph that is being recorded."""
+        with _capturable(self._replica.optimizers):
+            norm = super().clip()
+            super().step()
+        return norm
+
+    def was_replayed(self, norm: torch.Tensor | None) -> None:
+        """A graph has done all of it for this step, and left the norm there."""
+        self.is_done = True
+        self._norm = norm
+
+    def clip(self) -> torch.Tensor | None:
+        if self._max_norm is None:
+            return None
+        if self.is_done:
+            assert self._norm is not None
+            return self._norm.clone()  # the next step has its own in the same place
+        captured = self._graph_of_this_step()
+        if captured is None:
+            return super().clip()
+        graph, norm = captured
+        graph.replay()
+        self.was_replayed(norm)
+        assert norm is not None
+        return norm.clone()
+
+    def step(self) -> None:
+        if self.is_done:
+            self.is_done = False
+            return
+        captured = self._graph_of_this_step() if self._max_norm is None else None
+        if captured is None:
+            super().step()
+        else:
+            captured[0].replay()
+
+    def _graph_of_this_step(self) -> tuple[Graph, torch.Tensor | None] | None:
+        if not self._is_armed or self._is_over:
+            return None
+        change = None if self._settings is None else self._settings.change()
+        if self._settings is None or change is not None:
+            self._forget()
+            self._settings = Settings(self._replica.optimizers)
+            self._num_changes += 1
+            if self._num_changes == STEPS_BEFORE_REASON:
+                self._events.emit("capture", what="optimizer", reason=f"{change} with nearly every step")
+        places = self._places([parameter.grad for parameter in self._parameters])
+        captured = self._captured.get(places)
+        if captured is not None or len(self._captured) == MAX_GRAPHS:
+            return captured
+        self._times[places] += 1
+        return self._capture(places) if self._times[places] > STEPS_BEFORE_CAPTURE else None
+
+    def _capture(self, places: _Places) -> tuple[Graph, torch.Tensor | None] | None:
+        assert self._settings is not None
+        if self._num_captures == MAX_CAPTURES:
+            self._end(f"it was captured {MAX_CAPTURES} times, and its settings have changed again")
+            return None
+        try:
+            captured = self._graphs.record(self.clip_and_step)
+        except CaptureFailed as failure:
+            self._end(str(failure))
+            return None
+        if (change := self._settings.change()) is not None:
+            self._end(change)
+            return None
+        self._num_changes = 0
+        self._num_captures += 1
+        self._captured[places] = captured
+        self._events.emit("capture", what="optimizer", number=self._num_captures)
+        return captured
+
+    def _places(self, gradients: Sequence[torch.Tensor | None]) -> _Places:
+        """Where a graph would find parameters and gradients."""
+        own = tuple([parameter.data_ptr() for parameter in self._parameters])
+        return own, tuple([0 if gradient is None else gradient.data_ptr() for gradient in gradients])
+
+    def _forget(self) -> None:
+        self._settings = None
+        self._captured = {}
+        self._times.clear()
+
+    def _end(self, reason: str) -> None:
+        self._is_over = True
+        self._forget()
+        if self._is_forced:
+            raise MisuseError(
+                f'capture="on", but the optimizer cannot be captured: {reason}. Change that, or choose capture="auto"'
+            )
+        self._events.emit("capture", what="optimizer", reason=reason)
+
+
+class Settings:
+    """What a replayed step takes as it was, beside the places of parameters and gradients: settings and state."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._groups = [(group, dict(group), len(group["params"])) for o in optimizers for group in o.param_groups]
+        # Held, so that a graph never writes to memory that somebody else was given.
+        self._states = [(o, o.state, _tensors_of(o)) for o in optimizers]
+
+    def change(self) -> str | None:
+        """What is not as it was; None where everything is."""
+        for group, then, num_parameters in self._groups:
+            if group != then or len(group["params"]) != num_parameters:
+                changed = [key for key in group if group[key] != then.get(key)] or ["params"]
+                return f"{', '.join(map(repr, changed))} of its settings changed"
+        for optimizer, state, tensors in self._states:
+            if optimizer.state is not state or sum(map(len, state.values())) != len(tensors):
+                return "its state was replaced"
+        return None
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [value for values in optimizer.state.values() for value in values.values()]
+
+
+def _obstacle(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        hooks: Any = optimizer
+        if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+            return f"{name} has step hooks, which a replay does not call"
+        for group in optimizer.param_groups:
+            if type(optimizer).__module__.partition(".")[0] != "torch" or not _keeps_its_steps_on_device(group, name):
+                return f"{name} computes on the host: Adam and AdamW with fused=True, and SGD, do not"
+            if name == "SGD" and isinstance(group["lr"], torch.Tensor):
+                return "SGD reads a learning rate that is a tensor on the host: give a number"
+    return None
+
+
+def _keeps_its_steps_on_device(group: dict[str, Any], name: str) -> bool:
+    return name == "SGD" or bool(group.get("capturable") or (name in ("Adam", "AdamW") and group.get("fused")))
+
+
+@contextmanager
+def _capturable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Fused ones compute the same either way, but refuse to be captured unless told so when they were made."""
+    fused = [group for o in optimizers for group in o.param_groups if group.get("fused") and "capturable" in group]
+    before = [group["capturable"] for group in fused]
+    for group in fused:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, was_capturable in zip(fused, before, strict=True):
+            group["capturable"] = was_capturable
