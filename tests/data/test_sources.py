@@ -356,3 +356,12 @@ def test_a_cycle_draws_anew_in_every_pass() -> None:
     with pytest.raises(OSError, match="truncated") as caught:
         Cycle(Broken(), 40, seed=0).read(indices(16), 0, 16)
     assert caught.value.__notes__ == ["while reading sample 6 of the data set"]
+
+
+def test_columns_in_channels_last_stay_so() -> None:
+    images = torch.randn(10, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    batch = read(images, 4, 2)
+    assert torch.equal(batch, images[[4, 2]])
+    assert batch.is_contiguous(memory_format=torch.channels_last)
+    for part in Columns(images).read_parts(indices(*range(8)), 4):
+        assert part.is_contiguous(memory_format=torch.channels_last)

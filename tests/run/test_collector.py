@@ -81,12 +81,12 @@ def full_collections(place: Callable[[], Any]) -> Iterator[list[Any]]:
         gc.callbacks.remove(note)
 
 
-def where_collected(garbage_collection: str) -> list[tuple[int, bool]]:
+def where_collected(garbage_collection: str, **settings: Any) -> list[tuple[int, bool]]:
     """The step of each full collection, and whether it came in the middle of one, where objects pile up."""
     kept, is_inside = [], False
     with (
         thresholds(*EAGER),
-        trainer_over(NUM_STEPS, garbage_collection=garbage_collection) as trainer,
+        trainer_over(NUM_STEPS, garbage_collection=garbage_collection, **settings) as trainer,
         full_collections(lambda: (trainer.position.step, is_inside)) as places,
     ):
         for epoch in trainer.epochs(1):
@@ -111,16 +111,19 @@ def test_as_usual_they_come_in_the_middle_of_steps() -> None:
 
 def test_two_workers_collect_at_the_same_steps(pool: WorkerPool) -> None:
     def work() -> list[int]:
-        with (
-            trainer_over(NUM_STEPS, micro_batch=1) as trainer,
-            full_collections(lambda: trainer.position.step) as steps,
-        ):
-            for epoch in trainer.epochs(1):
-                for batch in epoch:
-                    take_step(trainer, batch)
-            return [step for step in steps if WARM_UP_STEPS <= step < NUM_STEPS]
+        return [step for step, _ in where_collected("between steps", micro_batch=1) if step >= WARM_UP_STEPS]
 
     assert pool.run(work, 2) == [GRID, GRID]
+
+
+def test_where_nothing_became_old_nothing_is_collected_after_the_warm_up() -> None:
+    with (
+        thresholds(100_000_000, 10, 10),
+        trainer_over(NUM_STEPS) as trainer,
+        full_collections(lambda: trainer.position.step) as steps,
+    ):
+        leave_at_the_end(trainer)
+        assert [step for step in steps if step < NUM_STEPS] == [WARM_UP_STEPS]
 
 
 class Node:
@@ -135,8 +138,8 @@ def test_cycles_that_a_program_makes_in_its_steps_are_freed() -> None:
     recent: deque[Node] = deque(maxlen=300)
     most = 0
     per_step = 100
-    # Young objects are not collected by Python itself here, so that what is seen is our doing.
-    with thresholds(100_000_000, 10, 10), trainer_over(8 * EVERY_STEPS) as trainer:
+    # They soon become old here, so that Python itself does not find them young.
+    with thresholds(50, 1, 10), trainer_over(8 * EVERY_STEPS) as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:
                 take_step(trainer, batch)
@@ -159,6 +162,7 @@ def test_what_was_set_aside_is_looked_at_again_when_it_has_doubled() -> None:
     for number in range(2 * num_alive // size + 4):
         kept = [Node() for _ in range(size)]
         nodes.update(kept[::1000])
+        gc.collect(1)  # they become old
         run.between_steps(WARM_UP_STEPS + number * EVERY_STEPS)
         most = max(most, 1000 * len(nodes))
     run.close()
@@ -244,7 +248,12 @@ def test_a_disabled_collector_stays_disabled_and_is_not_called() -> None:
 
 
 def test_a_collector_that_the_user_disables_in_mid_run_rests_until_it_is_enabled_again() -> None:
-    with trainer_over(NUM_STEPS) as trainer, full_collections(lambda: trainer.position.step) as steps:
+    kept = []
+    with (
+        thresholds(*EAGER),
+        trainer_over(NUM_STEPS) as trainer,
+        full_collections(lambda: trainer.position.step) as steps,
+    ):
         try:
             for epoch in trainer.epochs(1):
                 for batch in epoch:
@@ -252,6 +261,8 @@ def test_a_collector_that_the_user_disables_in_mid_run_rests_until_it_is_enabled
                         gc.disable()
                     if trainer.position.step == EVERY_STEPS + 5:
                         gc.enable()
+                    if trainer.position.step >= WARM_UP_STEPS:
+                        kept.append([[i] for i in range(2500)])
                     take_step(trainer, batch)
         finally:
             gc.enable()

@@ -24,6 +24,8 @@ class DeviceCopier:
             return batch
         if self._stream is None:
             return to_device(batch, self._device)
+        if _lies_on(self._device, batch):
+            return batch
         computing = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             moved = to_device(batch, self._device, _pinned)
@@ -31,6 +33,12 @@ class DeviceCopier:
         # The allocator must not hand the memory out again while the computing stream still reads it.
         visit_tensors(moved, lambda tensor: tensor.record_stream(computing) if tensor.is_cuda else None)
         return moved
+
+
+def _lies_on(device: torch.device, batch: Any) -> bool:
+    devices: set[torch.device] = set()
+    visit_tensors(batch, lambda tensor: devices.add(tensor.device))
+    return devices == {device}
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

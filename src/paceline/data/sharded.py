@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from paceline.data.blocks import Blocks, blocks_of
 from paceline.data.device import DeviceCopier
 from paceline.data.feed import PlanStep, Step
 from paceline.data.orders import Epoch, Epochs, Request, num_left
@@ -47,18 +48,50 @@ class ShardedFeed:
         self._prefetcher = _prefetcher(source, self._read, readers, prefetch)
         # Weights that are known before reading save a pass over all gradients; bad samples that are left out are not.
         self._knows_weights = weight_fn is None and not hasattr(source, "read_counted")
+        self._epoch: Epoch | None = None
+        self._blocks: Blocks | None = None
 
     def begin_step(self, position: Position) -> Step:
-        self._epoch = self._epochs.begin(position.epoch)
-        left = num_left(self._epoch, position)
+        epoch = self._epochs.begin(position.epoch)
+        if epoch is not self._epoch:
+            self._epoch = epoch
+            may_read_blocks = self._prefetcher is None and self._at_once == 1
+            self._blocks = blocks_of(self._source, epoch) if may_read_blocks else None
+        left = num_left(epoch, position)
         self._position, self._plan = position, self._plan_step(left)
         count = self._plan[-1].stop
-        num_samples = self._epoch.num_samples(position.micro_batch, count)
+        num_samples = epoch.num_samples(position.micro_batch, count)
         is_cut = count == left and position.micro_batch > 0
         return Step(self._plan, num_samples, num_samples if self._knows_weights else None, is_cut)
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
-        request = self._epoch.request(self._position.micro_batch + numbers[0], len(numbers))
+        assert self._epoch is not None
+        batch, num_samples = self._from_block(self._epoch, numbers) or self._one(self._epoch, numbers)
+        if batch is None:
+            return None, 0
+        # Weighed on the host: asking a GPU would wait for it.
+        weight = num_samples if self._weight_fn is None else checked_weight(self._weight_fn(batch))
+        return self._to_device(batch), weight
+
+    def after_step(self, position: Position) -> Position:
+        assert self._epoch is not None
+        return position.after_step(self._plan[-1].stop, self._epoch.steps)
+
+    def close(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def _from_block(self, epoch: Epoch, numbers: range) -> tuple[Any, int] | None:
+        if self._blocks is None:
+            return None
+        steps, begun = epoch.steps, self._position.micro_batch
+        # A worker alone takes them all; of others', those of the next step are nobody's yet.
+        stop = steps.num_micro_batches if len(self._plan) == 1 else begun + self._plan[self._rank].stop
+        batch = self._blocks.take(begun + numbers[0], stop)
+        return None if batch is None else (batch, steps.micro_batch)
+
+    def _one(self, epoch: Epoch, numbers: range) -> tuple[Any, int]:
+        request = epoch.request(self._position.micro_batch + numbers[0], len(numbers))
         if self._prefetcher is None:
             read = self._read(request)
         else:
@@ -66,23 +99,12 @@ class ShardedFeed:
             read = self._prefetcher.take(request)
         if read.skipped:
             self._source.tell(read.skipped)  # type: ignore[attr-defined]
-        if read.batch is None:
-            return None, 0
-        # Weighed on the host: asking a GPU would wait for it.
-        weight = read.num_samples if self._weight_fn is None else checked_weight(self._weight_fn(read.batch))
-        return self._to_device(read.batch), weight
-
-    def after_step(self, position: Position) -> Position:
-        return position.after_step(self._plan[-1].stop, self._epoch.steps)
-
-    def close(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
+        return read.batch, read.num_samples
 
     def _upcoming(self, first: int) -> Iterator[Request]:
         """This worker's requests from the one at number `first` of this step on, as the plan would have them."""
         position, plan = self._position, self._plan
-        epoch: Epoch | None = self._epoch
+        epoch = self._epoch
         while epoch is not None:
             for numbers in passes(plan[self._rank], self._at_once):
                 if numbers[0] >= first:
@@ -101,9 +123,11 @@ def reader_of(source: Source) -> Callable[[Request], Read]:
     return lambda asked: Read(source.read(asked.indices, asked.epoch, asked.position), asked.num_samples)
 
 
-def passes(numbers: range, at_once: int) -> Iterator[range]:
+def passes(numbers: range, at_once: int) -> Iterable[range]:
     """The micro-batches of a share, as many together as the device runs at once."""
-    return (numbers[start : start + at_once] for start in range(0, len(numbers), at_once))
+    if 0 < len(numbers) <= at_once:
+        return (numbers,)
+    return [numbers[start : start + at_once] for start in range(0, len(numbers), at_once)]
 
 
 def checked_weight(value: Any) -> int:

@@ -2,7 +2,8 @@
 
 A full collection visits every object that can refer to others, about 0.1 us each: with a data set in Python lists that
 is a fraction of a second, and since each worker's comes at a moment of its own, all the others wait for it too. Here
-full collections come between two steps, on all workers at the same ones. What survives a collection is set aside
+full collections come between two steps, on all workers at the same ones, and only if objects have become old since the
+last. What survives a collection is set aside
 (`gc.freeze`), so that the next one visits only what is new, and takes microseconds.
 
 Nothing is kept for good. Young objects are collected as usual, at any time. What was set aside is looked at again when
@@ -68,6 +69,7 @@ class CollectBetweenSteps:
 
     def __init__(self) -> None:
         self._due: int | None = None
+        self._is_warm = False
 
     def begin_epoch(self, step: int) -> None:
         if self._due is None:
@@ -82,7 +84,8 @@ class CollectBetweenSteps:
         self._due = (step // EVERY_STEPS + 1) * EVERY_STEPS
         if _PROCESS.is_frozen_by_user():
             self._due = sys.maxsize
-        else:
+        elif not self._is_warm or may_be_garbage():
+            self._is_warm = True
             _PROCESS.collect(self)
 
     def end_epoch(self) -> None:
@@ -90,6 +93,15 @@ class CollectBetweenSteps:
 
     def close(self) -> None:
         _PROCESS.release(self)
+
+
+def may_be_garbage() -> bool:
+    """Whether any object has become old since the last full collection: younger ones Python itself looks at.
+
+    A full collection is not free where it finds nothing: it also empties the lists from which Python takes new objects.
+    """
+    has_generations = sys.version_info < (3, 14)
+    return not has_generations or gc.get_count()[2] > 0
 
 
 def collector_for(garbage_collection: GarbageCollection) -> Collector:

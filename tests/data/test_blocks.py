@@ -1,0 +1,154 @@
+"""Micro-batches gathered several at once: the same samples as one by one, each with memory of its own."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.data.blocks import ALIGNMENT_BYTES, BLOCK_BYTES, MAX_AT_ONCE, blocks_of
+from paceline.data.orders import CutEpoch, SeededEpochs
+from paceline.data.sharded import ShardedFeed
+from paceline.data.sources import Columns, Samples
+from paceline.plan.shares import Plan
+from paceline.plan.steps import Position, Steps
+
+CPU = torch.device("cpu")
+WIDTH = 16  # floats: a cache line
+
+
+class CountedColumns(Columns):
+    """Counts its gathers."""
+
+    def __init__(self, columns: Any) -> None:
+        super().__init__(columns)
+        self.num_read = 0
+
+    def _rows(self, indices: Any) -> list[torch.Tensor]:
+        self.num_read += 1
+        return super()._rows(indices)
+
+
+def numbered(num_samples: int, width: int = WIDTH) -> torch.Tensor:
+    """Every row holds its own number."""
+    return torch.arange(float(num_samples))[:, None].expand(-1, width).contiguous()
+
+
+def epoch_of(num_samples: int, micro_batch: int, **cut: Any) -> CutEpoch:
+    steps = Steps(num_samples, cut.pop("global_batch", micro_batch), micro_batch, **cut)
+    epoch = SeededEpochs(steps, num_samples, seed=3, shuffle=True).begin(0)
+    assert isinstance(epoch, CutEpoch)
+    return epoch
+
+
+def feed(source: Any, steps: Steps, plan: Plan | None = None, rank: int = 0, **settings: Any) -> ShardedFeed:
+    epochs = SeededEpochs(steps, len(source), seed=3, shuffle=True)
+    return ShardedFeed(
+        source, epochs, lambda left: plan or (range(min(left, steps.max_micro_batches)),), rank, CPU, **settings
+    )
+
+
+def visited(feed: ShardedFeed, rank: int = 0) -> list[list[int]]:
+    position, found = Position(), []
+    while position.epoch < 2:
+        step = feed.begin_step(position)
+        for number in step.plan[rank]:
+            batch, weight = feed.micro_batch(range(number, number + 1))
+            assert weight == len(batch)
+            found.append(batch[:, 0].int().tolist())
+        position = feed.after_step(position)
+    return found
+
+
+@pytest.mark.parametrize("num_samples", [64, 67, 300])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_they_are_those_that_are_read_one_by_one(num_samples: int, micro_batches: int) -> None:
+    steps = Steps(num_samples, 4 * micro_batches, 4)
+    source = CountedColumns(numbered(num_samples))
+    one_by_one = Samples(list(source.read(np.arange(num_samples), 0, 0)), None, seed=0)
+    assert visited(feed(source, steps)) == visited(feed(one_by_one, steps))
+    num_micro_batches = 2 * steps.num_micro_batches
+    assert source.num_read <= num_micro_batches / MAX_AT_ONCE + 5
+
+
+def test_of_two_workers_each_gathers_its_part_of_a_step() -> None:
+    steps = Steps(64, 32, 4)
+    plan = (range(3), range(3, 8))
+    sources = [CountedColumns(numbered(64)) for _ in plan]
+    parts = [visited(feed(source, steps, plan, rank), rank) for rank, source in enumerate(sources)]
+    assert [source.num_read for source in sources] == [4, 4]  # once per step
+    assert sorted(chain(*parts[0], *parts[1])) == sorted([*range(64)] * 2)
+
+
+def test_a_step_that_is_begun_again_gets_its_samples_again_whatever_was_done_to_them() -> None:
+    source = feed(Columns(numbered(64)), Steps(64, 4, 4))
+    source.begin_step(Position())
+    first, _ = source.micro_batch(range(1))
+    before = first.clone()
+    first.zero_()
+    source.begin_step(Position())
+    again, _ = source.micro_batch(range(1))
+    assert torch.equal(again, before)
+
+
+def test_a_position_in_mid_epoch_is_found() -> None:
+    whole = visited(feed(Columns(numbered(64)), Steps(64, 4, 4)))
+    jumping = feed(Columns(numbered(64)), Steps(64, 4, 4))
+    for number in (5, 6, 2, 15, 3):
+        jumping.begin_step(Position(0, number, number))
+        assert jumping.micro_batch(range(1))[0][:, 0].int().tolist() == whole[number]
+
+
+def test_changing_one_in_place_spoils_no_other() -> None:
+    weight = torch.ones(WIDTH, requires_grad=True)
+    blocks = blocks_of(Columns(numbered(64)), epoch_of(64, 4))
+    assert blocks is not None
+    first, second = blocks.take(0, 16), blocks.take(1, 16)
+    before = second.clone()
+    loss = (first * weight).sum()
+    second.mul_(weight)  # as a user may who scales its input in place
+    (loss + second.sum()).backward()
+    assert torch.equal(weight.grad, numbered(64)[first[:, 0].long()].sum(0) + before.sum(0))
+
+
+def test_every_one_starts_on_a_cache_line() -> None:
+    blocks = blocks_of(Columns((numbered(64), torch.arange(64))), epoch_of(64, 8))
+    assert blocks is not None
+    for number in range(8):
+        assert all(column.data_ptr() % ALIGNMENT_BYTES == 0 for column in blocks.take(number, 8))
+
+
+@pytest.mark.parametrize(
+    ("columns", "micro_batch"),
+    [
+        ((numbered(64), torch.arange(64)), 4),  # 32 bytes of numbers
+        (numbered(64, 15), 4),
+        (numbered(64, BLOCK_BYTES // 16), 4),  # one is as large as a block
+    ],
+    ids=["narrow", "odd", "large"],
+)
+def test_what_does_not_fit_is_read_one_by_one(columns: Any, micro_batch: int) -> None:
+    assert blocks_of(Columns(columns), epoch_of(64, micro_batch)) is None
+
+
+def test_larger_micro_batches_come_in_smaller_blocks() -> None:
+    width = BLOCK_BYTES // (2 * 4 * 4)
+    source = CountedColumns(numbered(64, width))
+    blocks = blocks_of(source, epoch_of(64, 4))
+    assert blocks is not None
+    for number in range(6):
+        blocks.take(number, 16)
+    assert source.num_read == 3
+
+
+def test_readers_read_one_by_one() -> None:
+    source = CountedColumns(numbered(64))
+    reading = feed(source, Steps(64, 4, 4), readers=1)
+    try:
+        assert len(visited(reading)) == 32
+    finally:
+        reading.close()
+    assert source.num_read == 0  # here: its readers did

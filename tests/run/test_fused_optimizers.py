@@ -1,0 +1,93 @@
+"""Optimizers that were left to choose are fused, and do what they would have done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import digest, mlp, vectors
+from torch.nn import functional
+
+import paceline as pl
+
+Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+
+def trained(optimizer: Any, **settings: Any) -> dict[str, torch.Tensor]:
+    data = vectors(40)
+    with pl.Trainer.setup(mlp, optimizer, data=data, global_batch=8, **settings) as trainer:
+        for epoch in trainer.epochs(3):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        state: dict[str, torch.Tensor] = trainer.model.state_dict()
+        return state
+
+
+def is_fused(optimizer: Any, **settings: Any) -> list[Any]:
+    with pl.Trainer.setup(mlp, optimizer, data=vectors(8), global_batch=8, **settings) as trainer:
+        return [group["fused"] for group in trainer.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda p, **choice: torch.optim.SGD(p, lr=0.05, **choice),
+        lambda p, **choice: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True, **choice),
+        lambda p, **choice: torch.optim.Adam(p, lr=0.01, amsgrad=True, **choice),
+        lambda p, **choice: torch.optim.AdamW(p, lr=0.01, **choice),
+        lambda p, **choice: torch.optim.AdamW([{"params": p[:2]}, {"params": p[2:], "lr": 0.1}], lr=0.01, **choice),
+    ],
+    ids=["SGD", "momentum", "Adam", "AdamW", "groups"],
+)
+def test_they_do_what_torch_does_with_fused_and_nearly_what_it_does_without(factory: Any) -> None:
+    assert set(is_fused(factory)) == {True}
+    ours = trained(factory)
+    assert digest(ours) == digest(trained(lambda p: factory(p, fused=True)))
+    torch.testing.assert_close(ours, trained(factory, fused_optimizers=False), rtol=1e-4, atol=1e-6)
+
+
+def test_the_setting_leaves_them_as_they_are() -> None:
+    assert is_fused(torch.optim.AdamW, fused_optimizers=False) == [None]
+    plain = trained(lambda p: torch.optim.AdamW(p, foreach=False))
+    assert digest(trained(torch.optim.AdamW, fused_optimizers=False)) == digest(plain)
+
+
+def used_before(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """May do anything in its step."""
+
+
+@pytest.mark.parametrize(
+    ("factory", "before", "reason"),
+    [
+        (lambda p: torch.optim.AdamW(p, foreach=True), None, "AdamW is not fused: it was made with foreach=True"),
+        (lambda p: torch.optim.AdamW(p, fused=False), False, "it was made with fused=False"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), None, "it was made with differentiable=True"),
+        (used_before, None, "it has been used before, and goes on as it began"),
+        (OwnAdamW, None, "OwnAdamW is not fused: torch has no such kernel for it"),
+    ],
+)
+def test_others_stay_as_they_are_and_the_log_says_why(
+    factory: Factory, before: bool | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "paceline"):
+        assert is_fused(factory) == [before]
+    assert reason in caplog.text
+
+
+def test_an_optimizer_without_such_a_kernel_trains(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "paceline"):
+        trained(lambda p: torch.optim.RMSprop(p, lr=0.01))
+    assert "the RMSprop is not fused: torch has no such kernel for it" in caplog.text
