@@ -1,13 +1,14 @@
 """One GPU: what a tool adds to the step itself, in time and in memory. One part per question.
 
 gpt2-eager, gpt2-compiled: tokens/s of GPT-2 (124M) under bf16 autocast, fused AdamW, 16 x 1024 tokens a step.
-exact: the same, eager, in exact mode, against plain mode.
+exact: the same, eager, in exact mode, against plain mode; exact-of-4: in four micro-batches a step.
 cnn: images/s of a CNN of ResNet-18's size on 32 x 32 images, bf16, channels last.
-mlp: steps/s of a tiny MLP, where launching kernels takes all the time.
+mlp: steps/s of a tiny MLP, where launching kernels takes all the time; ours replays a CUDA graph.
 
-The data lie on the GPU and peers get whole batches as views of them, so that nobody waits for input. The limit is a
-bare loop. Contestants take turns; every part has a process of its own. Beside the speed: the most memory that a
-contestant's tensors took at a time in its turns.
+The data lie on the GPU, so that nobody waits for input. All contestants train on the same samples in the same shuffled
+order and gather each batch there; the others find the order ready. The limit is a bare loop. Contestants take turns;
+every part has a process of its own. Beside the speed: the most memory that a contestant's tensors took at a time in
+its turns.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +35,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from bench.gpu_models import gpt2, resnet18, tiny_mlp
 from bench.harness import Contestant, Result, Unavailable, alternate, circumstances, isolated, missing_package
+from bench.hugging_face import tell_steps, training_alone
 from bench.parts import Goal, Parts, to_limit
+from paceline.plan.order import EpochOrder
 
 BARE, OURS, EXACT = "bare loop", "paceline", "paceline exact"
 ENDLESS = 10**9
 NUM_BATCHES = 32
+NUM_ORDERS = 8
 WARMUP_STEPS, WARMUP_STEPS_OF_A_FIT = 8, 3
 
 Loop = Iterator[Any]  # yields after each optimizer step
@@ -64,20 +68,32 @@ class Work:
         return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.is_bf16 else nullcontext()
 
     def loader(self, collate: Callable[[Any], Any] | None = None) -> DataLoader[Any]:
-        return DataLoader(WholeBatches(self), batch_size=None, shuffle=True, collate_fn=collate or tuple)
+        return DataLoader(ShuffledBatches(self), batch_size=None, collate_fn=collate or tuple)
+
+    @cached_property
+    def orders(self) -> list[Tensor]:
+        """Our order of the samples in the first epochs, on the device."""
+        length = len(self.inputs[0])
+        orders = (EpochOrder(length, seed=0, epoch=epoch).indices(0, length) for epoch in range(NUM_ORDERS))
+        return [torch.from_numpy(order).to(self.device) for order in orders]
 
 
-class WholeBatches(Dataset[Any]):
-    """The work's batches in order, as views: nothing is copied."""
+class ShuffledBatches(Dataset[Any]):
+    """The work's batches, gathered on its device. To ask for the first one is to begin an epoch, with another order."""
 
     def __init__(self, work: Work) -> None:
-        self._parts = [tensor.split(work.batch) for tensor in work.inputs]
+        self._work = work
+        self._orders = itertools.cycle([order.split(work.batch) for order in work.orders])
+        self._rows: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
-        return len(self._parts[0])
+        return NUM_BATCHES
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        return tuple(part[index] for part in self._parts)
+        if index == 0:
+            self._rows = next(self._orders)
+        # Not index_select: that would turn channels last into channels first.
+        return tuple(tensor[self._rows[index]] for tensor in self._work.inputs)
 
 
 def wait_for(device: torch.device) -> None:
@@ -91,11 +107,11 @@ def wait_for(device: torch.device) -> None:
 def bare(work: Work) -> Contestant:
     model = work.make_model()
     optimizer = work.make_optimizer(model.parameters())
-    batches = WholeBatches(work)
+    batches = ShuffledBatches(work)
 
     def loop() -> Loop:
         while True:
-            for index in torch.randperm(len(batches)).tolist():
+            for index in range(len(batches)):
                 with work.autocast():
                     loss = model(*batches[index])
                 loss.backward()
@@ -106,7 +122,7 @@ def bare(work: Work) -> Contestant:
     return timed(work, loop())
 
 
-def paceline(work: Work, **settings: Any) -> Contestant:
+def paceline(work: Work, num_micro_batches: int = 1, **settings: Any) -> Contestant:
     import paceline as pl
 
     data = work.inputs if len(work.inputs) > 1 else work.inputs[0]
@@ -117,6 +133,7 @@ def paceline(work: Work, **settings: Any) -> Contestant:
             work.make_optimizer,
             data=data,
             global_batch=work.batch,
+            micro_batch=max(1, work.batch // num_micro_batches),
             precision="bf16" if work.is_bf16 else "fp32",
             quiet=True,
             **settings,
@@ -126,7 +143,30 @@ def paceline(work: Work, **settings: Any) -> Contestant:
                     with trainer.autocast():
                         loss = trainer.model(*([batch] if isinstance(batch, Tensor) else batch))
                     trainer.backward(loss)
-                    trainer.step()
+                    if trainer.step() is not None:
+                        yield
+
+    return timed(work, loop())
+
+
+def paceline_step(work: Work, **settings: Any) -> Contestant:
+    """With `step_with`, which may replay a CUDA graph."""
+    import paceline as pl
+
+    def loop() -> Loop:
+        with pl.Trainer.setup(
+            work.make_model,
+            work.make_optimizer,
+            data=work.inputs,
+            global_batch=work.batch,
+            precision="bf16" if work.is_bf16 else "fp32",
+            quiet=True,
+            **settings,
+        ) as trainer:
+            step = trainer.step_with(lambda batch: trainer.model(*batch))
+            for epoch in trainer.epochs(ENDLESS):
+                for batch in epoch:
+                    step(batch)
                     yield
 
     return timed(work, loop())
@@ -205,7 +245,7 @@ def lightning(work: Work) -> Contestant:
 
 
 def hugging_face(work: Work) -> Contestant:
-    from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+    from transformers import Trainer
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -215,38 +255,20 @@ def hugging_face(work: Work) -> Contestant:
         def forward(self, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
             return {"loss": self.model(*batch)}
 
-    class Timing(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            clock.step_ended(state.global_step)
-
     class OwnBatches(Trainer):
         def get_train_dataloader(self) -> DataLoader[Any]:
             return work.loader(lambda batch: {"batch": batch})
 
     clock, model = FitClock(work), WithLoss()
-    arguments = TrainingArguments(
-        tempfile.gettempdir(),  # it insists on a folder, although nothing is saved
-        max_steps=clock.last_step,
-        per_device_train_batch_size=work.batch,
-        use_cpu=work.device.type == "cpu",
-        bf16=work.is_bf16,
-        max_grad_norm=0.0,
-        lr_scheduler_type="constant",
-        logging_strategy="no",
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
+    is_cpu = work.device.type == "cpu"
+    arguments = training_alone(tempfile.gettempdir(), clock.last_step, work.batch, use_cpu=is_cpu, bf16=work.is_bf16)
     trainer = OwnBatches(
         model,
         arguments,
-        train_dataset=WholeBatches(work),
+        train_dataset=ShuffledBatches(work),
         optimizers=(work.make_optimizer(model.parameters()), None),
-        callbacks=[Timing()],
     )
-    trainer.remove_callback(PrinterCallback)
+    tell_steps(trainer, clock.step_ended)
 
     def turn() -> float:
         trainer.train()
@@ -411,6 +433,7 @@ class Part(NamedTuple):
     ours: Mapping[str, Mapping[str, Any]] = {OURS: {}}
     limit: str = BARE
     has_peers: bool = True
+    build: Callable[..., Contestant] = paceline
 
 
 def over_best_peer(result: Result) -> float:
@@ -432,8 +455,22 @@ PARTS = {
         limit=OURS,
         has_peers=False,
     ),
+    "exact-of-4": Part(
+        "tokens/s",
+        gpt2_work,
+        Goal("of plain mode, at least", to_limit(EXACT), 0.95),
+        ours={EXACT: {"exact": True, "num_micro_batches": 4}, OURS: {"num_micro_batches": 4}},
+        limit=OURS,
+        has_peers=False,
+    ),
     "cnn": Part("images/s", cnn_work, Goal("of the fastest other, at least", over_best_peer, 1.0)),
-    "mlp": Part("steps/s", mlp_work, Goal("of the bare loop, at least", to_limit(OURS), 15.0)),
+    "mlp": Part(
+        "steps/s",
+        mlp_work,
+        Goal("of the bare loop, at least", to_limit(OURS), 15.0),
+        ours={OURS: {}, "paceline without capture": {"capture": "off"}},
+        build=paceline_step,
+    ),
 }
 
 
@@ -447,7 +484,7 @@ def measure(name: str, num_turns: int, peers: Sequence[str], *, quick: bool) -> 
     asked = peers if part.has_peers else ()
     skipped = {peer: reason for peer in asked if (reason := missing_package(*PEERS[peer].packages))}
     builders: dict[str, Callable[[], Contestant]] = {BARE: partial(bare, work)} if part.limit == BARE else {}
-    builders |= {ours: partial(paceline, work, **settings) for ours, settings in part.ours.items()}
+    builders |= {ours: partial(part.build, work, **settings) for ours, settings in part.ours.items()}
     builders |= {peer: partial(PEERS[peer].build, work) for peer in asked if peer not in skipped}
     contestants = {contestant: Metered(build) for contestant, build in builders.items()}
     measured = alternate(contestants, num_turns)

@@ -21,7 +21,7 @@ PAIRS = [(X[i : i + MICRO_BATCH].clone(), Y[i : i + MICRO_BATCH].clone()) for i 
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, fused=True)  # as all but Ddp would have it anyway
 
 
 def build() -> nn.Module:

@@ -156,6 +156,8 @@ def test_misuse_of_the_loop(backward: str) -> None:
         batch = next(batches)
         with pytest.raises(pl.MisuseError, match="step\\(\\) was called before backward\\(\\)"):
             trainer.step()
+        with pytest.raises(TypeError, match="the loss is a NoneType: it must be a tensor with one number"):
+            trainer.backward(None)
         with pytest.raises(ValueError, match=r"the loss has shape \(4,\): it must be one number"):
             trainer.backward(trainer.model(batch.x).sum(1))
         if backward == "ours":

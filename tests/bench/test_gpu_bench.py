@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+import paceline as pl
 from bench import gpu
 from bench.gpu_models import gpt2, resnet18
 from bench.harness import Result, Unavailable
@@ -29,6 +30,24 @@ def test_peers_get_every_sample_once_per_epoch() -> None:
     work = gpu.mlp_work(CPU, quick=True)
     rows = torch.cat([x for x, _ in work.loader()])
     assert sorted(rows.tolist()) == sorted(work.inputs[0].tolist())
+
+
+def test_everybody_trains_on_the_same_samples_in_the_same_order() -> None:
+    work = gpu.cnn_work(CPU, quick=True)
+    loader = work.loader()
+    theirs = [images for _ in range(2) for images, _ in loader]
+    with pl.Trainer.setup(
+        work.make_model, work.make_optimizer, data=work.inputs, global_batch=work.batch, quiet=True
+    ) as trainer:
+        ours = []
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                ours.append(batch.x)
+                trainer.backward(trainer.model(*batch))
+                trainer.step()
+    assert all(map(torch.equal, theirs, ours))
+    assert len(theirs) == len(ours)
+    assert all(images.is_contiguous(memory_format=torch.channels_last) for images in theirs)
 
 
 def test_a_fit_that_ends_early_has_no_figure() -> None:

@@ -56,6 +56,19 @@ def test_weighted_mean_reaches_the_parameter_in_its_own_type_and_layout(
     torch.testing.assert_close(gradient.double(), expected, rtol=torch.finfo(dtype).eps * 4 + 1e-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_adding_all_gradients_at_once_gives_the_bits_of_adding_one_by_one(dtype: torch.dtype) -> None:
+    shapes = [(3,), (5, 7), (), (4, 3, 2, 2)]
+    one_by_one, at_once = (Bucket(parameters(*shapes, dtype=dtype), torch.float32, COMMUNICATOR, 2) for _ in range(2))
+    for weight, first in ((1 / 3, True), (0.7, False)):
+        gradients = [torch.randn(shape, dtype=dtype) for shape in shapes]
+        gradients[3] = gradients[3].to(memory_format=torch.channels_last)
+        for index, gradient in enumerate(gradients):
+            one_by_one.add(index, gradient, weight, first=first)
+        at_once.add_all(gradients, weight, first=first)
+        assert torch.equal(one_by_one.flat, at_once.flat)
+
+
 def test_exact_addition_over_several_blocks_is_elementwise() -> None:
     size = 2 * CPU_BLOCK + 17
     bucket = ExactBucket(parameters((size,)), torch.float32, COMMUNICATOR, 0)

@@ -16,6 +16,8 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.comm.local import LocalGroup
+from paceline.comm.single import SingleCommunicator
+from paceline.core.world import World
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients import BucketedGradients
 
@@ -229,6 +231,7 @@ def half_precision_run() -> tuple[list[tuple[int, bool]], bool]:
         micro_batch=2,
         precision="fp16",
         exact=True,
+        shares="equal",  # a worker without a share has no record of the step
     ) as trainer:
         for epoch in trainer.epochs(16):
             for batch in epoch:
@@ -316,3 +319,40 @@ def test_without_overlap_a_changed_pattern_is_no_error() -> None:
         one_step(replicas, twice)
         for parameter, gradient in zip(replicas[0][0].parameters(), once, strict=True):
             torch.testing.assert_close(parameter.grad, 2 * gradient)
+
+
+@pytest.mark.parametrize("pattern", [(1, 1, 1), (0, 1, 1), (1, 0, 1), (2, 1, 2), (1, 2, 1)])
+def test_gradients_taken_together_after_backward_have_the_bits_of_those_taken_by_hooks(
+    pattern: tuple[int, ...],
+) -> None:
+    """`pattern`: each micro-batch's weight; one of weight 2 uses only a part of the parameters."""
+
+    def gradients(**settings: Any) -> tuple[int, list[torch.Tensor | None]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
+        alone = SingleCommunicator(World())
+        exchange = BucketedGradients(
+            dict(model.named_parameters()), alone, Buffers(model, alone), max_micro_batches=3, **settings
+        )
+        for _ in range(2):
+            exchange.begin_step((range(3),), total_weight=sum(pattern))
+            for number, weight in enumerate(pattern):
+                exchange.begin_micro_batch(number, weight, is_last=number == 2)
+                used = model[1:] if weight == 2 else model
+                loss_of(used, X[5 * number : 5 * number + 5]).backward()
+                exchange.end_micro_batch(torch.tensor(float(number)))
+            exchange.send()
+            numbers = exchange.finish()
+            assert numbers is not None
+            assert numbers.losses == [number if weight else 0.0 for number, weight in enumerate(pattern)]
+        exchange.close()
+        return len(exchange._hooks), [p.grad for p in model.parameters()]
+
+    num_hooks, together = gradients()
+    assert num_hooks == 0
+    num_hooks, by_hooks = gradients(bucket_bytes=1)
+    assert num_hooks == 6
+    for mine, theirs in zip(together, by_hooks, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert torch.equal(mine, theirs)

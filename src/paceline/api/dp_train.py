@@ -19,7 +19,7 @@ from paceline.data.device import to_device
 from paceline.data.sources import Cycle, Source
 from paceline.observe.progress import StepLines
 from paceline.run.assemble import assemble
-from paceline.run.config import RunConfig
+from paceline.run.config import Capture, RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
 from paceline.run.loop import StepRecord
 from paceline.run.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
@@ -60,6 +60,7 @@ def dp_train(
     seed: int = 0,
     exact: bool = False,
     workers: int | None = None,
+    capture: Capture = "auto",
 ) -> DpResult:
     """Train `n_gpu` replicas together for `n_iter` optimizer steps; the mean of their gradients is applied to all.
 
@@ -74,6 +75,7 @@ def dp_train(
     max_norm: bound on the mean gradient's norm.
     lr: Adam's learning rate, unless `optimizer` (a function from parameters to a torch optimizer) is given.
     verbose: print iteration 1 and every so-many; True: each, False or 0: none.
+    capture: whether a GPU replays an iteration as a CUDA graph, "auto", "on" or "off"; see docs/capture.md.
     """
     to_start = workers_to_start(None)
     # A worker of an existing world starts no others; alone it starts one per device. So one of these is 1.
@@ -96,6 +98,7 @@ def dp_train(
         shuffle=False,
         max_grad_norm=max_norm if math.isfinite(max_norm) else None,
         exact=exact,
+        capture=capture,
     )
     train = partial(
         _train,
@@ -143,10 +146,10 @@ def _train(
     with run.cleanup:
         loop = run.loop
         loop.every(1, after_iteration)
+        step = run.stepping.with_function(lambda sample: (loss_of(loop.replica.model, sample), {}))
         try:
             for sample in loop.micro_batches(epoch=0):
-                loop.backward(loss_of(loop.replica.model, sample))
-                loop.step()
+                step(sample)
         except NonFiniteError as error:
             if error.micro_batch is None:
                 raise

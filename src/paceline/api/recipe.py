@@ -16,6 +16,7 @@ from paceline.api.trainer import Epoch, Trainer
 from paceline.comm.messages import gather
 from paceline.core.world import World
 from paceline.plan.steps import Position
+from paceline.run.capture.step import StepFunction
 from paceline.run.epoch_metrics import EpochMetrics, Tally
 from paceline.run.launching.background import Post
 from paceline.run.loop import StepRecord
@@ -80,10 +81,11 @@ def train(recipe: Recipe, post: Post) -> TrainedState:
                 trainer.request_stop()
 
         trainer.every(1, after_step)
+        step = trainer._run.stepping.with_function(partial(_loss_of, recipe, trainer))
         try:
             for epoch in trainer.epochs(recipe.num_epochs):
                 tally.begin()
-                _train_epoch(recipe, trainer, epoch, tally)
+                _train_epoch(step, trainer, epoch, tally)
                 metrics = tally.end(epoch.number)
                 post.send(metrics.to_dict())
                 if _call_back(recipe, trainer, metrics):
@@ -93,15 +95,18 @@ def train(recipe: Recipe, post: Post) -> TrainedState:
         return _state(trainer)
 
 
-def _train_epoch(recipe: Recipe, trainer: Trainer, epoch: Epoch, tally: Tally) -> None:
+def _train_epoch(step: StepFunction, trainer: Trainer, epoch: Epoch, tally: Tally) -> None:
     loop = trainer._run.loop
     for batch in epoch:
-        with trainer.autocast():
-            loss, scalars = _loss_and_scalars(recipe.train_fn(trainer.model, batch))
-        trainer.backward(loss)
+        scalars = step.run_micro_batch(batch)
         if scalars:
             tally.note(scalars, loop.weight)
         trainer.step()
+
+
+def _loss_of(recipe: Recipe, trainer: Trainer, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    with trainer.autocast():
+        return _loss_and_scalars(recipe.train_fn(trainer.model, batch))
 
 
 def _loss_and_scalars(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:

@@ -25,8 +25,9 @@ from paceline.data.skip_bad import Skipped
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
 from paceline.run.assemble import Run, assemble
+from paceline.run.capture.step import StepFunction
 from paceline.run.collector import GarbageCollection
-from paceline.run.config import Precision, RunConfig, SchedulerInterval, Strategy
+from paceline.run.config import Capture, Precision, RunConfig, SchedulerInterval, Strategy
 from paceline.run.evaluation import collect
 from paceline.run.evaluation.evaluate import evaluate
 from paceline.run.evaluation.predict import predict
@@ -87,6 +88,7 @@ class Trainer:
         weight_fn: Callable[[Any], int] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         max_grad_norm: float | None = None,
+        fused_optimizers: bool = True,
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool = False,
@@ -108,6 +110,7 @@ class Trainer:
         resident: bool = False,
         overlap: bool = True,
         garbage_collection: GarbageCollection = "between steps",
+        capture: Capture = "auto",
         ema: float | None = None,
         quiet: bool = False,
         checkpoints: Checkpoints | None = None,
@@ -123,6 +126,8 @@ class Trainer:
         optimizer: a function from parameters to a torch optimizer, or to a list of them; or, where the model is made
             already, optimizers over its parameters. scheduler: a function from that to a torch scheduler, or several,
             stepped after every optimizer step, or with scheduler_every="epoch" at the end of every epoch.
+        fused_optimizers: SGD, Adam and AdamW update all parameters in one kernel, unless they were made with another
+            choice (`fused=`, `foreach=`).
         data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
             torch Dataset; a source of `paceline.data`; or a stream, something to iterate over again and again, such as
             a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
@@ -160,6 +165,8 @@ class Trainer:
         timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
         garbage_collection: "between steps", Python's full collections come between two steps of an epoch, on all
             workers at the same ones; "as usual", whenever Python thinks fit. See docs/performance.md.
+        capture: what `step_with` launches on a GPU is recorded once as a CUDA graph and replayed: "auto", where that
+            pays and can be done; "on", or else an error that says why not; "off". See docs/capture.md.
         ema: the decay, such as 0.999, of an average of the weights that is kept beside them, after every step
             decay * average + (1 - decay) * weights; see `ema_weights`. Not with Averaging.
         quiet: say nothing about devices on stderr; so does the environment variable PACELINE_QUIET=1.
@@ -200,6 +207,7 @@ class Trainer:
             precision=precision,
             max_grad_norm=max_grad_norm,
             scheduler_every=scheduler_every,
+            fused_optimizers=fused_optimizers,
             exact=exact,
             strategy=strategy,
             shares=shares if isinstance(shares, str) else tuple(map(float, shares)),
@@ -215,6 +223,7 @@ class Trainer:
             timeout_s=timeout_s,
             threads=threads,
             garbage_collection=garbage_collection,
+            capture=capture,
         )
         world = World.from_environment(device)
         if world.size == 1 and device is None and device_count() > 1 and not is_quiet(quiet):
@@ -378,11 +387,31 @@ class Trainer:
 
         A bare `loss.backward()` is legal too, except with fp16; the run then does not know the loss.
         """
+        if self._config.capture == "on":
+            raise MisuseError('capture="on" needs the loss as a function: use trainer.step_with, or capture="auto"')
         self._run.loop.backward(loss)
 
     def step(self) -> StepRecord | None:
         """End this micro-batch. If it was this worker's last of the step, complete the step and return its record."""
         return self._run.loop.step()
+
+    def step_with(self, loss_of: Callable[[Any], torch.Tensor]) -> StepFunction:
+        """A function of micro-batches that does it all: the loss, in the run's precision, `backward` and `step`.
+
+            step = trainer.step_with(lambda batch: F.cross_entropy(trainer.model(batch.x), batch.y))
+            for epoch in trainer.epochs(3):
+                for batch in epoch:
+                    step(batch)
+
+        It returns what `step` returns. On a GPU that waits for the host, `loss_of` is recorded as a CUDA graph after
+        some steps and replayed, with the same result; its Python code does not run then. See `capture` in `setup`.
+        """
+
+        def function(batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+            with self.autocast():
+                return loss_of(batch), {}
+
+        return self._run.stepping.with_function(function)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes in the run's precision."""
@@ -410,7 +439,8 @@ class Trainer:
         """Call `listener(event)` when something happens beside the steps, the same on all workers.
 
         "plan": the workers' shares changed (shares, before). "drift": replicas drift apart, so they are averaged more
-        often (drift, every).
+        often (drift, every). "capture", on the worker that captures: a graph was recorded (what, number), or none is
+        replayed (what, reason).
         """
         self._run.events.listen(listener)
 

@@ -18,6 +18,7 @@ import secrets
 import select
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import c_int, c_long, c_uint, c_uint32, c_void_p
 from enum import IntEnum
 from itertools import product
@@ -27,8 +28,15 @@ import torch
 PAGE = mmap.PAGESIZE
 MAX_BUFFERS = 4096
 RECORD_BYTES = 128
+_KEY_BYTES = 8
 
 FIRST_BYTES = PAGE + 2 * MAX_BUFFERS * RECORD_BYTES
+
+# A pass over large memory takes a quarter less time in pages of this size than in ordinary ones.
+HUGE_PAGE = 2 << 20
+_MADV_COLLAPSE = 25  # Linux 6.1: replace what is there by huge pages, whatever the host's default
+# An arena's file begins with a huge page that nobody uses; see `_map`.
+_MIN_BYTES = 2 * HUGE_PAGE + FIRST_BYTES
 
 # The words of a board, 8 bytes each, after the arena's token.
 _CALLS, _INSIDE, _STATE, _NUM_BUFFERS, _BELL = range(1, 6)
@@ -62,9 +70,10 @@ class Arena:
     """One worker's memory, mapped by all. As large as the host's memory, of which only what is used exists."""
 
     def __init__(self, fd: int) -> None:
-        self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        self._mapping, self._first = _map(fd)
         # A core dump would contain all of it, zeros included.
-        self._memory.madvise(mmap.MADV_DONTDUMP)
+        self._mapping.madvise(mmap.MADV_DONTDUMP)
+        self._memory = memoryview(self._mapping)[self._first :]
         self.board = Board(self._memory)
 
     @classmethod
@@ -74,7 +83,7 @@ class Arena:
         file = os.open(path, os.O_RDWR)
         try:
             # Where processes are numbered differently (another container), this may be somebody else's file.
-            if os.fstat(file).st_size < FIRST_BYTES or (arena := cls(file)).token != token:
+            if os.fstat(file).st_size < _MIN_BYTES or (arena := cls(file)).token != token:
                 raise OSError(f"{path} is not the peer's memory: the workers do not see the same processes")
             return arena
         finally:
@@ -99,7 +108,7 @@ class OwnArena(Arena):
     def __init__(self) -> None:
         self.fd = os.memfd_create("paceline")
         try:
-            os.ftruncate(self.fd, PAGE * os.sysconf("SC_PHYS_PAGES"))
+            os.ftruncate(self.fd, _MIN_BYTES + PAGE * os.sysconf("SC_PHYS_PAGES"))
             super().__init__(self.fd)
             self._end = 0
             self.reserve(FIRST_BYTES)
@@ -109,12 +118,17 @@ class OwnArena(Arena):
         self._memory[:8] = secrets.token_bytes(7) + b"\0"  # positive as a signed integer too
 
     def reserve(self, nbytes: int) -> int:
-        """The offset of so many new bytes, zero, on pages of their own."""
-        offset, end = self._end, self._end + -(-nbytes // PAGE) * PAGE
+        """The offset of so many new bytes, zero, on pages of their own; on huge ones if they are many."""
+        page = HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE
+        offset = -(-self._end // page) * page
+        end = offset + -(-nbytes // page) * page
         if end > len(self._memory):
             raise OSError(f"{nbytes:,} bytes are more than this host has")
         # Now a lack of memory is an error that can be reported; at the first touch it would be a fatal signal.
-        os.posix_fallocate(self.fd, offset, end - offset)
+        os.posix_fallocate(self.fd, HUGE_PAGE + offset, end - offset)
+        if page == HUGE_PAGE:
+            with suppress(OSError):  # an older kernel, or no such page to be had: ordinary ones do
+                self._mapping.madvise(_MADV_COLLAPSE, self._first + offset, end - offset)
         self._end = end
         return offset
 
@@ -130,9 +144,9 @@ class Board:
     waits for reads the bell, looks again and, if it still is not there, sleeps until the bell rings.
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._words = memoryview(memory)[:PAGE].cast("Q")
-        self._records = memoryview(memory)[PAGE:FIRST_BYTES]
+    def __init__(self, memory: memoryview) -> None:
+        self._words = memory[:PAGE].cast("Q")
+        self._records = memory[PAGE:FIRST_BYTES]
         self._bell = c_uint32.from_buffer(memory, 8 * _BELL)
         self._bell_address = ctypes.addressof(self._bell)
 
@@ -150,12 +164,14 @@ class Board:
     def state(self) -> int:
         return self._words[_STATE]
 
-    def announce_call(self, place: tuple[int, int] | None = None, text: str = "") -> int:
-        """One more call is made, on a buffer in one of its turns, or outside shared memory; the call's number."""
+    def announce_call(self, place: tuple[int, int] | None = None, text: bytes = b"") -> int:
+        """One more call is made, on a buffer in one of its turns, or outside shared memory; the call's number.
+
+        `text`: what `record_text` made of the call's description.
+        """
         number = self.calls
         if place is not None:
-            content = _call_key(number) + text.encode()
-            self._records[_slot(place)] = content.ljust(RECORD_BYTES, b"\0")
+            self._records[_slot(place)] = _call_key(number) + text
         self._words[_CALLS] = number + 1
         self._ring()
         return number
@@ -256,9 +272,26 @@ class Processes:
             os.close(fd)
 
 
+def _map(fd: int) -> tuple[mmap.mmap, int]:
+    """The memory of an arena's file from some place in its first huge page on, and where in it the second begins.
+
+    Huge pages must begin at multiples of their size in the file and in the address space alike. Who maps memory cannot
+    choose the address, so the place in the file follows it: memory of the same size is put where it was a moment ago.
+    """
+    nbytes = os.fstat(fd).st_size - HUGE_PAGE
+    with mmap.mmap(fd, nbytes) as tried:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(tried)) % HUGE_PAGE
+    return mmap.mmap(fd, nbytes, offset=start), HUGE_PAGE - start
+
+
+def record_text(call: str) -> bytes:
+    """The description of a call as it stands in a record."""
+    return call.encode().ljust(RECORD_BYTES - _KEY_BYTES, b"\0")
+
+
 def _call_key(number: int) -> bytes:
     # Plus one: an empty record is of no call.
-    return (number + 1).to_bytes(8, "little")
+    return (number + 1).to_bytes(_KEY_BYTES, "little")
 
 
 def _slot(place: tuple[int, int]) -> slice:

@@ -17,8 +17,8 @@ from time import monotonic, perf_counter
 
 import torch
 
-from paceline.comm.base import Communicator, Pending
-from paceline.comm.shared_arena import Arena, Board, Claims, OwnArena, Processes, State, missing_arena
+from paceline.comm.base import Combination, Communicator, Pending
+from paceline.comm.shared_arena import Arena, Board, Claims, OwnArena, Processes, State, missing_arena, record_text
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 
@@ -71,6 +71,12 @@ class SharedMemoryCommunicator:
             self._workers.own.board.announce_call()
             return self._outer.all_reduce(tensor)
         return _Exchange(self._workers, buffer, "all_reduce")
+
+    def combine(self, tensor: torch.Tensor, combination: Combination) -> Pending:
+        buffer = self._find(tensor)
+        if buffer is None:
+            raise MisuseError("only what empty() made can be combined: the peers cannot see any other tensor")
+        return _Exchange(self._workers, buffer, "combine", combination=combination)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         if not 0 <= source < self.world.size:
@@ -212,6 +218,14 @@ class _Buffer(ABC):
         self.tensor = self._parts[self._rank]
         self.name = f"{numel} numbers of {dtype} (buffer {self._number} at {offset})"
         self.is_in_flight = False
+        self._descriptions: dict[str, tuple[str, bytes]] = {}
+
+    def describe(self, operation: str) -> tuple[str, bytes]:
+        """A call on it, for errors and for the board."""
+        if operation not in self._descriptions:
+            call = f"{operation} of {self.name}"
+            self._descriptions[operation] = call, record_text(call)
+        return self._descriptions[operation]
 
     @property
     def place(self) -> tuple[int, int]:
@@ -222,8 +236,8 @@ class _Buffer(ABC):
         self.is_in_flight = True
 
     @abstractmethod
-    def combine(self, source: int | None) -> None:
-        """When all have started: give this worker, or all, the sum or the source's part."""
+    def combine(self, combination: Combination, source: int | None) -> None:
+        """When all have started: give this worker, or all, the combination or the source's part."""
 
     def end(self) -> None:
         self.is_in_flight = False
@@ -245,10 +259,10 @@ class _SmallBuffer(_Buffer):
         super().start()
         self._copies[self._turn][self._rank].copy_(self.tensor)
 
-    def combine(self, source: int | None) -> None:
+    def combine(self, combination: Combination, source: int | None) -> None:
         copies = self._copies[self._turn]
         if source is None:
-            _add_up(copies, self.tensor)
+            combination(copies, self.tensor)
         else:
             self.tensor.copy_(copies[source])
 
@@ -271,25 +285,33 @@ class _LargeBuffer(_Buffer):
         first = self._rank * count // size
         self._order = [*range(first, count), *range(first)]
 
-    def combine(self, source: int | None) -> None:
+    def combine(self, combination: Combination, source: int | None) -> None:
         for index in self._order:
             if self._claims.take(self._turn, index):
-                _combine_in_place(self._blocks[index], source)
+                _combine_in_place(self._blocks[index], combination, source)
 
 
 class _Exchange:
     """A call on a shared buffer. What is to be done after all have called is done in `wait`."""
 
-    def __init__(self, workers: _Workers, buffer: _Buffer, operation: str, source: int | None = None) -> None:
-        self._call = f"{operation} of {buffer.name}"
+    def __init__(
+        self,
+        workers: _Workers,
+        buffer: _Buffer,
+        operation: str,
+        source: int | None = None,
+        combination: Combination | None = None,
+    ) -> None:
+        self._call, text = buffer.describe(operation)
         if buffer.is_in_flight:
             raise MisuseError(f"{self._call} is called while it is in another exchange: wait() for that one first")
         self._workers = workers
         self._buffer = buffer
         self._source = source
+        self._combination = combination or _add_up
         self._is_done = False
         buffer.start()
-        self._number = workers.own.board.announce_call(buffer.place, self._call)
+        self._number = workers.own.board.announce_call(buffer.place, text)
 
     def wait(self) -> None:
         if self._is_done:
@@ -308,10 +330,10 @@ class _Exchange:
         workers.wait(lambda board: board.calls > number, self._call, "did not call it")
         workers.check_same_call(number, buffer.place, self._call)
         if not buffer.is_divided:
-            buffer.combine(self._source)
+            buffer.combine(self._combination, self._source)
             return
         workers.own.board.enter(number)
-        buffer.combine(self._source)
+        buffer.combine(self._combination, self._source)
         workers.own.board.leave()
         workers.wait(lambda board: board.inside != number, self._call, "did not finish their blocks")
 
@@ -323,11 +345,11 @@ def _add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out.add_(part)
 
 
-def _combine_in_place(parts: Sequence[torch.Tensor], source: int | None) -> None:
-    """Write the sum, or the source's part, into all parts."""
+def _combine_in_place(parts: Sequence[torch.Tensor], combination: Combination, source: int | None) -> None:
+    """Write the combination, or the source's part, into all parts."""
     if source is None:
         source = 0
-        _add_up(parts, parts[source])
+        combination(parts, parts[source])
     for rank, part in enumerate(parts):
         if rank != source:
             part.copy_(parts[source])

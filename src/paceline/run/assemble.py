@@ -23,6 +23,7 @@ from paceline.data.streams import IterableStream
 from paceline.observe.timeline.recorder import NoTimeline, Recorder, TimelineRecorder
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
+from paceline.run.capture.step import Stepping, graphs_for
 from paceline.run.collector import collector_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
@@ -53,6 +54,7 @@ class Run:
     keeper: Checkpointing | Unsaved
     average: Average
     timeline: Recorder
+    stepping: Stepping
     cleanup: ExitStack
 
 
@@ -75,6 +77,7 @@ def assemble(
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
     check_ema(ema, config.strategy)
+    graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
@@ -82,7 +85,7 @@ def assemble(
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
-        replica = Replica(model, optimizer, scheduler, communicator, config.seed)
+        replica = Replica(model, optimizer, scheduler, communicator, config.seed, fused=config.fused_optimizers)
         if (
             not isinstance(data, IterableStream)
             and steps.num_samples % steps.micro_batch == 1
@@ -112,9 +115,10 @@ def assemble(
         stack.callback(collector.close)
         loop = Loop(config, world, replica, exchange, feed, planner, events, keeper, average, recorder, collector)
         keeper.load_loop(loop)
+        stepping = Stepping(loop, exchange, events, graphs, config)
         is_known = not isinstance(data, IterableStream) and not isinstance(config.strategy, Cadence)
         num_steps = steps.num_steps if is_known else None
-        return Run(loop, steps, num_steps, communicator, events, keeper, average, recorder, stack.pop_all())
+        return Run(loop, steps, num_steps, communicator, events, keeper, average, recorder, stepping, stack.pop_all())
 
 
 def _check_device(device: torch.device) -> None:

@@ -15,6 +15,7 @@ from paceline.sync.averaging import Averaging
 
 Precision = Literal["fp32", "bf16", "fp16"]
 SchedulerInterval = Literal["step", "epoch"]
+Capture = Literal["auto", "on", "off"]
 Strategy: TypeAlias = Literal["gradients"] | Cadence | Averaging
 
 
@@ -23,9 +24,10 @@ class RunConfig:
     """The settings of a run; the batch sizes are checked against the data when the run is put together.
 
     Course: global_batch, micro_batch, seed, shuffle, shuffle_buffer, num_shards, drop_last, precision, max_grad_norm,
-    scheduler_every, strategy, exact (and then threads), and physical_batch where the model draws random numbers.
+    scheduler_every, fused_optimizers, strategy, exact (and then threads), and physical_batch where the model draws
+    random numbers.
     Speed only: shares, speed_hints, feed, readers, prefetch, resident, overlap, backend, timeout_s,
-    garbage_collection, and threads outside of exact mode.
+    garbage_collection, capture, and threads outside of exact mode.
     """
 
     global_batch: int | None = None
@@ -37,6 +39,7 @@ class RunConfig:
     precision: Precision = "fp32"
     max_grad_norm: float | None = None
     scheduler_every: SchedulerInterval = "step"
+    fused_optimizers: bool = True
     exact: bool = False
     strategy: Strategy = "gradients"
     shares: tuple[float, ...] | Literal["measured", "equal"] = "measured"
@@ -52,6 +55,7 @@ class RunConfig:
     timeout_s: float = DEFAULT_TIMEOUT_S
     threads: int | None = None
     garbage_collection: GarbageCollection = "between steps"
+    capture: Capture = "auto"
 
     def __post_init__(self) -> None:
         if type(self.seed) is not int:
@@ -97,6 +101,8 @@ class RunConfig:
             raise ValueError(f"prefetch={self.prefetch!r}: choose how many micro-batches to read ahead, at least 1")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads}: choose at least 1 thread per worker, or None")
+        if self.capture not in get_args(Capture):
+            raise ValueError(f"capture={self.capture!r} is unknown: choose 'auto', 'on' or 'off'")
         if self.garbage_collection not in get_args(GarbageCollection):
             raise ValueError(
                 f"garbage_collection={self.garbage_collection!r} is unknown: choose 'between steps' or 'as usual'"

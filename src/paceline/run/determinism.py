@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 
@@ -37,9 +38,13 @@ def _use_deterministic_kernels(before: ExitStack) -> None:
         torch.are_deterministic_algorithms_enabled(),
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
+    deterministic: Any = torch.utils.deterministic
+    before.callback(setattr, deterministic, "fill_uninitialized_memory", deterministic.fill_uninitialized_memory)
     before.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     before.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
     # Not warn-only: that leaves flash attention's backward nondeterministic.
     torch.use_deterministic_algorithms(True)
+    # It helps to find reads of memory that nobody wrote, and takes 6 ms of 80 in a step of GPT-2 on an H200.
+    deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -32,9 +32,13 @@ from paceline.run.planner import Planner
 from paceline.run.replica import Replica
 from paceline.run.report import Account, Report
 from paceline.run.stopwatch import stopwatch_for
+from paceline.run.update import Update
 from paceline.sync.gradients import GradientExchange
 from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import Numbers
+
+# From how many steps one is measured where nothing depends on it.
+SELDOM_MEASURED = 16
 
 
 class Keeper(Protocol):
@@ -79,7 +83,9 @@ class Loop:
         self._exchange = exchange
         self._feed = feed
         self._watch = FiniteWatch()
-        self._stopwatch = stopwatch_for(world.device, timeline)
+        # The plan of one worker needs no times.
+        is_planned = world.size > 1 or config.strategy != "gradients"
+        self._stopwatch = stopwatch_for(world.device, timeline, 1 if is_planned else SELDOM_MEASURED)
         self._timeline = timeline
         self._account = Account(world.size)
         self._events = events
@@ -87,6 +93,9 @@ class Loop:
         self._average = average
         self._collector = collector
         self._loss_scale = LossScale() if config.precision == "fp16" else None
+        # fp16 looks at the norm even where nothing is clipped.
+        limit = math.inf if config.max_grad_norm is None and self._loss_scale else config.max_grad_norm
+        self.update = Update(replica, limit)
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._epoch_hooks: list[tuple[int, Callable[[int], object]]] = []
         self._gradient_hooks: list[Callable[[Mapping[str, torch.Tensor]], object]] = []
@@ -135,6 +144,8 @@ class Loop:
         """Backward of this micro-batch's loss, a mean over its samples. Several calls add up."""
         if not self._is_open:
             raise MisuseError("backward() was called outside of a micro-batch: call it inside `for batch in epoch`")
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
@@ -144,6 +155,10 @@ class Loop:
             raise
         reported = loss.detach()
         self._loss = reported if self._loss is None else self._loss + reported
+
+    def replayed(self, loss: torch.Tensor | None) -> None:
+        """A graph has run this micro-batch's forward and backward and left its loss there. None: nothing has."""
+        self._loss = loss
 
     def step(self) -> StepRecord | None:
         """End this micro-batch, and the step if it was this worker's last; returns the record of a completed step."""
@@ -161,6 +176,10 @@ class Loop:
         self._exchange.end_micro_batch(self._loss)
         self._stopwatch.stop(self._num_open)
         return self._finish_step() if self._is_last else None
+
+    @property
+    def has_gradient_hooks(self) -> bool:
+        return bool(self._gradient_hooks)
 
     @property
     def is_over(self) -> bool:
@@ -265,9 +284,9 @@ class Loop:
         seed_device(self._world.device, derive_seed(self._config.seed, Purpose.AFTER_STEP, position.step))
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
-        norm = self._clip()
+        norm = self.update.clip()
         if self._is_step_valid(numbers, norm):
-            self.replica.step_optimizers()
+            self.update.step()
             self._average.update()
             if self._config.scheduler_every == "step":
                 self.replica.step_schedulers(lambda: numbers.loss)
@@ -314,13 +333,6 @@ class Loop:
             self._usual_plan = plan
             self._events.emit("plan", shares=sizes(plan), before=sizes(usual))
 
-    def _clip(self) -> torch.Tensor | None:
-        limit = self._config.max_grad_norm
-        if limit is None and self._loss_scale is None:
-            return None
-        parameters = [p for p in self.replica.parameters.values() if p.grad is not None]
-        return torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
-
     def _is_step_valid(self, numbers: Numbers, norm: torch.Tensor | None) -> bool:
         """Whether to take the step. False: fp16 overflowed, skip it. Not finite without fp16 is an error."""
         step = self.position.step + 1
@@ -346,7 +358,7 @@ class Loop:
             self.is_inside_epoch, self.is_in_hook = is_inside, False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that would take a microsecond of every step
 class StepRecord:
     """A completed step. Numbers are read from the device when they are asked for.
 

@@ -39,9 +39,10 @@ class FixedPlanner:
     def __init__(self, step_size: int, speeds: Sequence[float]) -> None:
         self._step_size = step_size
         self._speeds = tuple(speeds)
+        self._whole = ranges(shares(step_size, self._speeds))
 
     def plan(self, num_left: int) -> Plan:
-        return ranges(shares(min(self._step_size, num_left), self._speeds))
+        return self._whole if num_left >= self._step_size else ranges(shares(num_left, self._speeds))
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
         return

@@ -12,6 +12,8 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError
 from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
+from paceline.run.direct_step import DirectStep
+from paceline.run.fused_optimizers import fuse
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # Made already, over the parameters of a model that is made already; or a function that makes it.
@@ -30,6 +32,8 @@ class Replica:
         scheduler: SchedulerFactory | None,
         communicator: Communicator,
         seed: int,
+        *,
+        fused: bool = True,
     ) -> None:
         device = communicator.world.device
         self.model = build_model(model, device, seed)
@@ -42,6 +46,9 @@ class Replica:
         made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
         self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
         _check_optimizers(self.optimizers, [*parameters.values()])
+        if fused:
+            fuse(self.optimizers)
+        self._direct_steps = [DirectStep(each) for each in self.optimizers] if fused else None
         self.schedulers: list[Any] = [] if scheduler is None else _as_list(scheduler(only_or_all(self.optimizers)))
 
     @property
@@ -49,6 +56,10 @@ class Replica:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def step_optimizers(self) -> None:
+        if self._direct_steps is not None:
+            for step in self._direct_steps:
+                step()
+            return
         for optimizer in self.optimizers:
             optimizer.step()
 

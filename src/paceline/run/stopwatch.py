@@ -110,40 +110,51 @@ class RecordingHostStopwatch(HostStopwatch):
 
 
 class CudaStopwatch:
-    """For work that is queued: marks in the stream, read when the device has passed them. Nobody waits for that."""
+    """For work that is queued: marks in the stream, read when the device has passed them. Nobody waits for that.
 
-    def __init__(self) -> None:
+    A mark takes the host as long as a small kernel: `interval` is from how many steps one is measured, after the first.
+    """
+
+    def __init__(self, interval: int = 1) -> None:
         self._steps: deque[_Marks] = deque()
-        self._is_first = True
+        self._interval = interval
+        self._num_begun = 0
 
     def begin_step(self) -> None:
-        self._marks = _Marks()
+        self._is_measured = self._num_begun < 2 * self._interval or self._num_begun % self._interval == 0
+        self._num_begun += 1
+        if self._is_measured:
+            self._marks = _Marks()
 
     def ready(self) -> None:
         return
 
     def start(self) -> None:
-        self._marks.passes.append(_mark())
+        if self._is_measured:
+            self._marks.passes.append(self._marks.set())
 
     def stop(self, num_micro_batches: int = 1) -> None:
-        self._marks.passes.append(_mark())
-        self._marks.count += num_micro_batches
+        if self._is_measured:
+            self._marks.passes.append(self._marks.set())
+            self._marks.count += num_micro_batches
 
     def send(self) -> Timing:
-        self._marks.sent = _mark()
+        if self._is_measured:
+            self._marks.sent = self._marks.set()
         timing = NOT_MEASURED
         while self._steps and self._steps[0].ended.query():
             timing = self._steps.popleft().timing()
         return timing
 
     def received(self) -> None:
-        self._marks.received = _mark()
+        if self._is_measured:
+            self._marks.received = self._marks.set()
 
     def end_step(self) -> None:
-        self._marks.ended = _mark()
-        if not self._is_first:  # which compiled, allocated and connected
-            self._steps.append(self._marks)
-        self._is_first = False
+        if self._is_measured:
+            self._marks.ended = self._marks.set()
+            if self._num_begun > 1:  # the first compiled, allocated and connected
+                self._steps.append(self._marks)
 
     def completed(self, step: int) -> None:
         return
@@ -166,7 +177,7 @@ class RecordingCudaStopwatch(CudaStopwatch):
         self._moments = _Moments(self._marks.begun)
 
     def ready(self) -> None:
-        self._moments.marks.append(_mark())
+        self._moments.marks.append(self._marks.set())
 
     def start(self) -> None:
         super().start()
@@ -183,7 +194,7 @@ class RecordingCudaStopwatch(CudaStopwatch):
         return timing
 
     def completed(self, step: int) -> None:
-        self._moments.marks += (self._marks.received, self._marks.ended, _mark())
+        self._moments.marks += (self._marks.received, self._marks.ended, self._marks.set())
         self._moments.step = step
         self._unread.append(self._moments)
 
@@ -201,9 +212,15 @@ class _Marks:
     ended: torch.cuda.Event
 
     def __init__(self) -> None:
-        self.begun = _mark()
+        self._stream = torch.cuda.current_stream()  # asked once: that takes longer than setting a mark
+        self.begun = self.set()
         self.passes: list[torch.cuda.Event] = []
         self.count = 0
+
+    def set(self) -> torch.cuda.Event:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(self._stream)
+        return mark
 
     def timing(self) -> Timing:
         in_passes = sum(_seconds(a, b) for a, b in zip(self.passes[::2], self.passes[1::2], strict=True))
@@ -241,17 +258,12 @@ class _DeviceClock:
         return [begun_s + seconds for seconds in since_first]
 
 
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
 def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def stopwatch_for(device: torch.device, recorder: Recorder) -> Stopwatch:
+def stopwatch_for(device: torch.device, recorder: Recorder, interval: int = 1) -> Stopwatch:
+    """`interval`: on a GPU, from how many steps one is measured; with a timeline, every one is."""
     if isinstance(recorder, NoTimeline):
-        return CudaStopwatch() if device.type == "cuda" else HostStopwatch()
+        return CudaStopwatch(interval) if device.type == "cuda" else HostStopwatch()
     return RecordingCudaStopwatch(recorder) if device.type == "cuda" else RecordingHostStopwatch(recorder)

@@ -6,11 +6,12 @@ exchange. Which parameters share a bucket depends on the model alone, never on t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, Pending
 from paceline.sync.grid import Grid
 
 # Every parameter starts on a cache line: kernels choose other paths, with other rounding, for unaligned memory.
@@ -31,6 +32,7 @@ class Bucket:
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
+        self.communicator = communicator
         device = self.parameters[0].device
         offsets, payload = _offsets(self.parameters, dtype)
         self.flat = communicator.empty(payload + tail_numel, dtype, device).zero_()
@@ -39,6 +41,7 @@ class Bucket:
             torch.as_strided(self.flat, p.shape, _strides(p), offset)
             for p, offset in zip(self.parameters, offsets, strict=True)
         ]
+        self._are_gradients = all(p.dtype == dtype for p in self.parameters)
 
     def add(self, index: int, gradient: torch.Tensor, weight: float, *, first: bool) -> None:
         """views[index] += weight * gradient; the first addition of a step overwrites instead."""
@@ -50,7 +53,19 @@ class Bucket:
         else:
             view.copy_(gradient).mul_(weight)
 
-    def publish(self, used: list[bool], divisor: torch.Tensor | None = None) -> None:
+    def add_all(self, gradients: list[torch.Tensor], weight: float, *, first: bool) -> None:
+        """The same for all of them: three calls of torch, and the same bits."""
+        if not first:
+            torch._foreach_add_(self.views, gradients, alpha=weight)
+            return
+        torch._foreach_copy_(self.views, gradients)
+        self.payload.mul_(weight)
+
+    def exchange(self) -> Pending:
+        """Start adding up what all workers have here."""
+        return self.communicator.all_reduce(self.flat)
+
+    def publish(self, used: Sequence[bool], divisor: torch.Tensor | None = None) -> None:
         """Give every used parameter its gradient, divided if the weights did not do that; the others keep None."""
         if divisor is not None:
             self.payload.div_(divisor)
@@ -59,6 +74,8 @@ class Bucket:
 
     def _gradients(self) -> list[torch.Tensor]:
         """The sums in the parameters' own type; where that is the bucket's, without a copy."""
+        if self._are_gradients:
+            return self.views
         return [view.to(parameter.dtype) for parameter, view in zip(self.parameters, self.views, strict=True)]
 
 
@@ -78,13 +95,23 @@ class ExactBucket(Bucket):
 
     def add(self, index: int, gradient: torch.Tensor, weight: float, *, first: bool) -> None:
         view = self.views[index]
-        if gradient.stride() != view.stride():
-            gradient = torch.empty_like(view, dtype=gradient.dtype).copy_(gradient)
+        gradient = in_layout_of(view, gradient)
         add_exactly(_memory_order(view), _memory_order(gradient), weight, self.grid, first=first)
 
     def _gradients(self) -> list[torch.Tensor]:
         self._rounded.copy_(self.payload)
         return self._rounded_views
+
+
+class OneTermBucket(Bucket):
+    """For exact steps of one micro-batch: the sum is its one term, which needs no grid.
+
+    Other workers add zeros to it, which make 0.0 of -0.0: here it becomes that in a world of one too.
+    """
+
+    def add(self, index: int, gradient: torch.Tensor, weight: float, *, first: bool) -> None:
+        super().add(index, gradient, weight, first=first)
+        self.views[index].add_(0.0)
 
 
 def add_exactly(total: torch.Tensor, term: torch.Tensor, weight: float, grid: Grid, *, first: bool) -> None:
@@ -93,12 +120,39 @@ def add_exactly(total: torch.Tensor, term: torch.Tensor, weight: float, grid: Gr
     `first` overwrites the total instead.
     """
     anchor = grid.anchor
+    anchored = Anchored(anchor, weight, term)
     for start, stop in _blocks(total):
         part = total[start:stop]
         rounded = part.copy_(term[start:stop]) if first else term[start:stop].to(torch.float64, copy=True)
-        rounded.mul_(weight).add_(anchor).sub_(anchor)
+        anchored(rounded).sub_(anchor)
         if not first:
             part.add_(rounded)
+
+
+class Anchored:
+    """Replaces float64 copies x of the numbers of `term` by anchor + weight * x, which rounds the product to the grid.
+
+    In one pass on a CPU where the product fits a float64, so that it does not matter whether it is rounded by itself.
+    """
+
+    def __init__(self, anchor: float, weight: float, term: torch.Tensor) -> None:
+        self._anchor = anchor
+        self._weight = weight
+        weight_fits_29_bits = math.ldexp(math.frexp(weight)[0], 29).is_integer()
+        is_one_pass = term.is_cpu and term.dtype != torch.float64 and weight_fits_29_bits
+        self._start = torch.tensor(anchor, dtype=torch.float64) if is_one_pass else None
+
+    def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self._start is None:
+            return numbers.mul_(self._weight).add_(self._anchor)
+        return torch.add(self._start, numbers, alpha=self._weight, out=numbers)
+
+
+def in_layout_of(view: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient with its elements in memory as the view has them; copied only if they are not."""
+    if gradient.stride() == view.stride():
+        return gradient
+    return torch.empty_like(view, dtype=gradient.dtype).copy_(gradient)
 
 
 def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,6 +161,15 @@ def largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
     low, high = torch.aminmax(tensor)
     return torch.maximum(high, -low).to(torch.float64)
+
+
+def largest_on_host(tensor: torch.Tensor) -> float:
+    """The same as a number: sooner done where the tensor is on the host anyway."""
+    if tensor.numel() == 0:
+        return 0.0
+    low, high = torch.aminmax(tensor)
+    largest: float = high.item()
+    return max(largest, -low.item())
 
 
 def assign(parameters: Mapping[str, torch.Tensor], bucket_bytes: int = BUCKET_BYTES) -> list[dict[str, torch.Tensor]]:

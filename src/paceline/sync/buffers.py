@@ -50,8 +50,8 @@ class Buffers:
 
     def begin_step(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
-        self._space.zero_()
         if self.numel:
+            self._space.zero_()
             self._before = self._statistics.read()
         for other in self._others:
             other.begin_step()

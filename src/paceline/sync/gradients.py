@@ -7,7 +7,8 @@ Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,23 @@ from paceline.comm.base import Communicator, Pending
 from paceline.core.errors import GradientError, MisuseError
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan, owner
-from paceline.sync.buckets import BUCKET_BYTES, Bucket, ExactBucket, assign, largest_magnitude, sum_dtype
+from paceline.sync import terms
+from paceline.sync.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    ExactBucket,
+    OneTermBucket,
+    assign,
+    in_layout_of,
+    largest_magnitude,
+    largest_on_host,
+    sum_dtype,
+)
 from paceline.sync.buffers import Buffers
+from paceline.sync.fused import WAITING_BYTES, Arrival, fused_addition
 from paceline.sync.grid import Grid
 from paceline.sync.numbers import Layout, Numbers, OneLoss, StepNumbers, pad
+from paceline.sync.terms import TermBucket
 
 
 class GradientExchange(Protocol):
@@ -117,7 +131,11 @@ class DirectGradients:
 
 
 class BucketedGradients:
-    """Hooks move each gradient, as soon as backward has it, into flat buckets that are summed over the workers."""
+    """Hooks move each gradient, as soon as backward has it, into flat buckets that are summed over the workers.
+
+    A model that fits one bucket has none that could leave early. On a CPU, where such a model's steps are short, its
+    gradients are moved all together after backward, which takes less time than as many hooks.
+    """
 
     def __init__(
         self,
@@ -141,25 +159,43 @@ class BucketedGradients:
             len(parameters),
             buffers.num_unmanaged,
         )
-        bucket_type = ExactBucket if exact else Bucket
-        tails = [0] * (len(groups) - 1) + [buffers.numel + self._layout.total]
-        self._buckets = [
-            bucket_type(group, sum_dtype(next(iter(group.values()))), communicator, tail)
-            for group, tail in zip(groups, tails, strict=True)
-        ]
-        self._tail = self._buckets[-1].tail[buffers.numel :]
-        self._grids = [b.grid for b in self._buckets if isinstance(b, ExactBucket)]
-        if exact:
-            self._grids.append(Grid())
-        buffers.accumulate_in(self._buckets[-1].tail[: buffers.numel], self._grids[-1] if exact else None)
+        is_rounded = exact and max_micro_batches > 1
+        self._groups = groups
+        self._grids = [Grid() for _ in range(len(groups) + 1)] if is_rounded else []
+        self._terms: list[TermBucket] = []
+        self._sums: list[Bucket] = []
+        num_numbers = buffers.numel + self._layout.total
+        if exact and terms.are_possible(communicator, parameters, max_micro_batches):
+            self._terms = terms.buckets(groups, communicator, self._grids)
+            self._apart: torch.Tensor | None = communicator.empty(num_numbers, torch.float64, communicator.world.device)
+            numbers = self._apart.zero_()
+        else:
+            bucket_type = ExactBucket if is_rounded else OneTermBucket if exact else Bucket
+            self._sums = self._make(bucket_type, num_numbers)
+            self._apart = None  # they ride with the last bucket
+            numbers = self._sums[-1].tail
+        self._buckets: Sequence[Bucket] = self._terms or self._sums
+        self._tail = numbers[buffers.numel :]
+        buffers.accumulate_in(numbers[: buffers.numel], self._grids[-1] if is_rounded else None)
+        self._has_peaks = exact
+        self._host_tail = self._tail.numpy() if self._tail.is_cpu else None  # the same memory: faster for a few numbers
+        self._peaks = self._tail[max_micro_batches : self._layout.num_device].split(max_micro_batches)
+        self._fused = fused_addition(self._tail.device) if exact else None
+        self._held: list[tuple[_Slot, torch.Tensor, bool]] = []
+        self._held_bytes = 0
 
         self._slots_by_bucket = [
             [_Slot(bucket, number, i) for i in range(len(bucket.views))] for number, bucket in enumerate(self._buckets)
         ]
         self._slots = [slot for slots in self._slots_by_bucket for slot in slots]
-        self._hooks = [slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)) for slot in self._slots]
+        self._parameters = [slot.parameter for slot in self._slots]
+        is_small = len(self._buckets) == 1 and self._buckets[0].flat.nbytes <= BUCKET_BYTES
+        self._takes_together = is_small and self._tail.is_cpu and not exact
+        hooked = [] if self._takes_together else self._slots
+        self._hooks = [slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)) for slot in hooked]
         self._is_open = False
         self._was_left_exchanging = False
+        self._comes_in_parts = False
         self._pending: list[Pending] = []
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
@@ -170,11 +206,15 @@ class BucketedGradients:
             )
         num_micro_batches = plan[-1].stop
         self._plan = plan
+        if self._terms:
+            self._use(self._terms if terms.are_single(plan) and not self._comes_in_parts else self._sums_made())
         # Dividing by a known total while adding saves a pass over all gradients afterwards.
         self._must_divide = total_weight is None
         self._scale = loss_scale * (total_weight or 1)
         self._weights = [0.0] * num_micro_batches
         self._pending = []
+        self._num_taken = 0
+        self._num_in_parts = 0
         self._tail.zero_()
         self._buffers.begin_step(num_micro_batches)
         for slot in self._slots:
@@ -188,21 +228,27 @@ class BucketedGradients:
         self._weights[number] = weight
         self._factor = weight / self._scale
         self._may_send = is_last and self._overlap
+        self._held, self._held_bytes = [], 0
         self._is_open = True
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._may_send = False
-        for slot in self._slots:
-            # A gradient that no hook saw: the user computed it with autograd.grad and put it there.
-            if slot.parameter.grad is not None:
-                self._take(slot)
-            slot.expected = max(slot.expected, slot.firings)
+        if not (self._takes_together and self._take_all()):
+            for slot in self._slots:
+                # A gradient that no hook saw: the user computed it with autograd.grad and put it there.
+                if slot.parameter.grad is not None:
+                    self._take(slot)
+                slot.expected = max(slot.expected, slot.firings)
+        self._add_held()
         self._is_open = False
         if loss is not None and self._factor:
-            self._tail[self._number].copy_(loss.reshape(()))
+            if self._host_tail is not None:
+                self._host_tail[self._number] = loss.item()
+            else:
+                self._tail[self._number].copy_(loss.reshape(()))
         peak = self._buffers.end_micro_batch(self._number)
-        if peak is not None and self._grids:
-            self._peak(len(self._buckets)).copy_(peak)
+        if peak is not None and self._has_peaks:
+            self._peaks[-1][self._number].copy_(peak)
 
     def has_gradient(self) -> bool:
         return any(slot.firings or slot.parameter.grad is not None for slot in self._slots)
@@ -211,24 +257,37 @@ class BucketedGradients:
         self._write_host_numbers(timing, wish)
         while len(self._pending) < len(self._buckets):
             self._send_next()
+        if self._apart is not None:
+            self._numbers_on_way = self._communicator.all_reduce(self._apart)
 
     def finish(self) -> StepNumbers | None:
+        if self._apart is not None:
+            self._numbers_on_way.wait()
+            if self._buckets is self._terms:
+                self._weigh_terms()
         for pending in self._pending:
             pending.wait()
         self._pending = []
         numbers = StepNumbers(self._layout, self._tail)
-        if self._grids and not self._fit_grids(numbers):
+        # Before looking at the peaks: while the host waits for them, a GPU has this to do.
+        self._publish(numbers)
+        if self._buckets is self._terms and numbers.num_in_parts:
+            self._comes_in_parts = True  # no term was whole: from now on, and in this step again, they are added up
+            is_valid = False
+        else:
+            is_valid = not self._grids or self._fit_grids(numbers)
+        if not is_valid:
+            self.complete()
             self._buffers.restore()
             return None
-        self._publish(numbers)
         if self._buffers.num_unmanaged or self._buffers.numel:
             last = self._plan[-1].stop - 1
             self._buffers.finish(numbers.changed_buffers, owner(self._plan, last))
         return numbers
 
     def complete(self) -> None:
-        for slot in self._slots:
-            slot.parameter.grad = None
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def synchronize(self) -> None:
         return
@@ -261,6 +320,25 @@ class BucketedGradients:
 
         return hook
 
+    def _take_all(self) -> bool:
+        """All gradients at once; False where that cannot be, and they must be taken one by one."""
+        is_first = self._num_taken == 0
+        self._num_taken += 1
+        if not self._factor or (not is_first and not all(slot.is_used for slot in self._slots)):
+            return False
+        gradients = []
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
+                return False
+            gradients.append(gradient)
+        self._buckets[0].add_all(gradients, self._factor, first=is_first)
+        self.complete()
+        if is_first:
+            for slot in self._slots:
+                slot.is_used = True
+        return True
+
     def _take(self, slot: _Slot) -> None:
         gradient, slot.parameter.grad = slot.parameter.grad, None
         assert gradient is not None
@@ -277,23 +355,68 @@ class BucketedGradients:
         slot.firings += 1
         if not self._factor:
             return  # a micro-batch without weight adds nothing, not even 0 * NaN
-        if self._grids:
-            self._note_peak(slot, gradient)
-        slot.bucket.add(slot.index, gradient, self._factor, first=not slot.is_used)
+        is_again = slot.firings > 1
+        self._num_in_parts += is_again
+        if self._fused is not None and not is_again and self._fused.takes(gradient):
+            self._hold(slot, gradient)
+        else:
+            self._add_held()
+            self._add(slot, gradient, first=not slot.is_used, is_again=is_again)
         slot.is_used = True
 
-    def _peak(self, grid_number: int) -> torch.Tensor:
-        """This micro-batch's slot for the largest magnitude on this grid."""
-        m = self._layout.num_micro_batches
-        return self._tail[m + grid_number * m + self._number]
+    def _add(self, slot: _Slot, gradient: torch.Tensor, *, first: bool, is_again: bool = False) -> None:
+        if self._has_peaks:
+            self._note_peak(slot, gradient, is_again=is_again)
+        slot.bucket.add(slot.index, gradient, self._factor, first=first)
 
-    def _note_peak(self, slot: _Slot, gradient: torch.Tensor) -> None:
-        peak = self._peak(slot.bucket_number)
+    def _note_peak(self, slot: _Slot, gradient: torch.Tensor, *, is_again: bool) -> None:
+        if self._host_tail is not None:
+            self._note_host_peak(slot, largest_on_host(gradient), is_again=is_again)
+            return
+        peak = self._peaks[slot.bucket_number][self._number]
         largest = largest_magnitude(gradient)
-        if slot.firings == 1:
-            torch.maximum(peak, largest, out=peak)
-        else:
+        if is_again:
             peak.add_(largest)  # two parts of one term: no more than the sum of both
+        else:
+            torch.maximum(peak, largest, out=peak)
+
+    def _note_host_peak(self, slot: _Slot, largest: float, *, is_again: bool) -> None:
+        assert self._host_tail is not None
+        place = (1 + slot.bucket_number) * self._layout.num_micro_batches + self._number
+        peak = float(self._host_tail[place])
+        if is_again:
+            self._host_tail[place] = peak + largest
+        elif not largest <= peak and not math.isnan(peak):  # a NaN is the largest of all
+            self._host_tail[place] = largest
+
+    def _hold(self, slot: _Slot, gradient: torch.Tensor) -> None:
+        """Let it wait for others, to be added with them."""
+        self._held.append((slot, gradient, not slot.is_used))
+        self._held_bytes += gradient.numel() * gradient.element_size()
+        if self._held_bytes >= WAITING_BYTES:
+            self._add_held()
+
+    def _add_held(self) -> None:
+        if not self._held:
+            return
+        held, self._held, self._held_bytes = self._held, [], 0
+        assert self._fused is not None
+        if torch.cuda.is_current_stream_capturing():
+            # The graph would fetch the addresses again at every replay, from memory that has others' by then.
+            for slot, gradient, first in held:
+                self._add(slot, gradient, first=first)
+            return
+        arrivals = [
+            Arrival(
+                in_layout_of(slot.view, gradient),
+                slot.view,
+                self._peaks[slot.bucket_number],
+                slot.bucket.grid.anchor if isinstance(slot.bucket, ExactBucket) else None,
+                first,
+            )
+            for slot, gradient, first in held
+        ]
+        self._fused.add(arrivals, self._factor, self._number)
 
     def _send_finished(self) -> None:
         """Start the exchange of every bucket that is complete, in the one order all workers share.
@@ -303,6 +426,7 @@ class BucketedGradients:
         while len(self._pending) < len(self._buckets) - 1:
             if not all(0 < slot.expected <= slot.firings for slot in self._slots_by_bucket[len(self._pending)]):
                 return
+            self._add_held()
             self._send_next()
 
     def _send_next(self) -> None:
@@ -310,7 +434,7 @@ class BucketedGradients:
         for slot in self._slots_by_bucket[number]:
             if not slot.is_used:
                 slot.view.zero_()
-        self._pending.append(self._communicator.all_reduce(self._buckets[number].flat))
+        self._pending.append(self._buckets[number].exchange())
 
     def _write_host_numbers(self, timing: Timing, wish: float) -> None:
         layout, rank = self._layout, self._communicator.world.rank
@@ -322,10 +446,16 @@ class BucketedGradients:
             *pad(self._weights, layout.num_micro_batches),
             *by_worker,
             *wishes,
-            *(float(slot.is_used) for slot in self._slots),
-            *map(float, self._buffers.changed_unmanaged()),
+            *[slot.is_used for slot in self._slots],
+            *self._buffers.changed_unmanaged(),
+            self._num_in_parts > 0,
         ]
-        self._tail[layout.num_device :].copy_(torch.tensor(values, dtype=self._tail.dtype))
+        if self._host_tail is not None:
+            self._host_tail[layout.num_device :] = values
+            return
+        # From pinned memory a GPU takes them when it gets there; anything else the host would wait for.
+        on_host = torch.tensor(values, dtype=self._tail.dtype, pin_memory=self._tail.is_cuda)
+        self._tail[layout.num_device :].copy_(on_host, non_blocking=True)
 
     def _fit_grids(self, numbers: StepNumbers) -> bool:
         """Whether every sum stayed on its grid. Moves the grids either way: to repeat the step, or for the next."""
@@ -344,11 +474,46 @@ class BucketedGradients:
         used = [slot.is_used for slot in self._slots]
         if not all(used):
             used = [count > 0 for count in numbers.used]
-        m, start = self._layout.num_micro_batches, self._layout.num_device
-        total_weight = self._tail[start : start + m].sum() if self._must_divide else None
-        flags = iter(used)
+        divisor, first = self._divisor(), 0
         for bucket in self._buckets:
-            bucket.publish([next(flags) for _ in bucket.views], total_weight)
+            stop = first + len(bucket.views)
+            bucket.publish(used[first:stop], divisor)
+            first = stop
+
+    def _divisor(self) -> torch.Tensor | None:
+        """What the sums are to be divided by, after the exchange: the total weight, if it was not known before."""
+        m, start = self._layout.num_micro_batches, self._layout.num_device
+        return self._tail[start : start + m].sum() if self._must_divide else None
+
+    def _weigh_terms(self) -> None:
+        """Whoever adds up the workers' terms must know all their weights, which have just come."""
+        weights = terms.weights_by_rank(self._plan, StepNumbers(self._layout, self._tail).weights)
+        divisor = self._divisor()
+        for bucket in self._terms:
+            bucket.weigh([weight / self._scale for weight in weights], divisor)
+
+    def _make(self, bucket_type: type[Bucket], tail_numel: int) -> list[Bucket]:
+        tails = [0] * (len(self._groups) - 1) + [tail_numel]
+        buckets = [
+            bucket_type(group, sum_dtype(next(iter(group.values()))), self._communicator, tail)
+            for group, tail in zip(self._groups, tails, strict=True)
+        ]
+        for bucket, grid in zip(buckets, self._grids, strict=False):
+            if isinstance(bucket, ExactBucket):
+                bucket.grid = grid
+        return buckets
+
+    def _sums_made(self) -> Sequence[Bucket]:
+        """Those in which workers add up several terms. Most runs of single terms never need them."""
+        if not self._sums:
+            self._sums = self._make(ExactBucket, 0)
+        return self._sums
+
+    def _use(self, buckets: Sequence[Bucket]) -> None:
+        if buckets is not self._buckets:
+            self._buckets = buckets
+            for slot in self._slots:
+                slot.move_to(buckets[slot.bucket_number])
 
 
 class _Slot:
@@ -364,3 +529,8 @@ class _Slot:
         self.is_used = False
         self.firings = 0  # gradients in this micro-batch
         self.expected = 0  # the most in any micro-batch so far
+
+    def move_to(self, bucket: Bucket) -> None:
+        """Into another bucket of the same parameters."""
+        self.bucket = bucket
+        self.view = bucket.views[self.index]

@@ -7,10 +7,11 @@ that exactly one worker fills, and the sum over workers therefore hands everybod
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from itertools import accumulate, pairwise
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -31,15 +32,20 @@ class Layout:
     def counts(self) -> tuple[int, ...]:
         m = self.num_micro_batches
         timings = len(Timing._fields) * self.num_workers
-        return (m, m * self.num_grids, m, timings, self.num_workers, self.num_parameters, self.num_buffers)
+        return (m, m * self.num_grids, m, timings, self.num_workers, self.num_parameters, self.num_buffers, 1)
 
-    @property
+    @cached_property
     def num_device(self) -> int:
         return sum(self.counts[:2])
 
-    @property
+    @cached_property
     def total(self) -> int:
         return sum(self.counts)
+
+    @cached_property
+    def parts(self) -> tuple[slice, ...]:
+        """Where each kind of number lies, in the order of `counts`."""
+        return tuple(slice(start, stop) for start, stop in pairwise(accumulate(self.counts, initial=0)))
 
 
 class Numbers(Protocol):
@@ -74,11 +80,23 @@ class Numbers(Protocol):
 class HostCopy:
     """A few numbers on their way from the device to the host, without making either wait."""
 
+    # Places of copies that nobody reads any more: making a new one takes longer than the copy.
+    _free: ClassVar[dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]]] = {}
+
     def __init__(self, numbers: torch.Tensor) -> None:
-        self._pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._kept = self._free.setdefault((numbers.device, numbers.dtype, numbers.shape), [])
+        if self._kept:
+            self._pinned, self._arrival = self._kept.pop()
+        else:
+            self._pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._arrival = torch.cuda.Event()
         self._pinned.copy_(numbers, non_blocking=True)
-        self._arrival = torch.cuda.Event()
         self._arrival.record()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_arrival"):
+            # It may still be on its way: the next one comes after it on the same stream.
+            self._kept.append((self._pinned, self._arrival))
 
     @property
     def has_arrived(self) -> bool:
@@ -102,51 +120,52 @@ class StepNumbers:
     def has_arrived(self) -> bool:
         return isinstance(self._source, list) or self._source.has_arrived
 
-    @cached_property
-    def _parts(self) -> list[list[float]]:
-        values = self._source if isinstance(self._source, list) else self._source.tolist()
-        parts, start = [], 0
-        for count in self._layout.counts:
-            parts.append(values[start : start + count])
-            start += count
-        return parts
+    def _part(self, number: int) -> list[float]:
+        if not isinstance(self._source, list):
+            self._source = self._source.tolist()
+        return self._source[self._layout.parts[number]]
 
     @property
     def losses(self) -> list[float]:
-        return self._parts[0]
+        return self._part(0)
 
     @property
     def weights(self) -> list[float]:
-        return self._parts[2]
+        return self._part(2)
 
     @cached_property
     def timings(self) -> Sequence[Timing]:
-        values, width = self._parts[3], len(Timing._fields)
+        values, width = self._part(3), len(Timing._fields)
         return [Timing(*values[start : start + width]) for start in range(0, len(values), width)]
 
     @property
     def wishes(self) -> Sequence[float]:
-        return self._parts[4]
+        return self._part(4)
 
     @property
     def used(self) -> list[float]:
         """How many workers have a gradient for each parameter."""
-        return self._parts[5]
+        return self._part(5)
 
     @property
     def changed_buffers(self) -> list[float]:
-        return self._parts[6]
+        return self._part(6)
+
+    @property
+    def num_in_parts(self) -> float:
+        """How many workers got one of their gradients in several parts, from several calls of backward."""
+        return self._part(7)[0]
 
     def peaks(self, grid: int) -> list[float]:
         """The largest magnitude that each micro-batch added to this grid's buffer, before weighting."""
         m = self._layout.num_micro_batches
-        return self._parts[1][grid * m : (grid + 1) * m]
+        return self._part(1)[grid * m : (grid + 1) * m]
 
     def non_finite(self) -> tuple[str, float, int] | None:
         for number, loss in enumerate(self.losses):
             if not math.isfinite(loss):
                 return "loss", loss, number
-        for index, peak in enumerate(self._parts[1]):
+        for index, peak in enumerate(self._part(1)):
             if not math.isfinite(peak):
                 return "gradient", peak, index % self._layout.num_micro_batches
         return None
