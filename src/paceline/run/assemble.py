@@ -28,6 +28,7 @@ from paceline.run.collector import collector_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
+from paceline.run.freed_memory import keep_freed_memory
 from paceline.run.loop import Loop
 from paceline.run.planner import planner_for
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
@@ -82,6 +83,8 @@ def assemble(
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
             _check_device(world.device)
+        else:
+            keep_freed_memory()
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
