@@ -53,13 +53,33 @@ def scaling_ratio(num_turns: int) -> float:
 def _two_loops(task: scaling.Task) -> dict[str, list[float]]:
     from torch import distributed
 
-    loops = {scaling.INDEPENDENT: scaling.independent, scaling.OURS: scaling.paceline}
+    loops = {scaling.INDEPENDENT: scaling.independent, scaling.OURS: _equal_shares}
     with gloo_group():
         rank = distributed.get_rank()
         contestants = {name: isolated(partial(scaling.contestant, task, rank, loop)) for name, loop in loops.items()}
         measurements = alternate(contestants, task.num_turns)
         contestants.clear()
         return measurements
+
+
+def _equal_shares(task: scaling.Task, rank: int) -> scaling.Loop:  # noqa: ARG001 - it knows its rank
+    """As in `bench scaling`, with what every commit knows; equal, so that every worker has a part in every step."""
+    import paceline as pl
+
+    with pl.Trainer.setup(
+        scaling.make_model,
+        scaling.make_optimizer,
+        data=scaling.make_tokens(),
+        global_batch=task.samples_per_worker * task.num_workers,
+        micro_batch=task.micro_batch,
+        threads=1,
+        shares="equal",
+    ) as trainer:
+        for epoch in trainer.epochs(scaling.ENDLESS):
+            for batch in epoch:
+                trainer.backward(trainer.model(batch))
+                if trainer.step() is not None:
+                    yield
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
