@@ -393,6 +393,17 @@ def test_an_optimizer_whose_state_was_loaded_is_captured_anew() -> None:
     assert outcome.captured.count("optimizer") == 2
 
 
+def test_a_state_that_was_put_in_anothers_place_is_the_one_that_counts() -> None:
+    def forget_one(trainer: pl.Trainer, step: int) -> None:
+        if step == 20:
+            state = next(iter(trainer.optimizer.state.values()))
+            name = next(iter(state))
+            state[name] = torch.zeros_like(state[name])
+
+    outcome, _ = both(Case(during=forget_one))
+    assert outcome.captured.count("optimizer") == 2
+
+
 def parameters() -> list[torch.Tensor]:
     return [torch.zeros(2, requires_grad=True)]
 

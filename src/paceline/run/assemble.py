@@ -39,7 +39,9 @@ from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import load_weights
 from paceline.sync.averaging import AveragedReplicas, Averaging
 from paceline.sync.buffers import Buffers, statistics_of
-from paceline.sync.gradients import BucketedGradients, DirectGradients, GradientExchange
+from paceline.sync.direct_gradients import DirectGradients
+from paceline.sync.exchange import GradientExchange
+from paceline.sync.gradients import BucketedGradients
 from paceline.sync.gradients_first import GradientsFirst
 
 

@@ -33,7 +33,7 @@ from paceline.run.replica import Replica
 from paceline.run.report import Account, Report
 from paceline.run.stopwatch import stopwatch_for
 from paceline.run.update import Update
-from paceline.sync.gradients import GradientExchange
+from paceline.sync.exchange import GradientExchange
 from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import Numbers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from paceline.sync.numbers import Numbers
 
 # A GPU's numbers are read this many steps late, so that the host need not wait for them; the CPU's at once.
 GPU_LAG_STEPS = 2
+# Of steps shorter than this only some are looked at: learning from one takes a tenth of a small model's step.
+LOOK_EVERY_S = 0.005
 
 
 class Planner(Protocol):
@@ -60,13 +63,24 @@ class MeasuringPlanner:
     def __init__(self, step_size: int, balancer: Balancer) -> None:
         self._step_size = step_size
         self._balancer = balancer
+        self._plans: dict[int, Plan] = {}  # by size of the step, until speeds are looked at again
+        self._since_look_s = math.inf
 
     def plan(self, num_left: int) -> Plan:
-        return ranges(self._balancer.shares(min(self._step_size, num_left)))
+        size = min(self._step_size, num_left)
+        if size not in self._plans:
+            self._plans[size] = ranges(self._balancer.shares(size))
+        return self._plans[size]
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
         timings = numbers.timings
+        first = timings[0]
+        self._since_look_s += len(plan[0]) * first.micro_batch + first.sync + first.rest
+        if self._since_look_s < LOOK_EVERY_S:
+            return
+        self._since_look_s = 0.0
         self._balancer.observe([t.micro_batch for t in timings], [t.rest for t in timings])
+        self._plans = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"balancer": self._balancer.to_dict()}
@@ -74,6 +88,7 @@ class MeasuringPlanner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "balancer" in state:
             self._balancer = Balancer.from_dict(state["balancer"])
+            self._plans = {}
 
 
 class CadencePlanner:

@@ -18,7 +18,7 @@ from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
-from paceline.sync.gradients import GradientExchange
+from paceline.sync.exchange import GradientExchange
 from paceline.sync.guard import DivergenceGuard
 from paceline.sync.meeting import Meeting, Outcome, Round
 from paceline.sync.numbers import LocalNumbers, OneLoss, StepNumbers

@@ -1,15 +1,10 @@
-"""The gradients strategy: every step, the weighted mean of all micro-batches' gradients, on every worker.
-
-Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker `begin_micro_batch` and
-`end_micro_batch`, then `send` and `finish`, and after the optimizer's step `complete`. A step may be given up before
-`send` with `abandon` and begun again.
-"""
+"""The gradients strategy: every step, the weighted mean of all micro-batches' gradients, on every worker."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,102 +27,8 @@ from paceline.sync.buckets import (
 from paceline.sync.buffers import Buffers
 from paceline.sync.fused import WAITING_BYTES, Arrival, fused_addition
 from paceline.sync.grid import Grid
-from paceline.sync.numbers import Layout, Numbers, OneLoss, StepNumbers, pad
+from paceline.sync.numbers import Layout, StepNumbers, pad
 from paceline.sync.terms import TermBucket
-
-
-class GradientExchange(Protocol):
-    """What the loop needs of it; see the module's docstring for the order of the calls."""
-
-    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
-        """`plan`: who runs which micro-batches. `total_weight`: what the step's weights will add up to, where that is
-        known beforehand. `loss_scale`: what the losses are multiplied by before backward (fp16)."""
-
-    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
-        """`is_last`: this worker has no further micro-batch in this step, so exchanging may start during backward."""
-
-    def end_micro_batch(self, loss: torch.Tensor | None) -> None: ...
-
-    def has_gradient(self) -> bool:
-        """Whether this micro-batch has produced any gradient yet."""
-
-    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
-        """Start exchanging what has not left yet, and with it what this worker says about its time and asks of all."""
-
-    def finish(self) -> Numbers | None:
-        """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
-
-        None: the sums did not fit their grid. Nothing was published, the grid is wider now; begin the step again.
-        """
-
-    def complete(self) -> None:
-        """The optimizer has used the gradients."""
-
-    def synchronize(self) -> None:
-        """Make all replicas equal; they are already where every step exchanges. All workers call it together."""
-
-    def abandon(self) -> None:
-        """Drop the gradients and undo what the micro-batches did to the buffers."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step needs to know of earlier ones, between two steps of replicas that are equal."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, on any number of workers; the parameters already are those of then."""
-
-    def close(self) -> None:
-        """Leave the parameters as they were found."""
-
-
-class DirectGradients:
-    """A world of one with one micro-batch per step, plainly: autograd's own gradient is the mean already."""
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = list(parameters.values())
-
-    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
-        return
-
-    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
-        self._drop()  # of a backward of the user's own, between micro-batches
-        self._weight = weight
-
-    def end_micro_batch(self, loss: torch.Tensor | None) -> None:
-        self._loss = loss
-
-    def has_gradient(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._parameters)
-
-    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
-        self._timing = timing
-        self._wish = wish
-
-    def finish(self) -> OneLoss:
-        if not self._weight:
-            self._drop()
-        return OneLoss(self._loss, self._weight, self._timing, self._wish)
-
-    def complete(self) -> None:
-        self._drop()
-
-    def synchronize(self) -> None:
-        return
-
-    def abandon(self) -> None:
-        self._drop()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-    def _drop(self) -> None:
-        for parameter in self._parameters:
-            parameter.grad = None
 
 
 class BucketedGradients:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan
-from paceline.sync.gradients import GradientExchange
+from paceline.sync.exchange import GradientExchange
 from paceline.sync.numbers import Numbers
 
 

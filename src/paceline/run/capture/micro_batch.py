@@ -25,7 +25,8 @@ from paceline.run.capture.update import CapturedUpdate, Settings
 from paceline.run.capture.warm_up import WarmUp
 from paceline.run.loop import Loop
 from paceline.sync.buffers import statistics_of
-from paceline.sync.gradients import DirectGradients, GradientExchange
+from paceline.sync.direct_gradients import DirectGradients
+from paceline.sync.exchange import GradientExchange
 
 # The loss of a micro-batch, and numbers of the user's own about it.
 Function: TypeAlias = Callable[[Any], tuple[torch.Tensor, Mapping[str, Any]]]

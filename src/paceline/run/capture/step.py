@@ -12,7 +12,7 @@ from paceline.run.capture.update import CapturedUpdate
 from paceline.run.config import RunConfig
 from paceline.run.loop import Loop, StepRecord
 from paceline.sync.averaging import Averaging
-from paceline.sync.gradients import GradientExchange
+from paceline.sync.exchange import GradientExchange
 
 
 class Stepping:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -173,9 +174,13 @@ class Settings:
                 changed = [key for key in group if group[key] != then.get(key)] or ["params"]
                 return f"{', '.join(map(repr, changed))} of its settings changed"
         for optimizer, state, tensors in self._states:
-            if optimizer.state is not state or sum(map(len, state.values())) != len(tensors):
+            if optimizer.state is not state or not _are_same(_tensors_of(optimizer), tensors):
                 return "its state was replaced"
         return None
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -1,0 +1,63 @@
+"""The gradients strategy where nothing has to be exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from paceline.core.timing import NOT_MEASURED, Timing
+from paceline.plan.shares import Plan
+from paceline.sync.numbers import OneLoss
+
+
+class DirectGradients:
+    """A world of one with one micro-batch per step, plainly: autograd's own gradient is the mean already."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = list(parameters.values())
+
+    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        return
+
+    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
+        self._drop()  # of a backward of the user's own, between micro-batches
+        self._weight = weight
+
+    def end_micro_batch(self, loss: torch.Tensor | None) -> None:
+        self._loss = loss
+
+    def has_gradient(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
+        self._timing = timing
+        self._wish = wish
+
+    def finish(self) -> OneLoss:
+        if not self._weight:
+            self._drop()
+        return OneLoss(self._loss, self._weight, self._timing, self._wish)
+
+    def complete(self) -> None:
+        self._drop()
+
+    def synchronize(self) -> None:
+        return
+
+    def abandon(self) -> None:
+        self._drop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def _drop(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
