@@ -1,0 +1,61 @@
+"""When the measured shares are looked at: every step that takes its time, and some of those that do not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.core.timing import Timing
+from paceline.plan.balance import Balancer
+from paceline.run.planner import LOOK_EVERY_S, MeasuringPlanner
+
+
+class CountingBalancer(Balancer):
+    """Counts what it is told and asked."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.num_told = self.num_asked = 0
+
+    def observe(self, *readings: Any) -> None:
+        self.num_told += 1
+        super().observe(*readings)
+
+    def shares(self, num_micro_batches: int) -> tuple[int, ...]:
+        self.num_asked += 1
+        return super().shares(num_micro_batches)
+
+
+def taken(step_s: float, num_steps: int, slowness: float = 3.0) -> tuple[MeasuringPlanner, CountingBalancer]:
+    """Steps of 8 micro-batches, of which those of the second worker take `slowness` times as long."""
+    balancer = CountingBalancer()
+    planner = MeasuringPlanner(8, balancer)
+    for _ in range(num_steps):
+        plan = planner.plan(100)
+        one_s = step_s / len(plan[0])
+        numbers: Any = SimpleNamespace(timings=[Timing(one_s, 0.0, 0.0), Timing(slowness * one_s, 0.0, 0.0)])
+        planner.observe(plan, numbers)
+    return planner, balancer
+
+
+@pytest.mark.parametrize(("step_s", "num_told"), [(LOOK_EVERY_S, 20), (1.0, 20), (LOOK_EVERY_S / 3.9, 5)])
+def test_short_steps_are_looked_at_now_and_then(step_s: float, num_told: int) -> None:
+    planner, balancer = taken(step_s, 20)
+    assert balancer.num_told == num_told
+    assert balancer.num_asked <= num_told + 1
+    assert [len(own) for own in planner.plan(100)] == [6, 2]
+
+
+def test_a_smaller_step_has_a_plan_of_its_own() -> None:
+    planner, _ = taken(1.0, 5)
+    assert [sum(map(len, planner.plan(size))) for size in (100, 3, 8, 1)] == [8, 3, 8, 1]
+
+
+def test_what_was_learned_counts_at_once_when_it_is_loaded() -> None:
+    learned, _ = taken(1.0, 20)
+    planner = MeasuringPlanner(8, Balancer(2))
+    assert [len(own) for own in planner.plan(8)] == [4, 4]
+    planner.load_state_dict(learned.state_dict())
+    assert [len(own) for own in planner.plan(8)] == [6, 2]
