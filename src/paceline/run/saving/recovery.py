@@ -49,7 +49,7 @@ class Found:
 
 
 def restarts() -> tuple[str, int]:
-    """Which launch this worker belongs to, and how often it was restarted: torchrun's elastic agent tells."""
+    """Which launch this worker belongs to, and how often it was restarted: its launcher, ours or torchrun, tells."""
     if not is_worker():
         return "", 0
     return os.environ.get("TORCHELASTIC_RUN_ID", ""), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
