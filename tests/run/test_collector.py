@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
@@ -157,7 +159,7 @@ def test_what_was_set_aside_is_looked_at_again_when_it_has_doubled() -> None:
     run = CollectBetweenSteps()
     run.begin_epoch(0)
     gc.collect()
-    num_alive = len(gc.get_objects())
+    num_alive = sys.getallocatedblocks()
     most = 0
     for number in range(2 * num_alive // size + 4):
         kept = [Node() for _ in range(size)]
@@ -170,6 +172,36 @@ def test_what_was_set_aside_is_looked_at_again_when_it_has_doubled() -> None:
     assert most <= num_alive + 4 * size
     gc.collect()
     assert not nodes
+
+
+def test_a_collection_leaves_tuples_alone_that_other_threads_are_building() -> None:
+    """The data feed's threads build them all the time, and so may the user's."""
+    run = CollectBetweenSteps()
+    run.begin_epoch(0)
+    is_over = False
+
+    def build() -> None:
+        while not is_over:
+            tuple(item for item in range(5))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            building = [threads.submit(build) for _ in range(2)]
+            try:
+                for number in range(30):
+                    kept = [[i] for i in range(3000)]
+                    gc.collect(1)  # they become old
+                    run.between_steps(WARM_UP_STEPS + number * EVERY_STEPS)
+                    del kept
+            finally:
+                is_over = True
+            for each in building:
+                each.result()
+    finally:
+        sys.setswitchinterval(interval)
+        run.close()
 
 
 def leave_at_the_end(trainer: pl.Trainer) -> None:

@@ -3,12 +3,12 @@
 A full collection visits every object that can refer to others, about 0.1 us each: with a data set in Python lists that
 is a fraction of a second, and since each worker's comes at a moment of its own, all the others wait for it too. Here
 full collections come between two steps, on all workers at the same ones, and only if objects have become old since the
-last. What survives a collection is set aside
-(`gc.freeze`), so that the next one visits only what is new, and takes microseconds.
+last. What survives a collection is set aside (`gc.freeze`), so that the next one visits only what is new, and takes
+microseconds.
 
 Nothing is kept for good. Young objects are collected as usual, at any time. What was set aside is looked at again when
-it has doubled, so garbage takes at most as much memory as what lived. And a single step that makes millions of objects
-is interrupted after all.
+Python's memory has doubled, so garbage takes at most as much of it as what lived. And a single step that makes millions
+of objects is interrupted after all.
 """
 
 from __future__ import annotations
@@ -117,11 +117,11 @@ class _Process:
         self._runs: WeakSet[CollectBetweenSteps] = WeakSet()  # that are warm
         self._inside: WeakSet[CollectBetweenSteps] = WeakSet()  # those of them that are inside an epoch
         self._usual: tuple[int, int, int] | None = None  # the user's thresholds, while ours are set
-        self._num_frozen = 0  # since all of it was looked at; some may have died since
-        self._num_alive = 0  # when all of it was looked at
+        self._has_frozen = False
+        self._num_alive = 0  # blocks of memory, when all of them were last looked at
 
     def is_frozen_by_user(self) -> bool:
-        return not self._num_frozen and gc.get_freeze_count() > FROZEN_BY_PYTHON
+        return not self._has_frozen and gc.get_freeze_count() > FROZEN_BY_PYTHON
 
     def collect(self, run: CollectBetweenSteps) -> None:
         """Collect now, for a run that is warm and inside an epoch; not while the user has the collector disabled."""
@@ -156,7 +156,8 @@ class _Process:
             self._runs.discard(run)
             if was_warm and not self._runs:
                 gc.unfreeze()
-                self._num_frozen = self._num_alive = 0
+                self._has_frozen = False
+                self._num_alive = 0
 
     def restore_thresholds(self) -> None:
         if self._usual is None:
@@ -166,15 +167,16 @@ class _Process:
         self._usual = None
 
     def _collect(self) -> None:
-        looks_at_all = self._num_frozen >= _GROWTH * self._num_alive
+        # Not counted by `gc.get_objects`: its list holds each tuple that another thread is just building, and there
+        # Python gives up on it ("bad argument to internal function"). `gc.get_freeze_count` visits all that is frozen.
+        looks_at_all = sys.getallocatedblocks() >= _GROWTH * self._num_alive
         if looks_at_all:
             gc.unfreeze()
-            self._num_frozen = 0
         gc.collect()
-        self._num_frozen += len(gc.get_objects())  # without what is frozen already; get_freeze_count visits all of it
         gc.freeze()
+        self._has_frozen = True
         if looks_at_all:
-            self._num_alive = self._num_frozen
+            self._num_alive = sys.getallocatedblocks()
 
 
 def _patient(usual: tuple[int, int, int]) -> tuple[int, int, int]:
