@@ -74,13 +74,38 @@ def test_they_are_those_that_are_read_one_by_one(num_samples: int, micro_batches
     assert source.num_read <= num_micro_batches / MAX_AT_ONCE + 5
 
 
-def test_of_two_workers_each_gathers_its_part_of_a_step() -> None:
-    steps = Steps(64, 32, 4)
-    plan = (range(3), range(3, 8))
-    sources = [CountedColumns(numbered(64)) for _ in plan]
+@pytest.mark.parametrize("plan", [(range(3), range(3, 8)), (range(1), range(1, 2)), (range(2), range(2, 2))])
+def test_of_two_workers_each_gathers_its_own_of_several_steps(plan: Plan) -> None:
+    num_samples = 32 * plan[-1].stop
+    steps = Steps(num_samples, 4 * plan[-1].stop, 4)
+    sources = [CountedColumns(numbered(num_samples)) for _ in plan]
     parts = [visited(feed(source, steps, plan, rank), rank) for rank, source in enumerate(sources)]
-    assert [source.num_read for source in sources] == [4, 4]  # once per step
-    assert sorted(chain(*parts[0], *parts[1])) == sorted([*range(64)] * 2)
+    num_own = [2 * 8 * len(own) for own in plan]
+    assert [len(own) for own in parts] == num_own
+    assert all(source.num_read <= num / MAX_AT_ONCE + 2 for source, num in zip(sources, num_own, strict=True))
+    assert sorted(chain(*parts[0], *parts[1])) == sorted([*range(num_samples)] * 2)
+
+
+def test_a_plan_that_changes_is_followed() -> None:
+    steps = Steps(16 * 4 * 8, 8 * 4, 4)
+    plans = [(range(n), range(n, 8)) for n in (4, 4, 4, 5, 5, 3, 0, 8, 8, 1, 1, 1, 1, 4, 4, 4)]
+    samples: list[int] = []
+    for rank in range(2):
+        upcoming = iter(plans)
+        own = ShardedFeed(
+            Columns(numbered(steps.num_samples)),
+            SeededEpochs(steps, steps.num_samples, seed=3, shuffle=True),
+            lambda _, upcoming=upcoming: next(upcoming),
+            rank,
+            CPU,
+        )
+        position = Position()
+        for plan in plans:
+            own.begin_step(position)
+            for number in plan[rank]:
+                samples += own.micro_batch(range(number, number + 1))[0][:, 0].int().tolist()
+            position = own.after_step(position)
+    assert sorted(samples) == [*range(steps.num_samples)]
 
 
 def test_a_step_that_is_begun_again_gets_its_samples_again_whatever_was_done_to_them() -> None:
@@ -106,7 +131,7 @@ def test_changing_one_in_place_spoils_no_other() -> None:
     weight = torch.ones(WIDTH, requires_grad=True)
     blocks = blocks_of(Columns(numbered(64)), epoch_of(64, 4))
     assert blocks is not None
-    first, second = blocks.take(0, 16), blocks.take(1, 16)
+    first, second = blocks.take(0, [range(16)]), blocks.take(1, [range(1, 16)])
     before = second.clone()
     loss = (first * weight).sum()
     second.mul_(weight)  # as a user may who scales its input in place
@@ -118,7 +143,7 @@ def test_every_one_starts_on_a_cache_line() -> None:
     blocks = blocks_of(Columns((numbered(64), torch.arange(64))), epoch_of(64, 8))
     assert blocks is not None
     for number in range(8):
-        assert all(column.data_ptr() % ALIGNMENT_BYTES == 0 for column in blocks.take(number, 8))
+        assert all(column.data_ptr() % ALIGNMENT_BYTES == 0 for column in blocks.take(number, [range(number, 8)]))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +165,7 @@ def test_larger_micro_batches_come_in_smaller_blocks() -> None:
     blocks = blocks_of(source, epoch_of(64, 4))
     assert blocks is not None
     for number in range(6):
-        blocks.take(number, 16)
+        blocks.take(number, [range(number, 16)])
     assert source.num_read == 3
 
 

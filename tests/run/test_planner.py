@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.timing import Timing
 from paceline.plan.balance import Balancer
-from paceline.run.planner import LOOK_EVERY_S, MeasuringPlanner
+from paceline.run.planner import LOOK_EVERY_S, MAX_UNSEEN, MeasuringPlanner
 
 
 class CountingBalancer(Balancer):
@@ -40,9 +40,12 @@ def taken(step_s: float, num_steps: int, slowness: float = 3.0) -> tuple[Measuri
     return planner, balancer
 
 
-@pytest.mark.parametrize(("step_s", "num_told"), [(LOOK_EVERY_S, 20), (1.0, 20), (LOOK_EVERY_S / 3.9, 5)])
-def test_short_steps_are_looked_at_now_and_then(step_s: float, num_told: int) -> None:
-    planner, balancer = taken(step_s, 20)
+@pytest.mark.parametrize(
+    ("step_s", "num_steps", "num_told"),
+    [(LOOK_EVERY_S, 20, 20), (1.0, 20, 20), (LOOK_EVERY_S / 3.9, 20, 5), (1e-9, 5 * MAX_UNSEEN, 5)],
+)
+def test_short_steps_are_looked_at_now_and_then(step_s: float, num_steps: int, num_told: int) -> None:
+    planner, balancer = taken(step_s, num_steps)
     assert balancer.num_told == num_told
     assert balancer.num_asked <= num_told + 1
     assert [len(own) for own in planner.plan(100)] == [6, 2]

@@ -27,8 +27,8 @@ SMALL_BYTES = 32 << 10
 # The blocks of all workers stay in a core's cache between reading and writing.
 BLOCK_BYTES = 256 << 10
 ALIGNMENT_BYTES = 64
-# How long to look again and again before sleeping: about what falling asleep and being woken costs.
-SPIN_S = 50e-6
+# How long to look again and again before sleeping: some times what falling asleep and being woken costs.
+SPIN_S = 100e-6
 # A sleeping worker looks so often whether its peers still live.
 NAP_S = 0.03
 

@@ -6,7 +6,10 @@ micro-batches share that. They are cut apart again before anybody sees them, eac
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
+
+import numpy as np
 
 from paceline.data.orders import CutEpoch, Epoch
 from paceline.data.sources import Indices
@@ -29,7 +32,7 @@ class Gathered(Protocol):
 
 
 class Blocks:
-    """Hands out an epoch's micro-batches to one worker, which takes them mostly in their order."""
+    """Hands out an epoch's micro-batches to one worker, which mostly takes those that it was expected to take."""
 
     def __init__(self, source: Gathered, epoch: CutEpoch, at_once: int) -> None:
         self._source = source
@@ -37,21 +40,37 @@ class Blocks:
         self._at_once = at_once
         self._micro_batch = epoch.steps.micro_batch
         self._num_whole = epoch.steps.num_samples // self._micro_batch  # the last one may be smaller
-        self._next = 0
+        self._numbers: list[int] = []  # of the micro-batches that are there, the next one last
         self._parts: list[Any] = []
 
-    def take(self, number: int, stop: int) -> Any:
-        """Micro-batch `number`, where those up to `stop` will most likely be asked for next; None for one by itself."""
-        if not self._parts or number != self._next:
+    def take(self, number: int, upcoming: Iterable[range]) -> Any:
+        """Micro-batch `number`; None for one that is read by itself.
+
+        `upcoming`: those that will most likely be taken from now on, this one first.
+        """
+        if not self._numbers or number != self._numbers[-1]:
             # A micro-batch that is asked for again is read again: its user may have changed it in place.
-            stop = min(stop, number + self._at_once, self._num_whole)
-            if stop <= number + 1:
+            runs = self._next_block(upcoming)
+            self._numbers = [number for run in reversed(runs) for number in reversed(run)]
+            if len(self._numbers) < 2:
+                self._numbers = []
                 return None
-            indices = self._epoch.request(number, stop - number).indices
+            indices = np.concatenate([self._epoch.request(run.start, len(run)).indices for run in runs])
             self._parts = self._source.read_parts(indices, self._micro_batch)
             self._parts.reverse()
-        self._next = number + 1
+        self._numbers.pop()
         return self._parts.pop()
+
+    def _next_block(self, upcoming: Iterable[range]) -> list[range]:
+        runs: list[range] = []
+        num_missing = self._at_once
+        for run in upcoming:
+            run = range(run.start, min(run.stop, run.start + num_missing, self._num_whole))
+            if not run:
+                break
+            runs.append(run)
+            num_missing -= len(run)
+        return runs
 
 
 def blocks_of(source: Any, epoch: Epoch) -> Blocks | None:

@@ -84,11 +84,20 @@ class ShardedFeed:
     def _from_block(self, epoch: Epoch, numbers: range) -> tuple[Any, int] | None:
         if self._blocks is None:
             return None
-        steps, begun = epoch.steps, self._position.micro_batch
-        # A worker alone takes them all; of others', those of the next step are nobody's yet.
-        stop = steps.num_micro_batches if len(self._plan) == 1 else begun + self._plan[self._rank].stop
-        batch = self._blocks.take(begun + numbers[0], stop)
-        return None if batch is None else (batch, steps.micro_batch)
+        number = self._position.micro_batch + numbers[0]
+        batch = self._blocks.take(number, self._upcoming_in(epoch, number))
+        return None if batch is None else (batch, epoch.steps.micro_batch)
+
+    def _upcoming_in(self, epoch: Epoch, number: int) -> Iterator[range]:
+        """This worker's micro-batches of the epoch from that one on, if the plan stays as it is."""
+        last, begun, own = epoch.steps.num_micro_batches, self._position.micro_batch, self._plan[self._rank]
+        if len(self._plan) == 1:
+            yield range(number, last)
+            return
+        yield range(number, begun + own.stop)
+        size = self._plan[-1].stop
+        for next_begun in range(begun + size, last, size):
+            yield range(next_begun + own.start, next_begun + own.stop)
 
     def _one(self, epoch: Epoch, numbers: range) -> tuple[Any, int]:
         request = epoch.request(self._position.micro_batch + numbers[0], len(numbers))

@@ -23,6 +23,7 @@ from paceline.data.sharded import passes
 from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
+from paceline.run.backward import backward
 from paceline.run.collector import Collector
 from paceline.run.config import RunConfig
 from paceline.run.ema import Average
@@ -149,7 +150,7 @@ class Loop:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
-            (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
+            backward(loss if self._loss_scale is None else loss * self._loss_scale.value)
         except torch.OutOfMemoryError as error:
             self.explain(error)
             raise

@@ -16,8 +16,9 @@ from paceline.sync.numbers import Numbers
 
 # A GPU's numbers are read this many steps late, so that the host need not wait for them; the CPU's at once.
 GPU_LAG_STEPS = 2
-# Of steps shorter than this only some are looked at: learning from one takes a tenth of a small model's step.
-LOOK_EVERY_S = 0.005
+# Of steps shorter than this only some are looked at: learning from one takes a third of a small model's step.
+LOOK_EVERY_S = 0.01
+MAX_UNSEEN = 100  # however short a step seems to be
 
 
 class Planner(Protocol):
@@ -64,7 +65,7 @@ class MeasuringPlanner:
         self._step_size = step_size
         self._balancer = balancer
         self._plans: dict[int, Plan] = {}  # by size of the step, until speeds are looked at again
-        self._since_look_s = math.inf
+        self._num_unseen = 0  # steps to come that are not looked at
 
     def plan(self, num_left: int) -> Plan:
         size = min(self._step_size, num_left)
@@ -73,12 +74,13 @@ class MeasuringPlanner:
         return self._plans[size]
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
+        if self._num_unseen:
+            self._num_unseen -= 1
+            return
         timings = numbers.timings
         first = timings[0]
-        self._since_look_s += len(plan[0]) * first.micro_batch + first.sync + first.rest
-        if self._since_look_s < LOOK_EVERY_S:
-            return
-        self._since_look_s = 0.0
+        step_s = len(plan[0]) * first.micro_batch + first.sync + first.rest
+        self._num_unseen = min(math.ceil(LOOK_EVERY_S / step_s) - 1, MAX_UNSEEN) if step_s else 0
         self._balancer.observe([t.micro_batch for t in timings], [t.rest for t in timings])
         self._plans = {}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from paceline.comm.base import Communicator, Pending
@@ -17,6 +18,7 @@ from paceline.sync.grid import Grid
 # Every parameter starts on a cache line: kernels choose other paths, with other rounding, for unaligned memory.
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 8 << 20
+SMALL_NUMEL = 1 << 15  # up to here torch uses one thread
 # Exact rounding makes five passes over the data; blocks of this many elements stay in a core's cache between them.
 CPU_BLOCK = 1 << 15
 
@@ -42,6 +44,8 @@ class Bucket:
             for p, offset in zip(self.parameters, offsets, strict=True)
         ]
         self._are_gradients = all(p.dtype == dtype for p in self.parameters)
+        # The same memory, which NumPy multiplies in a quarter of torch's time while it is small.
+        self._small = self.payload.numpy() if device.type == "cpu" and payload <= SMALL_NUMEL else None
 
     def add(self, index: int, gradient: torch.Tensor, weight: float, *, first: bool) -> None:
         """views[index] += weight * gradient; the first addition of a step overwrites instead."""
@@ -59,7 +63,10 @@ class Bucket:
             torch._foreach_add_(self.views, gradients, alpha=weight)
             return
         torch._foreach_copy_(self.views, gradients)
-        self.payload.mul_(weight)
+        if self._small is None:
+            self.payload.mul_(weight)
+        else:
+            np.multiply(self._small, weight, out=self._small)
 
     def exchange(self) -> Pending:
         """Start adding up what all workers have here."""

@@ -180,11 +180,6 @@ class StepNumbers:
         return sum(w * x for w, x in zip(self.weights, self.losses, strict=True)) / total if total else float("nan")
 
 
-def pad(values: Sequence[float], count: int) -> list[float]:
-    """`values` followed by zeros: a step at the end of an epoch fills only part of the slots."""
-    return [*values, *([0.0] * (count - len(values)))]
-
-
 class OneLoss:
     """The numbers of a world of one with one micro-batch: they need no layout and no exchange."""
 
