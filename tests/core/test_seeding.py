@@ -11,10 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.seeding import Purpose, derive_seed, host_randomness, mix64, seed_device
+from paceline.core.seeding import DeviceSeeding, Purpose, derive_seed, host_randomness, mix64, seed_device
 
 CPU = torch.device("cpu")
 INTEGERS = st.integers(0, 2**63 - 1)
+
+
+@pytest.mark.parametrize("numbers", [(), (0,), (3, 2**63 - 1)])
+def test_prepared_seeding_is_the_same(numbers: tuple[int, ...]) -> None:
+    drawn = []
+    for seed in (
+        lambda: seed_device(CPU, derive_seed(5, Purpose.AFTER_STEP, *numbers)),
+        lambda: DeviceSeeding(CPU, 5, Purpose.AFTER_STEP)(*numbers),
+    ):
+        seed()
+        drawn.append(torch.rand(4))
+    assert torch.equal(*drawn)
 
 
 def test_mix64_is_splitmix64() -> None:

@@ -41,10 +41,13 @@ def mix64(value: int) -> int:
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
     """A 63-bit seed for one use, from the run's seed and the numbers that name the use."""
-    state = _stream(seed, purpose)
+    return _derived(_stream(seed, purpose), numbers)
+
+
+def _derived(stream: int, numbers: tuple[int, ...]) -> int:
     for number in numbers:
-        state = mix64(state ^ (number & _MASK))
-    return state >> 1
+        stream = mix64(stream ^ (number & _MASK))
+    return stream >> 1
 
 
 @lru_cache(maxsize=64)
@@ -60,6 +63,23 @@ def seed_device(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+
+
+class DeviceSeeding:
+    """`seed_device` with seeds for one purpose, prepared: every step of a small model feels what this takes."""
+
+    def __init__(self, device: torch.device, seed: int, purpose: Purpose) -> None:
+        self._device = device
+        self._stream = _stream(seed, purpose)
+        self._seed_host = torch.default_generator.manual_seed
+
+    def __call__(self, *numbers: int) -> None:
+        """Seed for the use that these numbers name."""
+        seed = _derived(self._stream, numbers)
+        if self._device.type == "cpu":
+            self._seed_host(seed)
+        else:
+            seed_device(self._device, seed)
 
 
 class HostRandomness:

@@ -29,7 +29,7 @@ class DirectStep:
             self._prepare()
             return
         gradients = [group.gradients() for group in self._groups]
-        if any(own is None for own in gradients) or _is_watched(self._optimizer):
+        if None in gradients or _is_watched(self._optimizer):
             self._step_as_torch_does()
             return
         with torch.no_grad():

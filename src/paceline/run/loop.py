@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.events import Events
-from paceline.core.seeding import Purpose, derive_seed, seed_device
+from paceline.core.seeding import DeviceSeeding, Purpose
 from paceline.core.timing import Timing
 from paceline.core.world import World
 from paceline.data.feed import Feed, Step
@@ -83,6 +83,8 @@ class Loop:
         self._at_once = config.micro_batches_at_once(world.rank)
         self._exchange = exchange
         self._feed = feed
+        self._seed_micro_batch = DeviceSeeding(world.device, config.seed, Purpose.MICRO_BATCH)
+        self._seed_after_step = DeviceSeeding(world.device, config.seed, Purpose.AFTER_STEP)
         self._watch = FiniteWatch()
         # The plan of one worker needs no times.
         is_planned = world.size > 1 or config.strategy != "gradients"
@@ -265,7 +267,7 @@ class Loop:
         # The last of several stands for all: the step's last micro-batch is then found where it is looked for.
         self._exchange.begin_micro_batch(numbers[-1], self.weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
-        seed_device(self._world.device, derive_seed(self._config.seed, Purpose.MICRO_BATCH, position.step, numbers[0]))
+        self._seed_micro_batch(position.step, numbers[0])
         self._loss = None
         self._is_last = is_last
         self._is_open = True
@@ -282,7 +284,7 @@ class Loop:
         self._planner.observe(plan, numbers)
         self._keeper.observe(numbers)
         # From here on every worker does the same, drawing the same random numbers.
-        seed_device(self._world.device, derive_seed(self._config.seed, Purpose.AFTER_STEP, position.step))
+        self._seed_after_step(position.step)
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
         norm = self.update.clip()

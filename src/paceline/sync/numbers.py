@@ -11,6 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import mul
 from typing import ClassVar, Protocol
 
 import torch
@@ -162,10 +163,13 @@ class StepNumbers:
         return self._part(1)[grid * m : (grid + 1) * m]
 
     def non_finite(self) -> tuple[str, float, int] | None:
-        for number, loss in enumerate(self.losses):
+        losses, peaks = self.losses, self._part(1)
+        if all(map(math.isfinite, losses)) and all(map(math.isfinite, peaks)):
+            return None
+        for number, loss in enumerate(losses):
             if not math.isfinite(loss):
                 return "loss", loss, number
-        for index, peak in enumerate(self._part(1)):
+        for index, peak in enumerate(peaks):
             if not math.isfinite(peak):
                 return "gradient", peak, index % self._layout.num_micro_batches
         return None
@@ -176,8 +180,9 @@ class StepNumbers:
 
     @property
     def loss(self) -> float:
-        total = self.total_weight
-        return sum(w * x for w, x in zip(self.weights, self.losses, strict=True)) / total if total else float("nan")
+        weights = self.weights
+        total = sum(weights)
+        return sum(map(mul, weights, self.losses)) / total if total else math.nan
 
 
 class OneLoss:
