@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 
 from paceline.comm.base import Communicator, Pending
@@ -21,14 +19,13 @@ from paceline.sync.buckets import (
     OneTermBucket,
     assign,
     in_layout_of,
-    largest_magnitude,
-    largest_on_host,
     sum_dtype,
 )
 from paceline.sync.buffers import Buffers
 from paceline.sync.fused import WAITING_BYTES, Arrival, fused_addition
 from paceline.sync.grid import Grid
 from paceline.sync.numbers import Layout, StepNumbers
+from paceline.sync.tail import Tail
 from paceline.sync.terms import TermBucket
 
 
@@ -54,7 +51,7 @@ class BucketedGradients:
         self._buffers = buffers
         self._overlap = overlap and communicator.world.size > 1
         groups = assign(parameters, bucket_bytes)
-        self._layout = Layout(
+        layout = Layout(
             max_micro_batches,
             len(groups) + 1 if exact else 0,
             communicator.world.size,
@@ -66,7 +63,7 @@ class BucketedGradients:
         self._grids = [Grid() for _ in range(len(groups) + 1)] if is_rounded else []
         self._terms: list[TermBucket] = []
         self._sums: list[Bucket] = []
-        num_numbers = buffers.numel + self._layout.total
+        num_numbers = buffers.numel + layout.total
         if exact and terms.are_possible(communicator, parameters, max_micro_batches):
             self._terms = terms.buckets(groups, communicator, self._grids)
             self._apart: torch.Tensor | None = communicator.empty(num_numbers, torch.float64, communicator.world.device)
@@ -77,16 +74,9 @@ class BucketedGradients:
             self._apart = None  # they ride with the last bucket
             numbers = self._sums[-1].tail
         self._buckets: Sequence[Bucket] = self._terms or self._sums
-        self._tail = numbers[buffers.numel :]
+        self._tail = Tail(layout, numbers[buffers.numel :], communicator.world.rank)
         buffers.accumulate_in(numbers[: buffers.numel], self._grids[-1] if is_rounded else None)
         self._has_peaks = exact
-        self._host_tail = self._tail.numpy() if self._tail.is_cpu else None
-        # What the host writes: into the tail itself, or for a GPU to be copied there. A view of it takes single numbers
-        # five times as fast as an array does.
-        self._written = np.zeros(self._layout.total) if self._host_tail is None else self._host_tail
-        self._host_numbers = cast("memoryview[float]", self._written.data)
-        self._all_used = np.ones(len(parameters), self._written.dtype).data
-        self._peaks = self._tail[max_micro_batches : self._layout.num_device].split(max_micro_batches)
         self._fused = fused_addition(self._tail.device) if exact else None
         self._held: list[tuple[_Slot, torch.Tensor, bool]] = []
         self._held_bytes = 0
@@ -97,7 +87,7 @@ class BucketedGradients:
         self._slots = [slot for slots in self._slots_by_bucket for slot in slots]
         self._parameters = [slot.parameter for slot in self._slots]
         is_small = len(self._buckets) == 1 and self._buckets[0].flat.nbytes <= BUCKET_BYTES
-        self._takes_together = is_small and self._tail.is_cpu and not exact
+        self._takes_together = is_small and self._tail.device.type == "cpu" and not exact
         hooked = [] if self._takes_together else self._slots
         self._hooks = [slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)) for slot in hooked]
         self._is_open = False
@@ -121,9 +111,7 @@ class BucketedGradients:
         self._pending = []
         self._num_taken = 0
         self._num_in_parts = 0
-        self._written.fill(0.0)
-        if self._host_tail is None:
-            self._tail.zero_()
+        self._tail.clear()
         self._buffers.begin_step(num_micro_batches)
         for slot in self._slots:
             slot.is_used = False
@@ -133,7 +121,7 @@ class BucketedGradients:
             slot.parameter.grad = None
             slot.firings = 0
         self._number = number
-        self._host_numbers[self._layout.parts[2].start + number] = weight
+        self._tail.set_weight(number, weight)
         self._factor = weight / self._scale
         self._may_send = is_last and self._overlap
         self._held, self._held_bytes = [], 0
@@ -150,13 +138,10 @@ class BucketedGradients:
         self._add_held()
         self._is_open = False
         if loss is not None and self._factor:
-            if self._host_tail is not None:
-                self._host_tail[self._number] = loss.item()
-            else:
-                self._tail[self._number].copy_(loss.reshape(()))
+            self._tail.set_loss(self._number, loss)
         peak = self._buffers.end_micro_batch(self._number)
         if peak is not None and self._has_peaks:
-            self._peaks[-1][self._number].copy_(peak)
+            self._tail.peaks[-1][self._number].copy_(peak)
 
     def has_gradient(self) -> bool:
         for slot in self._slots:  # noqa: SIM110 - `any` takes longer to begin than the first slot to answer
@@ -165,7 +150,9 @@ class BucketedGradients:
         return False
 
     def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
-        self._write_host_numbers(timing, wish)
+        self._used = [slot.is_used for slot in self._slots]
+        changed = self._buffers.changed_unmanaged()
+        self._tail.write(timing, wish, self._used, changed, parts=self._num_in_parts > 0)
         while len(self._pending) < len(self._buckets):
             self._send_next()
         if self._apart is not None:
@@ -179,7 +166,7 @@ class BucketedGradients:
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        numbers = StepNumbers(self._layout, self._tail)
+        numbers = self._tail.numbers()
         # Before looking at the peaks: while the host waits for them, a GPU has this to do.
         self._publish(numbers)
         if self._buckets is self._terms and numbers.num_in_parts:
@@ -277,28 +264,8 @@ class BucketedGradients:
 
     def _add(self, slot: _Slot, gradient: torch.Tensor, *, first: bool, is_again: bool = False) -> None:
         if self._has_peaks:
-            self._note_peak(slot, gradient, is_again=is_again)
+            self._tail.note_peak(slot.bucket_number, self._number, gradient, is_again=is_again)
         slot.bucket.add(slot.index, gradient, self._factor, first=first)
-
-    def _note_peak(self, slot: _Slot, gradient: torch.Tensor, *, is_again: bool) -> None:
-        if self._host_tail is not None:
-            self._note_host_peak(slot, largest_on_host(gradient), is_again=is_again)
-            return
-        peak = self._peaks[slot.bucket_number][self._number]
-        largest = largest_magnitude(gradient)
-        if is_again:
-            peak.add_(largest)  # two parts of one term: no more than the sum of both
-        else:
-            torch.maximum(peak, largest, out=peak)
-
-    def _note_host_peak(self, slot: _Slot, largest: float, *, is_again: bool) -> None:
-        assert self._host_tail is not None
-        place = (1 + slot.bucket_number) * self._layout.num_micro_batches + self._number
-        peak = float(self._host_tail[place])
-        if is_again:
-            self._host_tail[place] = peak + largest
-        elif not largest <= peak and not math.isnan(peak):  # a NaN is the largest of all
-            self._host_tail[place] = largest
 
     def _hold(self, slot: _Slot, gradient: torch.Tensor) -> None:
         """Let it wait for others, to be added with them."""
@@ -321,7 +288,7 @@ class BucketedGradients:
             Arrival(
                 in_layout_of(slot.view, gradient),
                 slot.view,
-                self._peaks[slot.bucket_number],
+                self._tail.peaks[slot.bucket_number],
                 slot.bucket.grid.anchor if isinstance(slot.bucket, ExactBucket) else None,
                 first,
             )
@@ -346,27 +313,6 @@ class BucketedGradients:
             if not slot.is_used:
                 slot.view.zero_()
         self._pending.append(self._buckets[number].exchange())
-
-    def _write_host_numbers(self, timing: Timing, wish: float) -> None:
-        numbers, rank = self._host_numbers, self._communicator.world.rank
-        _, _, _, timings, wishes, used, changed, in_parts = self._layout.parts
-        for place, value in enumerate(timing, timings.start + rank * len(timing)):
-            numbers[place] = value
-        numbers[wishes.start + rank] = wish
-        self._used = [slot.is_used for slot in self._slots]
-        if all(self._used):
-            numbers[used] = self._all_used
-        else:
-            self._written[used] = self._used
-        if self._buffers.num_unmanaged:
-            self._written[changed] = self._buffers.changed_unmanaged()
-        numbers[in_parts.start] = self._num_in_parts > 0
-        if self._host_tail is None:
-            # From pinned memory a GPU takes them when it gets there; anything else the host would wait for.
-            start = self._layout.num_device
-            values = self._written[start:].tolist()  # torch pins nothing that it is given as an array
-            on_host = torch.tensor(values, dtype=self._tail.dtype, pin_memory=self._tail.is_cuda)
-            self._tail[start:].copy_(on_host, non_blocking=True)
 
     def _fit_grids(self, numbers: StepNumbers) -> bool:
         """Whether every sum stayed on its grid. Moves the grids either way: to repeat the step, or for the next."""
@@ -393,12 +339,11 @@ class BucketedGradients:
 
     def _divisor(self) -> torch.Tensor | None:
         """What the sums are to be divided by, after the exchange: the total weight, if it was not known before."""
-        m, start = self._layout.num_micro_batches, self._layout.num_device
-        return self._tail[start : start + m].sum() if self._must_divide else None
+        return self._tail.total_weight() if self._must_divide else None
 
     def _weigh_terms(self) -> None:
         """Whoever adds up the workers' terms must know all their weights, which have just come."""
-        weights = terms.weights_by_rank(self._plan, StepNumbers(self._layout, self._tail).weights)
+        weights = terms.weights_by_rank(self._plan, self._tail.numbers().weights)
         divisor = self._divisor()
         for bucket in self._terms:
             bucket.weigh([weight / self._scale for weight in weights], divisor)
