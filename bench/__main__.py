@@ -28,6 +28,7 @@ BENCHMARKS = {
     "import": Benchmark("bench.import_time", "seconds to import paceline, against import torch"),
     "overhead": Benchmark("bench.overhead", "microseconds per step on one worker, against a bare PyTorch loop"),
     "scaling": Benchmark("bench.scaling", "samples/s of equal workers, against independent processes and torch DDP"),
+    "crowded": Benchmark("bench.crowded", "samples/s of more workers than cores, against as many workers as cores"),
     "hetero": Benchmark("bench.hetero", "samples/s of unequal workers, against what they do alone and torch DDP"),
     "data": Benchmark(
         "bench.data", "reading data: dispatched, waiting, in memory, from Arrow files; each against its peer"

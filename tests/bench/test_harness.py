@@ -239,8 +239,14 @@ SHORT_RUNS = {  # of those that run everywhere; test_hetero.py has its own
     "import": ["--turns", "1"],
     "overhead": ["--turns", "1", "--steps", "8", "--peers", "bare loop, DataLoader"],
     "scaling": ["--turns", "1", "--seconds", "0.1", "--micro-batch", "1"],
+    "crowded": ["--workers", "1", "--turns", "1", "--seconds", "0.1", "--micro-batch", "1"],
 }
-PEERS = {"import": set(), "overhead": {"bare loop, DataLoader"}, "scaling": {"torch DDP"}}
+PEERS = {
+    "import": set(),
+    "overhead": {"bare loop, DataLoader"},
+    "scaling": {"torch DDP"},
+    "crowded": {"torch DDP, 1 workers", "torch DDP, 2 workers"},
+}
 
 
 def run_bench(name: str, *options: str) -> dict[str, Any]:
