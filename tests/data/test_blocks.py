@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import chain
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.blocks import ALIGNMENT_BYTES, BLOCK_BYTES, MAX_AT_ONCE, blocks_of
+from paceline.data.blocks import ALIGNMENT_BYTES, BLOCK_BYTES, MAX_AT_ONCE, SWITCH, blocks_of
 from paceline.data.orders import CutEpoch, SeededEpochs
 from paceline.data.sharded import ShardedFeed
 from paceline.data.sources import Columns, Samples
@@ -157,6 +158,13 @@ def test_every_one_starts_on_a_cache_line() -> None:
 )
 def test_what_does_not_fit_is_read_one_by_one(columns: Any, micro_batch: int) -> None:
     assert blocks_of(Columns(columns), epoch_of(64, micro_batch)) is None
+
+
+def test_they_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    with caplog.at_level(logging.DEBUG, "paceline"):
+        assert blocks_of(Columns(numbered(64)), epoch_of(64, 4)) is None
+    assert "gathered one by one: PACELINE_BLOCKS=0" in caplog.text
 
 
 def test_larger_micro_batches_come_in_smaller_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.run import backward as subject
-from paceline.run.backward import backward
+from paceline.run.backward import SWITCH, Backward
 
-WAYS: list[Callable[[torch.Tensor], None]] = [backward, torch.Tensor.backward]
+WAYS: list[Callable[[torch.Tensor], None]] = [Backward(), torch.Tensor.backward]
 
 
 @pytest.fixture
@@ -84,18 +85,31 @@ class Subclass(torch.Tensor):
     pass
 
 
-def test_a_subclass_goes_torchs_own_way(engine_calls: list[Any]) -> None:
+def test_a_subclass_goes_torchs_own_way(engine_calls: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     weight = torch.ones(3, requires_grad=True)
-    backward((2 * weight).sum().as_subclass(Subclass))
+    backward = Backward()
+    with caplog.at_level(logging.INFO, "paceline"):
+        for _ in range(2):
+            backward((2 * weight).sum().as_subclass(Subclass))
+    assert torch.equal(weight.grad, torch.full((3,), 4.0))
+    assert not engine_calls
+    assert [record.getMessage() for record in caplog.records] == [
+        "backward is called as torch calls it, not straight: the loss is a Subclass"
+    ]
+
+
+@pytest.mark.parametrize("by_switch", [True, False], ids=["switched off", "another torch"])
+def test_every_loss_may_go_torchs_own_way(
+    by_switch: bool, engine_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_switch:
+        monkeypatch.setenv(SWITCH, "0")
+    else:
+        monkeypatch.setattr(subject, "_run_engine", None)
+    weight = torch.ones(3, requires_grad=True)
+    Backward()((2 * weight).sum())
     assert torch.equal(weight.grad, torch.full((3,), 2.0))
     assert not engine_calls
-
-
-def test_without_the_engine_every_loss_goes_torchs_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "_run_engine", None)
-    weight = torch.ones(3, requires_grad=True)
-    backward((2 * weight).sum())
-    assert torch.equal(weight.grad, torch.full((3,), 2.0))
 
 
 def used_twice() -> torch.Tensor:

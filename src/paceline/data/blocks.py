@@ -2,10 +2,14 @@
 
 Gathering a few rows costs some microseconds however few they are: a tenth of a small model's step. Gathered together,
 micro-batches share that. They are cut apart again before anybody sees them, each with memory of its own.
+
+PACELINE_BLOCKS=0 turns it off.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -14,6 +18,9 @@ import numpy as np
 from paceline.data.orders import CutEpoch, Epoch
 from paceline.data.sources import Indices
 
+logger = logging.getLogger("paceline")
+
+SWITCH = "PACELINE_BLOCKS"
 # Small enough to stay in a core's cache until the last of a block's micro-batches is used.
 BLOCK_BYTES = 256 << 10
 MAX_AT_ONCE = 16
@@ -74,11 +81,21 @@ class Blocks:
 
 
 def blocks_of(source: Any, epoch: Epoch) -> Blocks | None:
-    """For columns whose micro-batches are small and fill whole cache lines; None for anything else."""
+    """For columns whose micro-batches are small and fill whole cache lines; None for anything else.
+
+    The log says why columns do not come in blocks.
+    """
     if not hasattr(source, "read_parts") or not isinstance(epoch, CutEpoch):
         return None
     sizes = [epoch.steps.micro_batch * num_bytes for num_bytes in source.row_bytes()]
     at_once = min(MAX_AT_ONCE, BLOCK_BYTES // max(1, *sizes))
-    if at_once < 2 or any(size % ALIGNMENT_BYTES for size in sizes):
-        return None
-    return Blocks(source, epoch, at_once)
+    if os.environ.get(SWITCH) == "0":
+        reason = f"{SWITCH}=0"
+    elif at_once < 2:
+        reason = f"a column of one has {max(sizes):,} bytes, and two would not fit {BLOCK_BYTES:,}"
+    elif any(size % ALIGNMENT_BYTES for size in sizes):
+        reason = f"their columns have {sizes} bytes, not all multiples of {ALIGNMENT_BYTES}"
+    else:
+        return Blocks(source, epoch, at_once)
+    logger.debug("micro-batches are gathered one by one: %s", reason)
+    return None

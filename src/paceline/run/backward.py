@@ -1,24 +1,54 @@
-"""Backward of one loss, straight to autograd's engine.
+"""Backward of a run's losses, straight to autograd's engine.
 
 Around the engine torch looks at many ways of calling it: some 30 microseconds, a tenth of a small model's step. A loss
 that is a plain number needs none of that. Any other goes torch's own way, which comes to the same.
+
+PACELINE_BACKWARD=0 sends all of them there.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+
 import torch
 from torch.autograd import graph
 
-# Not public: without it, every loss goes torch's own way.
-_run_engine = getattr(graph, "_engine_run_backward", None)
+logger = logging.getLogger("paceline")
+
+SWITCH = "PACELINE_BACKWARD"
+_run_engine = getattr(graph, "_engine_run_backward", None)  # not public
 
 
-def backward(loss: torch.Tensor) -> None:
-    """`loss.backward()` of a loss with one number."""
-    if _run_engine is None or type(loss) is not torch.Tensor or not (loss.requires_grad and loss.is_floating_point()):
-        loss.backward()
-        return
-    keep_graph = create_graph = False
-    _run_engine(
-        (loss,), (torch.ones_like(loss),), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True
-    )
+class Backward:
+    """`loss.backward()` of losses with one number each. The log says, once, why one goes torch's own way."""
+
+    def __init__(self) -> None:
+        self._obstacle = f"{SWITCH}=0" if os.environ.get(SWITCH) == "0" else None
+        if _run_engine is None:
+            self._obstacle = f"torch {torch.__version__} has no _engine_run_backward"
+        self._is_explained = False
+
+    def __call__(self, loss: torch.Tensor) -> None:
+        reason = self._obstacle or _oddity(loss)
+        if reason is not None:
+            self._explain(reason)
+            loss.backward()
+            return
+        assert _run_engine is not None
+        keep_graph = create_graph = False
+        ones = torch.ones_like(loss)
+        _run_engine((loss,), (ones,), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+
+    def _explain(self, reason: str) -> None:
+        if not self._is_explained:
+            self._is_explained = True
+            logger.info("backward is called as torch calls it, not straight: %s", reason)
+
+
+def _oddity(loss: torch.Tensor) -> str | None:
+    if type(loss) is not torch.Tensor:
+        return f"the loss is a {type(loss).__name__}"
+    if not (loss.requires_grad and loss.is_floating_point()):
+        return "the loss has no gradient, or is no real number"
+    return None

@@ -23,7 +23,7 @@ from paceline.data.sharded import passes
 from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
-from paceline.run.backward import backward
+from paceline.run.backward import Backward
 from paceline.run.collector import Collector
 from paceline.run.config import RunConfig
 from paceline.run.ema import Average
@@ -85,6 +85,7 @@ class Loop:
         self._feed = feed
         self._seed_micro_batch = DeviceSeeding(world.device, config.seed, Purpose.MICRO_BATCH)
         self._seed_after_step = DeviceSeeding(world.device, config.seed, Purpose.AFTER_STEP)
+        self._backward = Backward()
         self._watch = FiniteWatch()
         # The plan of one worker needs no times.
         is_planned = world.size > 1 or config.strategy != "gradients"
@@ -152,7 +153,7 @@ class Loop:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
-            backward(loss if self._loss_scale is None else loss * self._loss_scale.value)
+            self._backward(loss if self._loss_scale is None else loss * self._loss_scale.value)
         except torch.OutOfMemoryError as error:
             self.explain(error)
             raise
