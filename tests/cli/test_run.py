@@ -66,7 +66,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "nowhere.py"], "paceline run: no such file: nowhere.py"),
         (["run", "--workers", "0", "x.py"], "paceline run: argument --workers: '0': choose an integer >= 1"),
         (["run", "--workers", "two", "x.py"], "paceline run: argument --workers: 'two': choose an integer >= 1"),
-        (["run"], "paceline run: the following arguments are required: SCRIPT"),
+        (["run"], "paceline run: the following arguments are required: SCRIPT\n"),
         (["walk"], "paceline: argument COMMAND: invalid choice: 'walk'"),
         ([], "paceline: the following arguments are required: COMMAND"),
     ],

@@ -114,7 +114,8 @@ def _add_run(commands: Any) -> None:
         help="how many seconds to wait for the other machines (default: %(default)s)",
     )
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
-    run.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    arguments = run.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    arguments.required = False  # else argparse names it among what is missing when nothing is given
     run.set_defaults(run=partial(_run, run))
 
 
