@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -22,10 +23,17 @@ _users: dict[dist.ProcessGroup, int] = {}
 class ProcessGroupCommunicator:
     """A torch.distributed group of its own, so that neither the user's collectives nor another trainer's mix in.
 
-    Joins the default group if the process has one, else starts it from the variables that torchrun sets.
+    Joins the default group if the process has one, else starts it from the variables that torchrun sets. All workers
+    construct it, also where only `ranks` of them exchange; those are counted by their place in it.
     """
 
-    def __init__(self, world: World, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        world: World,
+        backend: str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
         self.world = world
         self.timeout_s = timeout_s
         self.backend = backend or default_backend(world)
@@ -36,8 +44,8 @@ class ProcessGroupCommunicator:
                 _start_default_group(world, self.backend, timedelta(seconds=max(timeout_s, JOIN_TIMEOUT_S)))
                 _users[_default_group()] = 0
             self._join_default_group()
-            group = dist.new_group(backend=self.backend, timeout=timeout)
-            if self.backend == "gloo":
+            group = dist.new_group(ranks, backend=self.backend, timeout=timeout)
+            if self.backend == "gloo" and (ranks is None or world.rank in ranks):
                 dist.barrier(group)  # who is connected may leave at once, while others still connect to it
         except RuntimeError as error:
             self._leave_default_group()
@@ -55,7 +63,7 @@ class ProcessGroupCommunicator:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         group = self._open_group()
         try:
-            work = dist.broadcast(tensor, src=source, group=group, async_op=True)
+            work = dist.broadcast(tensor, group=group, async_op=True, group_src=source)
         except RuntimeError as error:
             raise _translate(error, "broadcast", self) from None
         return _PendingWork(work, "broadcast", self)
