@@ -605,9 +605,9 @@ def test_if_one_worker_cannot_share_memory_all_are_told_and_outer_serves_on(monk
     assert [type(error) for error in errors] == [CommunicationError] * 3
     texts = list(map(str, errors))
     [failed] = [rank for rank, text in enumerate(texts) if "No space left on device" in text]
-    assert texts[failed].startswith(f"rank {failed} cannot share memory with its peers: [Errno 28]")
+    assert texts[failed].startswith(f"rank {failed} cannot share memory: [Errno 28]")
     for rank in {0, 1, 2} - {failed}:
-        assert texts[rank] == f"ranks [{failed}] cannot share memory with their peers: their own errors say why"
+        assert texts[rank] == f"ranks [{failed}] cannot share memory: their own errors say why"
     del errors
     gc.collect()  # the errors' frames hold what was opened
     assert open_files() == files
@@ -681,6 +681,6 @@ def test_other_systems_and_processors_are_refused(monkeypatch: pytest.MonkeyPatc
     assert missing_shared_memory(world) == "it relies on the memory order of x86_64, and this is aarch64"
     members: list[Communicator] = list(LocalGroup(["cpu"] * 2, 20.0).members)
     for error in together([lambda m=m: SharedMemoryCommunicator(m) for m in members]):
-        assert "cannot share memory with its peers: it relies on the memory order of x86_64" in str(error)
+        assert "cannot share memory: it relies on the memory order of x86_64" in str(error)
     monkeypatch.setattr(shared_arena.sys, "platform", "darwin")
     assert missing_shared_memory(world) == "it takes Linux, and this is darwin"

@@ -17,7 +17,7 @@ import platform
 import secrets
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from ctypes import c_int, c_long, c_uint, c_uint32, c_void_p
 from enum import IntEnum
@@ -40,6 +40,7 @@ _MIN_BYTES = 2 * HUGE_PAGE + FIRST_BYTES
 
 # The words of a board, 8 bytes each, after the arena's token.
 _CALLS, _INSIDE, _STATE, _NUM_BUFFERS, _BELL = range(1, 6)
+_REASON_OFFSET = 512  # the rest of the page is for the reason of a failure
 
 _FUTEX_SYSCALL = 202
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
@@ -64,6 +65,7 @@ class State(IntEnum):
     OPEN = 0
     CLOSED = 1
     FAILED = 2
+    TIMED_OUT = 3  # failed, since others did not come
 
 
 class Arena:
@@ -146,6 +148,7 @@ class Board:
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:PAGE].cast("Q")
+        self._reason = memory[_REASON_OFFSET:PAGE]
         self._records = memory[PAGE:FIRST_BYTES]
         self._bell = c_uint32.from_buffer(memory, 8 * _BELL)
         self._bell_address = ctypes.addressof(self._bell)
@@ -183,9 +186,18 @@ class Board:
         self._words[_INSIDE] = 0
         self._ring()
 
-    def end(self, state: State) -> None:
-        self._words[_STATE] = state
-        self._ring()
+    @property
+    def reason(self) -> str:
+        """Why the worker failed, as far as it told."""
+        return bytes(self._reason).rstrip(b"\0").decode(errors="ignore")
+
+    def end(self, state: State, reason: str = "") -> None:
+        """Once: who closes after an error has still failed."""
+        if self.state == State.OPEN:
+            text = reason.encode()[: len(self._reason)]
+            self._reason[: len(text)] = text
+            self._words[_STATE] = state
+            self._ring()
 
     def add_buffer(self) -> int:
         number = self._words[_NUM_BUFFERS]
@@ -216,9 +228,30 @@ class Board:
 
     def sleep(self, bell: int, seconds: float) -> None:
         """Until the bell rings, at most so long; not at all if it rang since it was read as `bell`."""
-        whole = int(seconds)
-        limit = _Timespec(whole, int(1e9 * (seconds - whole)))
-        _futex_wait(_FUTEX_SYSCALL, self._bell_address, _FUTEX_WAIT, bell, ctypes.addressof(limit), None, 0)
+        _sleep_at(self._bell_address, bell, seconds)
+
+
+class Count:
+    """A number in an arena that one thread raises, and others sleep for."""
+
+    NUM_BYTES = 64
+
+    def __init__(self, arena: Arena, offset: int) -> None:
+        self._address = arena.address(offset)
+        self._word = c_uint32.from_address(self._address)
+        self._arena = arena  # whose memory it is
+
+    @property
+    def value(self) -> int:
+        return self._word.value
+
+    def add_one(self) -> None:
+        self._word.value += 1
+        _futex_wake(_FUTEX_SYSCALL, self._address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+    def sleep(self, value: int, seconds: float) -> None:
+        """Until the number is not `value` any more, at most so long."""
+        _sleep_at(self._address, value, seconds)
 
 
 class Claims:
@@ -251,11 +284,12 @@ class Claims:
 class Processes:
     """Notices the end of processes, whatever children they leave behind."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        """`pids`: by rank."""
         self._ranks: dict[int, int] = {}
         self._poll = select.poll()
         try:
-            for rank, pid in enumerate(pids):
+            for rank, pid in pids.items():
                 fd = os.pidfd_open(pid)
                 self._ranks[fd] = rank
                 self._poll.register(fd, select.POLLIN)
@@ -282,6 +316,12 @@ def _map(fd: int) -> tuple[mmap.mmap, int]:
     with mmap.mmap(fd, nbytes) as tried:
         start = ctypes.addressof(ctypes.c_char.from_buffer(tried)) % HUGE_PAGE
     return mmap.mmap(fd, nbytes, offset=start), HUGE_PAGE - start
+
+
+def _sleep_at(address: int, value: int, seconds: float) -> None:
+    whole = int(seconds)
+    limit = _Timespec(whole, int(1e9 * (seconds - whole)))
+    _futex_wait(_FUTEX_SYSCALL, address, _FUTEX_WAIT, value, ctypes.addressof(limit), None, 0)
 
 
 def record_text(call: str) -> bytes:

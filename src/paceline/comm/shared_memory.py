@@ -44,18 +44,17 @@ def missing_shared_memory(world: World) -> str | None:
     return missing_arena()
 
 
-class SharedMemoryCommunicator:
-    """Exchanges tensors made by `empty` through shared memory, and all others through `outer`.
+class SharingCommunicator(ABC):
+    """Exchanges tensors made by `empty` in a way that starts from shared memory, and all others through `outer`.
 
-    All workers construct it together, and make the same calls of `empty` too. If one of them cannot share memory the
-    constructor raises on all, and `outer` serves on; else `outer` is closed with this communicator. The memory of
-    `empty` is given back when the communicator is closed and the last tensor over it is gone.
+    `outer` is closed with this communicator. The memory of `empty` is given back when the communicator is closed and
+    the last tensor over it is gone.
     """
 
-    def __init__(self, outer: Communicator) -> None:
+    def __init__(self, outer: Communicator, workers: Workers) -> None:
         self._outer = outer
-        self._workers = _Workers(outer)
-        self._buffers: dict[tuple[int, int, torch.dtype], _Buffer] = {}
+        self._workers = workers
+        self._buffers: dict[tuple[int, int, torch.dtype], Buffer] = {}
 
     @property
     def world(self) -> World:
@@ -70,13 +69,7 @@ class SharedMemoryCommunicator:
         if buffer is None:
             self._workers.own.board.announce_call()
             return self._outer.all_reduce(tensor)
-        return _Exchange(self._workers, buffer, "all_reduce")
-
-    def combine(self, tensor: torch.Tensor, combination: Combination) -> Pending:
-        buffer = self._find(tensor)
-        if buffer is None:
-            raise MisuseError("only what empty() made can be combined: the peers cannot see any other tensor")
-        return _Exchange(self._workers, buffer, "combine", combination=combination)
+        return self._start(buffer, "all_reduce")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         if not 0 <= source < self.world.size:
@@ -85,15 +78,14 @@ class SharedMemoryCommunicator:
         if buffer is None:
             self._workers.own.board.announce_call()
             return self._outer.broadcast(tensor, source)
-        return _Exchange(self._workers, buffer, f"broadcast from {source}", source)
+        return self._start(buffer, f"broadcast from {source}", source)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._workers.check_usable()
         if device.type != "cpu" or numel == 0:
             return self._outer.empty(numel, dtype, device)
-        kind = _SmallBuffer if numel * dtype.itemsize <= SMALL_BYTES else _LargeBuffer
         try:
-            buffer = kind(self._workers.own, self._workers.arenas, numel, dtype)
+            buffer = self._make_buffer(numel, dtype)
         except OSError as error:
             raise CommunicationError(f"there is no shared memory for {numel:,} numbers of {dtype}: {error}") from None
         self._buffers[_identity(buffer.tensor)] = buffer
@@ -104,19 +96,54 @@ class SharedMemoryCommunicator:
         self._workers.close()
         self._outer.close()
 
-    def _find(self, tensor: torch.Tensor) -> _Buffer | None:
+    @abstractmethod
+    def _make_buffer(self, numel: int, dtype: torch.dtype) -> Buffer: ...
+
+    @abstractmethod
+    def _start(self, buffer: Buffer, operation: str, source: int | None = None) -> Pending:
+        """A sum, or a broadcast of what the source has."""
+
+    def _find(self, tensor: torch.Tensor) -> Buffer | None:
         """The buffer that this tensor is the whole of."""
         self._workers.check_usable()
         return self._buffers.get(_identity(tensor)) if tensor.is_contiguous() else None
 
 
-class _Workers:
-    """The workers around their shared memory, as one of them sees them."""
+class SharedMemoryCommunicator(SharingCommunicator):
+    """The workers of one host.
+
+    All workers construct it together, and make the same calls of `empty` too. If one of them cannot share memory the
+    constructor raises on all, and `outer` serves on.
+    """
 
     def __init__(self, outer: Communicator) -> None:
+        super().__init__(outer, Workers(outer, range(outer.world.size), missing_shared_memory(outer.world)))
+
+    def combine(self, tensor: torch.Tensor, combination: Combination) -> Pending:
+        buffer = self._find(tensor)
+        if buffer is None:
+            raise MisuseError("only what empty() made can be combined: the peers cannot see any other tensor")
+        return Exchange(self._workers, buffer, "combine", combination=combination)
+
+    def _make_buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
+        kind = _SmallBuffer if numel * dtype.itemsize <= SMALL_BYTES else _LargeBuffer
+        return kind(self._workers.own, self._workers.arenas, numel, dtype)
+
+    def _start(self, buffer: Buffer, operation: str, source: int | None = None) -> Pending:
+        return Exchange(self._workers, buffer, operation, source)
+
+
+class Workers:
+    """The workers around their shared memory, as one of them sees them.
+
+    `ranks`: those with which this one shares memory, and itself. `obstacle`: why it cannot. All workers of the world
+    construct it, those with other ranks too, and all raise if one cannot.
+    """
+
+    def __init__(self, outer: Communicator, ranks: Sequence[int], obstacle: str | None) -> None:
         self._outer = outer
-        self.own, self.arenas, self._processes = _share_memory(outer)
-        self._peers = {rank: arena.board for rank, arena in enumerate(self.arenas) if arena is not self.own}
+        self.own, self.arenas, self._processes = _share_memory(outer, ranks, obstacle)
+        self._peers = {r: arena.board for r, arena in zip(ranks, self.arenas, strict=True) if arena is not self.own}
         self._failure: str | None = None
         # Where workers share cores, whoever spins is in the way of the one it waits for.
         self._max_spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= outer.world.size else 0.0
@@ -166,7 +193,7 @@ class _Workers:
         for rank, board in self._peers.items():
             if board.state == State.CLOSED:
                 losses[rank] = "closed its communicator"
-            elif board.state == State.FAILED:
+            elif board.state != State.OPEN:
                 losses[rank] = "stopped after an error"
         return losses
 
@@ -184,7 +211,7 @@ class _Workers:
     def fail(self, error: BaseException) -> None:
         """Go no further, and tell the peers: after an error in an exchange, nobody knows what is in the buffers."""
         self._failure = str(error) or type(error).__name__
-        self.own.board.end(State.FAILED)
+        self.own.board.end(ending(error), self._failure)
 
     def close(self) -> None:
         if self.arenas:
@@ -196,7 +223,12 @@ class _Workers:
             del self.own
 
 
-class _Buffer(ABC):
+def ending(error: BaseException) -> State:
+    """How a worker ends with this error."""
+    return State.TIMED_OUT if isinstance(error, CommunicationTimeout) else State.FAILED
+
+
+class Buffer(ABC):
     """What `empty` made: one part on each worker, at the same place in each one's memory.
 
     Whatever the peers may still read of an exchange when the next one of the same buffer starts exists twice, and is
@@ -244,7 +276,7 @@ class _Buffer(ABC):
         self._turn = 1 - self._turn
 
 
-class _SmallBuffer(_Buffer):
+class _SmallBuffer(Buffer):
     """Every worker adds up copies of all parts by itself."""
 
     is_divided = False
@@ -267,7 +299,7 @@ class _SmallBuffer(_Buffer):
             self.tensor.copy_(copies[source])
 
 
-class _LargeBuffer(_Buffer):
+class _LargeBuffer(Buffer):
     """Blocks that the workers take one by one, writing the result into all parts."""
 
     is_divided = True
@@ -291,13 +323,13 @@ class _LargeBuffer(_Buffer):
                 _combine_in_place(self._blocks[index], combination, source)
 
 
-class _Exchange:
+class Exchange:
     """A call on a shared buffer. What is to be done after all have called is done in `wait`."""
 
     def __init__(
         self,
-        workers: _Workers,
-        buffer: _Buffer,
+        workers: Workers,
+        buffer: Buffer,
         operation: str,
         source: int | None = None,
         combination: Combination | None = None,
@@ -363,38 +395,40 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _share_memory(outer: Communicator) -> tuple[OwnArena, list[Arena], Processes]:
-    """This worker's arena, that of every worker by rank, and an eye on their processes."""
+def _share_memory(
+    outer: Communicator, ranks: Sequence[int], obstacle: str | None
+) -> tuple[OwnArena, list[Arena], Processes]:
+    """This worker's arena, those of all ranks in their order, and an eye on their processes."""
     world = outer.world
     with ExitStack() as undo:
-        with _together(outer):
-            if reason := missing_shared_memory(world):
-                raise OSError(reason)
+        with agreed(outer):
+            if obstacle is not None:
+                raise OSError(obstacle)
             own = undo.enter_context(closing(OwnArena()))
         offers = torch.zeros(world.size, 3, dtype=torch.int64)
         offers[world.rank] = torch.tensor([os.getpid(), own.fd, own.token])
         outer.all_reduce(offers).wait()
-        with _together(outer):
-            processes = undo.enter_context(closing(Processes(offers[:, 0].tolist())))
-            peers = {rank: offer for rank, offer in enumerate(offers.tolist()) if rank != world.rank}
-            mapped = {rank: Arena.of_peer(*offer) for rank, offer in peers.items()} | {world.rank: own}
+        with agreed(outer):
+            offered = {rank: offers[rank].tolist() for rank in ranks}
+            processes = undo.enter_context(closing(Processes({rank: pid for rank, (pid, _, _) in offered.items()})))
+            peers = {rank: Arena.of_peer(*offer) for rank, offer in offered.items() if rank != world.rank}
         undo.pop_all()
-    return own, [mapped[rank] for rank in range(world.size)], processes
+    return own, [peers.get(rank, own) for rank in ranks], processes
 
 
 @contextmanager
-def _together(outer: Communicator) -> Iterator[None]:
+def agreed(outer: Communicator, aim: str = "share memory") -> Iterator[None]:
     """What goes wrong inside on one worker is an error on all."""
     problem: str | None = None
     try:
         yield
-    except OSError as error:
+    except (OSError, CommunicationError) as error:
         problem = str(error)
     failed = torch.zeros(outer.world.size, dtype=torch.int64)
     failed[outer.world.rank] = problem is not None
     outer.all_reduce(failed).wait()
     if problem is not None:
-        raise CommunicationError(f"rank {outer.world.rank} cannot share memory with its peers: {problem}")
+        raise CommunicationError(f"rank {outer.world.rank} cannot {aim}: {problem}")
     if failed.any():
         ranks = failed.nonzero().flatten().tolist()
-        raise CommunicationError(f"ranks {ranks} cannot share memory with their peers: their own errors say why")
+        raise CommunicationError(f"ranks {ranks} cannot {aim}: their own errors say why")
