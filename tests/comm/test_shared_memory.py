@@ -10,7 +10,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import permutations
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from gatherings import CPU, buffers, sharing, sum_in_rank_order, terms, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_pool import WorkerPool
@@ -31,54 +32,9 @@ from paceline.comm.shared_memory import BLOCK_BYTES, SMALL_BYTES, SharedMemoryCo
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 
-CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
 # In float32: the last small buffer, the first large one, and one of several blocks with an odd rest.
 SMALL, LARGE, BLOCKS = SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, 2 * BLOCK_BYTES // 4 + 3
-
-
-def together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Each call in a thread of its own; all results, errors among them."""
-
-    def outcome(call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(len(calls)) as threads:
-        return list(threads.map(outcome, calls))
-
-
-@contextmanager
-def sharing(size: int, timeout_s: float = 20.0) -> Iterator[list[SharedMemoryCommunicator]]:
-    """The workers of a world inside this process: their memory is shared all the same."""
-    members = LocalGroup(["cpu"] * size, 20.0).members
-    communicators = together([lambda m=m: SharedMemoryCommunicator(m) for m in members])
-    for member in members:
-        member.timeout_s = timeout_s  # from here on: they shall meet, even on a busy machine
-    with ExitStack() as stack:
-        for communicator in communicators:
-            stack.callback(communicator.close)
-        yield communicators
-
-
-def buffers(workers: list[SharedMemoryCommunicator], numel: int, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """A buffer on each worker, filled with its rank plus one."""
-    return [w.empty(numel, dtype, CPU).fill_(w.world.rank + 1) for w in workers]
-
-
-def terms(size: int, numel: int) -> torch.Tensor:
-    """Values, by rank, whose sum depends on the order of the additions."""
-    values = torch.randn(size, numel, generator=torch.Generator().manual_seed(0))
-    return values.mul_(torch.tensor([0.01, 1.0, 300.0]).repeat(numel)[:numel])
-
-
-def sum_in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 # Sums.

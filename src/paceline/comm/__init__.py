@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
+from typing import TYPE_CHECKING
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S, Communicator
 from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import CommunicationError
 from paceline.core.world import World
+
+if TYPE_CHECKING:
+    from paceline.comm.process_group import ProcessGroupCommunicator
 
 logger = logging.getLogger("paceline")
 
@@ -15,20 +20,39 @@ logger = logging.getLogger("paceline")
 def connect(world: World, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Communicator:
     """The communicator for this world: nothing for one worker, else torch.distributed.
 
-    CPU workers of one host share memory, unless a backend is named.
+    CPU workers of one host share memory, and those of several hosts reduce inside each host first, unless a backend is
+    named.
     """
     if world.size == 1:
         return SingleCommunicator(world, timeout_s)
     # Imported here: a world of one should not pay for torch.distributed.
     from paceline.comm.process_group import ProcessGroupCommunicator
-    from paceline.comm.shared_memory import SharedMemoryCommunicator, missing_shared_memory
 
-    between_processes = ProcessGroupCommunicator(world, backend, timeout_s)
-    reason = "a backend was named" if backend else missing_shared_memory(world)
-    if reason is None:
-        try:
-            return SharedMemoryCommunicator(between_processes)
-        except CommunicationError as error:
-            reason = str(error)
-    logger.info("workers exchange over %s, not through shared memory: %s", between_processes.backend, reason)
-    return between_processes
+    flat = ProcessGroupCommunicator(world, backend, timeout_s)
+    try:
+        if backend is not None:
+            raise CommunicationError("a backend was named")
+        return _through_memory(flat)
+    except CommunicationError as error:
+        logger.info("workers exchange over %s, not through shared memory: %s", flat.backend, error)
+    return flat
+
+
+def _through_memory(flat: ProcessGroupCommunicator) -> Communicator:
+    """The same kind on all workers; CommunicationError on all of them if there is none."""
+    from paceline.comm.hosts import HostsCommunicator
+    from paceline.comm.leaders import Leaders
+    from paceline.comm.places import find_hosts
+    from paceline.comm.shared_memory import SharedMemoryCommunicator
+
+    world = flat.world
+    if flat.backend != "gloo":
+        raise CommunicationError("each worker has a GPU of its own")
+    hosts = find_hosts(flat)
+    if len(hosts) == 1:
+        return SharedMemoryCommunicator(flat)
+    if len(hosts) == world.size:
+        raise CommunicationError(f"each of the {len(hosts)} hosts has one worker")
+    communicator = HostsCommunicator(flat, hosts, partial(Leaders, world, flat.timeout_s))
+    logger.info("workers exchange inside each of %d hosts through shared memory, then across over gloo", len(hosts))
+    return communicator

@@ -1,0 +1,145 @@
+"""What holds for every communicator whose workers can be threads of one process: replicas, one host, several hosts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import pytest
+import torch
+from gatherings import CPU, buffers, on_hosts, replicas, sharing, together
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.comm.base import Communicator, Pending
+from paceline.core.errors import CommunicationError, CommunicationTimeout
+
+SIZE = 4
+Gathering = Callable[..., AbstractContextManager[list[Any]]]
+KINDS: dict[str, Gathering] = {
+    "replicas": partial(replicas, SIZE),
+    "one host": partial(sharing, SIZE),
+    "2 + 2": partial(on_hosts, [2, 2]),
+    "1 + 3": partial(on_hosts, [1, 3]),
+    "2 + 1 + 1": partial(on_hosts, [2, 1, 1]),
+    "one each": partial(on_hosts, [1, 1, 1, 1]),
+}
+every_kind = pytest.mark.parametrize("gathering", KINDS.values(), ids=KINDS)
+# Small; of several blocks, pieces and an odd rest.
+NUMELS = [1, 40_000, 900_001]
+
+
+@contextmanager
+def never_longer_than(seconds: float) -> Iterator[None]:
+    started = monotonic()
+    yield
+    assert monotonic() - started < seconds
+
+
+@every_kind
+@pytest.mark.parametrize("numel", NUMELS)
+def test_all_get_the_sum(gathering: Gathering, numel: int) -> None:
+    with gathering() as workers:
+        tensors = buffers(workers, numel)
+        for factor in (1, SIZE, SIZE**2):  # what one exchange leaves, the next one adds up
+            assert not any(together([w.all_reduce(t).wait for w, t in zip(workers, tensors, strict=True)]))
+            assert all((t == 10 * factor).all() for t in tensors)
+
+
+@every_kind
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("source", range(SIZE))
+def test_all_get_what_the_source_has(gathering: Gathering, numel: int, source: int) -> None:
+    with gathering() as workers:
+        tensors = buffers(workers, numel)
+        assert not any(together([w.broadcast(t, source).wait for w, t in zip(workers, tensors, strict=True)]))
+        assert all((t == source + 1).all() for t in tensors)
+
+
+@every_kind
+def test_any_tensor_is_exchanged_not_only_those_of_empty(gathering: Gathering) -> None:
+    with gathering() as workers:
+        tensors = [torch.full((2, 3), rank) for rank in range(SIZE)]
+        together([w.all_reduce(t).wait for w, t in zip(workers, tensors, strict=True)])
+        assert all((t == 6).all() for t in tensors)
+        parts = [t[10:20] for t in buffers(workers, 30)]
+        together([w.broadcast(t, 2).wait for w, t in zip(workers, parts, strict=True)])
+        assert all((t == 3).all() for t in parts)
+
+
+@every_kind
+def test_a_source_that_is_no_rank_is_an_error(gathering: Gathering) -> None:
+    with gathering() as workers, pytest.raises(ValueError, match="source=4 is not a rank in a world of 4"):
+        workers[0].broadcast(torch.zeros(1), SIZE)
+
+
+# (buffer, source or None for a sum, wait for it at once)
+steps = st.tuples(st.integers(0, 2), st.sampled_from([None, 0, 1, 2, 3]), st.booleans())
+
+
+@every_kind
+@settings(max_examples=10, deadline=None)
+@given(st.lists(steps, max_size=20))
+def test_any_sequence_of_calls_does_what_a_plain_loop_does(
+    gathering: Gathering, sequence: list[tuple[int, int | None, bool]]
+) -> None:
+    sizes = [4, 9000, 70_000]
+    with gathering() as workers:
+        expected = [[rank + 1.0 for rank in range(SIZE)] for _ in sizes]
+        for number, source, _ in sequence:
+            total = sum(expected[number]) if source is None else expected[number][source]
+            expected[number] = [total % 1000] * SIZE
+
+        def run(worker: Communicator) -> list[torch.Tensor]:
+            tensors = [worker.empty(numel, torch.float32, CPU).fill_(worker.world.rank + 1) for numel in sizes]
+            pending: dict[int, Pending] = {}
+
+            def finish(number: int) -> None:
+                if number in pending:
+                    pending.pop(number).wait()
+                    tensors[number].remainder_(1000)
+
+            for number, source, at_once in sequence:
+                finish(number)
+                tensor = tensors[number]
+                pending[number] = worker.all_reduce(tensor) if source is None else worker.broadcast(tensor, source)
+                if at_once:
+                    finish(number)
+            for number in list(pending):
+                finish(number)
+            return tensors
+
+        for rank, tensors in enumerate(together([lambda w=w: run(w) for w in workers])):
+            assert all((t == want[rank]).all() for t, want in zip(tensors, expected, strict=True))
+
+
+@every_kind
+@pytest.mark.parametrize("numel", [NUMELS[0], NUMELS[-1]])
+@pytest.mark.parametrize("missing", range(SIZE))
+def test_who_does_not_come_is_a_time_out_for_all_others(gathering: Gathering, numel: int, missing: int) -> None:
+    with gathering(timeout_s=0.1) as workers, never_longer_than(15):
+        calls = [(w, t) for w, t in zip(workers, buffers(workers, numel), strict=True) if w.world.rank != missing]
+        errors = together([w.all_reduce(t).wait for w, t in calls])
+        # Who times out first tells the others, who may then say that they lost it.
+        assert all(isinstance(error, CommunicationError) for error in errors), errors
+        assert any(isinstance(error, CommunicationTimeout) for error in errors), errors
+        lists = [found for error in errors for found in re.findall(r"(?:ranks|replicas) \[(.*?)\]", str(error))]
+        assert any(str(missing) in ranks.split(", ") for ranks in lists), errors
+
+
+@every_kind
+@pytest.mark.parametrize("numel", [NUMELS[0], NUMELS[-1]])
+@pytest.mark.parametrize("left", range(SIZE))
+def test_who_leaves_is_an_error_for_all_others_at_once(gathering: Gathering, numel: int, left: int) -> None:
+    with gathering(timeout_s=60.0) as workers, never_longer_than(15):
+        tensors = buffers(workers, numel)
+        together([w.all_reduce(t).wait for w, t in zip(workers, tensors, strict=True)])
+        workers[left].close()
+        calls = [(w, t) for w, t in zip(workers, tensors, strict=True) if w.world.rank != left]
+        errors = together([lambda w=w, t=t: w.all_reduce(t).wait() for w, t in calls])
+        assert all(isinstance(error, CommunicationError) for error in errors), errors
+        assert not any(isinstance(error, CommunicationTimeout) for error in errors), errors
