@@ -29,8 +29,8 @@ MISSING = missing_slow_link()
 needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ADDRESS = f"{ADDRESSES[0]}:{PORT}"
-PACELINE = ("-m", "paceline", "run", "--workers", "1", "--nodes", "2", "--address", ADDRESS)
-TORCHRUN = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
+PACELINE = ("-m", "paceline", "run", "--nodes", "2", "--address", ADDRESS, "--workers")
+TORCHRUN = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node")
 END_S = 30.0  # a failure, and the time for both launchers to end on a busy machine
 
 # Moves to a namespace, with a disk of its own mounted where one is given, and becomes python with the rest.
@@ -58,8 +58,10 @@ class Hosts:
         self.launchers.append(process)
         return process
 
-    def start_all(self, run: Disturbed, *options: str) -> list[subprocess.Popen[str]]:
-        return [self.start(host, run, *PACELINE, *options) for host in (0, 1)]
+    def start_all(
+        self, run: Disturbed, *options: str, workers: tuple[int, int] = (1, 1)
+    ) -> list[subprocess.Popen[str]]:
+        return [self.start(host, run, *PACELINE, str(num), *options) for host, num in enumerate(workers)]
 
     def start_apart(self, run: Disturbed, *options: str) -> list[subprocess.Popen[str]]:
         """Each host has a disk of its own where the run is saved."""
@@ -67,11 +69,12 @@ class Hosts:
         disks = [self.folder / f"disk-{host}" for host in (0, 1)]
         for disk in disks:
             disk.mkdir(exist_ok=True)
-        return [self.start(host, run, *PACELINE, *options, disk=disk) for host, disk in enumerate(disks)]
+        return [self.start(host, run, *PACELINE, "1", *options, disk=disk) for host, disk in enumerate(disks)]
 
-    def start_torchrun(self, run: Disturbed, *options: str) -> list[subprocess.Popen[str]]:
+    def start_torchrun(self, run: Disturbed, *options: str, workers: int = 1) -> list[subprocess.Popen[str]]:
         place = ("--master-addr", ADDRESSES[0], "--master-port", str(PORT), "--log-dir", str(self.folder / "torchrun"))
-        return [self.start(i, run, *TORCHRUN, "--node-rank", str(i), *place, *options) for i in (0, 1)]
+        torchrun = (*TORCHRUN, str(workers))
+        return [self.start(i, run, *torchrun, "--node-rank", str(i), *place, *options) for i in (0, 1)]
 
     def cut(self) -> None:
         subprocess.run(["ip", "-netns", self.link.namespaces[0], "link", "set", INTERFACE, "down"], check=True)
@@ -137,12 +140,30 @@ def test_two_hosts_train_like_one(hosts: Hosts, tmp_path: Path, digest_of_one_ho
 
 
 @needs_hosts
+@pytest.mark.parametrize("workers", [(2, 2), (1, 2)])
+def test_hosts_of_several_workers_train_like_one(
+    hosts: Hosts, tmp_path: Path, digest_of_one_host: str, workers: tuple[int, int]
+) -> None:
+    """Gradients are added up inside each host first."""
+    run = run_in(tmp_path / "run")
+    script = run.folder / "script.py"
+    script.write_text("import logging\nlogging.basicConfig(level='INFO')\n" + script.read_text())
+    for launcher in hosts.start_all(run, "--logs", str(tmp_path / "logs"), workers=workers):
+        code, err = end(launcher)
+        assert code == 0, err
+    assert run.digest == digest_of_one_host
+    for log in (tmp_path / "logs").glob("*.err"):
+        assert "workers exchange inside each of 2 hosts through shared memory, then across over gloo" in log.read_text()
+
+
+@needs_hosts
+@pytest.mark.parametrize("workers", [1, 2])
 def test_torchrun_on_two_hosts_trains_like_one(
-    hosts: Hosts, tmp_path: Path, digest_of_one_host: str, monkeypatch: pytest.MonkeyPatch
+    hosts: Hosts, tmp_path: Path, digest_of_one_host: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", INTERFACE)
     run = run_in(tmp_path / "run")
-    launchers = hosts.start_torchrun(run)
+    launchers = hosts.start_torchrun(run, workers=workers)
     for launcher in launchers:
         code, err = end(launcher)
         assert code == 0, err
@@ -190,6 +211,39 @@ def test_a_cut_link_ends_both_hosts_in_time(hosts: Hosts, tmp_path: Path) -> Non
         assert "lost contact with " in err
     assert time.monotonic() - cut_s < END_S
     assert run.digest is None
+
+
+@pytest.mark.slow
+@needs_hosts
+def test_a_cut_link_between_hosts_of_several_workers_ends_both_in_time(hosts: Hosts, tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run", pause_s=0.05, timeout_s=2.0)
+    launchers = hosts.start_all(run, workers=(2, 2))
+    wait_until(lambda: run.step >= 3, launchers[0])
+    hosts.cut()
+    cut_s = time.monotonic()
+    for launcher in launchers:
+        code, err = end(launcher)
+        assert code == 1
+        assert "waited timeout_s=2 s in all_reduce" in err, err
+    assert time.monotonic() - cut_s < END_S
+    assert run.digest is None
+
+
+@pytest.mark.slow
+@needs_hosts
+@pytest.mark.parametrize("victim", range(4))
+def test_a_killed_worker_restarts_hosts_of_several_workers(
+    hosts: Hosts, tmp_path: Path, digest_of_one_host: str, victim: int
+) -> None:
+    run = run_in(tmp_path / "run", pause_s=0.05, every_steps=1)
+    launchers = hosts.start_all(run, "--max-restarts", "2", workers=(2, 2))
+    wait_until(lambda: run.step >= 4, launchers[0])
+    workers_of(launchers[victim // 2])[victim % 2].kill()
+    for launcher in launchers:
+        code, err = end(launcher, 100.0)
+        assert code == 0, err
+        assert f"paceline: restart 1: rank {victim} was killed by SIGKILL" in err
+    assert run.digest == digest_of_one_host
 
 
 @pytest.mark.slow
