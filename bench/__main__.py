@@ -44,6 +44,7 @@ BENCHMARKS = {
     "pauses": Benchmark(
         "bench.pauses", "ms of the longest step among millions of objects, by who collects garbage when"
     ),
+    "hosts": Benchmark("bench.hosts", "ms per sum over workers of two hosts, against flat Gloo between all of them"),
     "slowlink": Benchmark("bench.slowlink", "samples/s and loss on a slow link, against workers that never talk"),
 }
 

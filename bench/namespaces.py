@@ -31,18 +31,18 @@ class Link:
 
     namespaces: tuple[str, str]
 
-    def join(self, rank: int) -> None:
-        """Move this process to host `rank`, as its only worker: the environment is what torchrun would give it there.
+    def join(self, host: int, local_rank: int = 0, local_size: int = 1) -> None:
+        """Move this process to a host, as one of its workers: the environment is what torchrun would give it there.
 
         Threads stay where they were started, so join before anything that talks to the network.
         """
-        _enter(self.namespaces[rank])
+        _enter(self.namespaces[host])
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # a store that was out there; rank 0 opens one in here
         os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(NUM_HOSTS),
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
+            RANK=str(host * local_size + local_rank),
+            WORLD_SIZE=str(NUM_HOSTS * local_size),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(local_size),
             MASTER_ADDR=ADDRESSES[0],
             MASTER_PORT=str(PORT),
             GLOO_SOCKET_IFNAME=INTERFACE,
