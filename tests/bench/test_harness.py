@@ -245,7 +245,7 @@ PEERS = {
     "import": set(),
     "overhead": {"bare loop, DataLoader"},
     "scaling": {"torch DDP"},
-    "crowded": {"torch DDP, 1 workers", "torch DDP, 2 workers"},
+    "crowded": {"torch DDP, 1 workers", "torch DDP, 1 workers, 2 each", "torch DDP, 2 workers"},
 }
 
 
