@@ -100,8 +100,8 @@ def measure(teams: list[list[Task]]) -> dict[str, list[float]]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=int, default=cores, help="of the smaller team (default: one per core)")
-    parser.add_argument("--turns", type=int, default=31, help="alternations (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.8, help="length of a turn (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=21, help="alternations (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.5, help="length of a turn (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples in a micro-batch (default: %(default)s)")
 
 
