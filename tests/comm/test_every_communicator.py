@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator, Pending
+from paceline.comm.shared_memory import SMALL_BYTES
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 
 SIZE = 4
@@ -78,16 +79,16 @@ def test_a_source_that_is_no_rank_is_an_error(gathering: Gathering) -> None:
 
 
 # (buffer, source or None for a sum, wait for it at once)
-steps = st.tuples(st.integers(0, 2), st.sampled_from([None, 0, 1, 2, 3]), st.booleans())
+steps = st.tuples(st.integers(0, 3), st.sampled_from([None, 0, 1, 2, 3]), st.booleans())
 
 
 @every_kind
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(steps, max_size=20))
 def test_any_sequence_of_calls_does_what_a_plain_loop_does(
     gathering: Gathering, sequence: list[tuple[int, int | None, bool]]
 ) -> None:
-    sizes = [4, 9000, 70_000]
+    sizes = [4, SMALL_BYTES // 4, SMALL_BYTES // 4 + 1, 70_000]
     with gathering() as workers:
         expected = [[rank + 1.0 for rank in range(SIZE)] for _ in sizes]
         for number, source, _ in sequence:

@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gatherings import CPU, buffers, sharing, sum_in_rank_order, terms, together
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from worker_pool import WorkerPool
 
 from paceline.comm import shared_arena, shared_memory
@@ -149,43 +147,6 @@ def test_many_exchanges_are_under_way_at_once_inside_and_outside_shared_memory(p
     sums = [2 * (2 + 10 * i) + 1000.0 for i in range(30)]
     for result in pool.run(start_many_then_wait_backwards, 2):
         assert result == [2 + 10 * i + 1000.0 if i % 5 == 0 else sums[i] for i in range(30)]
-
-
-# (buffer, source or None for a sum, wait for it at once)
-steps = st.tuples(st.integers(0, 3), st.sampled_from([None, 0, 1, 2]), st.booleans())
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(steps, max_size=25))
-def test_any_sequence_of_calls_does_what_a_plain_loop_does(sequence: list[tuple[int, int | None, bool]]) -> None:
-    size, sizes = 3, [4, SMALL, LARGE, 70_000]
-    with sharing(size) as workers:
-        expected = [[torch.full((numel,), rank + 1.0) for rank in range(size)] for numel in sizes]
-        for number, source, _ in sequence:
-            total = sum_in_rank_order(expected[number]) if source is None else expected[number][source]
-            expected[number] = [total.clone().remainder_(1000) for _ in range(size)]
-
-        def run(worker: SharedMemoryCommunicator) -> list[torch.Tensor]:
-            tensors = [worker.empty(numel, torch.float32, CPU).fill_(worker.world.rank + 1) for numel in sizes]
-            pending: dict[int, Pending] = {}
-
-            def finish(number: int) -> None:
-                if number in pending:
-                    pending.pop(number).wait()
-                    tensors[number].remainder_(1000)
-
-            for number, source, at_once in sequence:
-                finish(number)
-                tensor = tensors[number]
-                pending[number] = worker.all_reduce(tensor) if source is None else worker.broadcast(tensor, source)
-                if at_once:
-                    finish(number)
-            for number in list(pending):
-                finish(number)
-            return tensors
-
-        for rank, tensors in enumerate(together([lambda w=w: run(w) for w in workers])):
-            assert all(torch.equal(t, parts[rank]) for t, parts in zip(tensors, expected, strict=True))
 
 
 def many_with_delays(count: int) -> list[int]:

@@ -158,7 +158,7 @@ class HostBuffer(Buffer):
     def __init__(self, workers: HostWorkers, numel: int, dtype: torch.dtype) -> None:
         super().__init__(workers.own, workers.arenas, numel, dtype, Count.NUM_BYTES)
         self._workers = workers
-        self.finished = Count(workers.arenas[0], self._more_offset)
+        self.finished = workers.arenas[0].count(self._more_offset)
         self._num_ended = 0
         self.call = ""
         piece = len(workers.hosts) * PIECE_BYTES // dtype.itemsize

@@ -99,6 +99,10 @@ class Arena:
         """A flat tensor over the memory, which lives as long as any such tensor."""
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=offset)
 
+    def count(self, offset: int) -> Count:
+        """A number that others can wait for, over `Count.NUM_BYTES` of the memory."""
+        return Count(self._memory, offset)
+
     def address(self, offset: int) -> int:
         """Valid as long as the arena lives."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory, offset))
@@ -139,6 +143,31 @@ class OwnArena(Arena):
         os.close(self.fd)
 
 
+class Count:
+    """A number in shared memory that one thread raises, and others sleep for."""
+
+    NUM_BYTES = 64
+
+    def __init__(self, memory: memoryview, offset: int) -> None:
+        self._word = c_uint32.from_buffer(memory, offset)
+        self._address = ctypes.addressof(self._word)
+
+    @property
+    def value(self) -> int:
+        return self._word.value
+
+    def add_one(self) -> None:
+        """Wakes whoever sleeps. Always: to know whether somebody does would take a fence that Python lacks."""
+        self._word.value += 1
+        _futex_wake(_FUTEX_SYSCALL, self._address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+
+    def sleep(self, value: int, seconds: float) -> None:
+        """Until the number is not `value` any more, at most so long."""
+        whole = int(seconds)
+        limit = _Timespec(whole, int(1e9 * (seconds - whole)))
+        _futex_wait(_FUTEX_SYSCALL, self._address, _FUTEX_WAIT, value, ctypes.addressof(limit), None, 0)
+
+
 class Board:
     """What one worker tells the others: how many calls it has made, which one it is working on, whether it left.
 
@@ -150,8 +179,7 @@ class Board:
         self._words = memory[:PAGE].cast("Q")
         self._reason = memory[_REASON_OFFSET:PAGE]
         self._records = memory[PAGE:FIRST_BYTES]
-        self._bell = c_uint32.from_buffer(memory, 8 * _BELL)
-        self._bell_address = ctypes.addressof(self._bell)
+        self.bell = Count(memory, 8 * _BELL)
 
     @property
     def calls(self) -> int:
@@ -176,7 +204,7 @@ class Board:
         if place is not None:
             self._records[_slot(place)] = _call_key(number) + text
         self._words[_CALLS] = number + 1
-        self._ring()
+        self.bell.add_one()
         return number
 
     def enter(self, number: int) -> None:
@@ -184,7 +212,7 @@ class Board:
 
     def leave(self) -> None:
         self._words[_INSIDE] = 0
-        self._ring()
+        self.bell.add_one()
 
     @property
     def reason(self) -> str:
@@ -197,7 +225,7 @@ class Board:
             text = reason.encode()[: len(self._reason)]
             self._reason[: len(text)] = text
             self._words[_STATE] = state
-            self._ring()
+            self.bell.add_one()
 
     def add_buffer(self) -> int:
         number = self._words[_NUM_BUFFERS]
@@ -216,42 +244,6 @@ class Board:
             if (record := self.record(place)).startswith(key := _call_key(number)):
                 return record[len(key) :].rstrip(b"\0").decode()
         return None
-
-    @property
-    def bell(self) -> int:
-        return self._bell.value
-
-    def _ring(self) -> None:
-        """Wake whoever sleeps here. Always: to know whether somebody does would take a fence that Python lacks."""
-        self._bell.value += 1
-        _futex_wake(_FUTEX_SYSCALL, self._bell_address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
-
-    def sleep(self, bell: int, seconds: float) -> None:
-        """Until the bell rings, at most so long; not at all if it rang since it was read as `bell`."""
-        _sleep_at(self._bell_address, bell, seconds)
-
-
-class Count:
-    """A number in an arena that one thread raises, and others sleep for."""
-
-    NUM_BYTES = 64
-
-    def __init__(self, arena: Arena, offset: int) -> None:
-        self._address = arena.address(offset)
-        self._word = c_uint32.from_address(self._address)
-        self._arena = arena  # whose memory it is
-
-    @property
-    def value(self) -> int:
-        return self._word.value
-
-    def add_one(self) -> None:
-        self._word.value += 1
-        _futex_wake(_FUTEX_SYSCALL, self._address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
-
-    def sleep(self, value: int, seconds: float) -> None:
-        """Until the number is not `value` any more, at most so long."""
-        _sleep_at(self._address, value, seconds)
 
 
 class Claims:
@@ -316,12 +308,6 @@ def _map(fd: int) -> tuple[mmap.mmap, int]:
     with mmap.mmap(fd, nbytes) as tried:
         start = ctypes.addressof(ctypes.c_char.from_buffer(tried)) % HUGE_PAGE
     return mmap.mmap(fd, nbytes, offset=start), HUGE_PAGE - start
-
-
-def _sleep_at(address: int, value: int, seconds: float) -> None:
-    whole = int(seconds)
-    limit = _Timespec(whole, int(1e9 * (seconds - whole)))
-    _futex_wait(_FUTEX_SYSCALL, address, _FUTEX_WAIT, value, ctypes.addressof(limit), None, 0)
 
 
 def record_text(call: str) -> bytes:

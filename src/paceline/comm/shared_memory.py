@@ -174,7 +174,7 @@ class Workers:
     ) -> None:
         while True:
             # Read before looking: what a peer did before it left counts, and a bell rung since then lets nobody sleep.
-            bell, losses = board.bell, self._losses()
+            bell, losses = board.bell.value, self._losses()
             missing = [rank for rank, peer in self._peers.items() if not is_ready(peer)]
             if is_ready(board):
                 return
@@ -185,7 +185,7 @@ class Workers:
                 raise CommunicationTimeout(
                     f"rank {rank} waited timeout_s={timeout_s:g} s in {call}: ranks {missing} {omission}"
                 )
-            board.sleep(bell, NAP_S)
+            board.bell.sleep(bell, NAP_S)
 
     def _losses(self) -> dict[int, str]:
         """The ranks from which nothing more will come, and why."""

@@ -198,33 +198,18 @@ def test_a_failure_on_one_host_is_shown_on_both(hosts: Hosts, tmp_path: Path) ->
 
 
 @needs_hosts
-def test_a_cut_link_ends_both_hosts_in_time(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
+def test_a_cut_link_ends_both_hosts_in_time(workers: tuple[int, int], hosts: Hosts, tmp_path: Path) -> None:
     run = run_in(tmp_path / "run", pause_s=0.05, timeout_s=2.0)
-    launchers = hosts.start_all(run)
+    launchers = hosts.start_all(run, workers=workers)
     wait_until(lambda: run.step >= 3, launchers[0])
     hosts.cut()
     cut_s = time.monotonic()
     for launcher in launchers:
         code, err = end(launcher)
         assert code == 1
-        assert "waited timeout_s=2 s in all_reduce and not all 2 workers arrived" in err
+        assert "waited timeout_s=2 s in all_reduce" in err
         assert "lost contact with " in err
-    assert time.monotonic() - cut_s < END_S
-    assert run.digest is None
-
-
-@pytest.mark.slow
-@needs_hosts
-def test_a_cut_link_between_hosts_of_several_workers_ends_both_in_time(hosts: Hosts, tmp_path: Path) -> None:
-    run = run_in(tmp_path / "run", pause_s=0.05, timeout_s=2.0)
-    launchers = hosts.start_all(run, workers=(2, 2))
-    wait_until(lambda: run.step >= 3, launchers[0])
-    hosts.cut()
-    cut_s = time.monotonic()
-    for launcher in launchers:
-        code, err = end(launcher)
-        assert code == 1
-        assert "waited timeout_s=2 s in all_reduce" in err, err
     assert time.monotonic() - cut_s < END_S
     assert run.digest is None
 
