@@ -11,22 +11,37 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.seeding import DeviceSeeding, Purpose, derive_seed, host_randomness, mix64, seed_device
+from paceline.core.seeding import (
+    STEPS_AHEAD,
+    Purpose,
+    StepSeeding,
+    derive_seed,
+    host_randomness,
+    mix64,
+    seed_device,
+)
 
 CPU = torch.device("cpu")
 INTEGERS = st.integers(0, 2**63 - 1)
 
 
-@pytest.mark.parametrize("numbers", [(), (0,), (3, 2**63 - 1)])
-def test_prepared_seeding_is_the_same(numbers: tuple[int, ...]) -> None:
-    drawn = []
-    for seed in (
-        lambda: seed_device(CPU, derive_seed(5, Purpose.AFTER_STEP, *numbers)),
-        lambda: DeviceSeeding(CPU, 5, Purpose.AFTER_STEP)(*numbers),
-    ):
-        seed()
-        drawn.append(torch.rand(4))
-    assert torch.equal(*drawn)
+@pytest.mark.parametrize(
+    "uses",
+    [
+        [(step,) for step in range(2 * STEPS_AHEAD + 3)],
+        [(step, 7) for step in range(5, STEPS_AHEAD + 9)],
+        [(step, number) for step in range(3) for number in (0, 1, 2**63 - 1)],
+        [(9, 0), (9, 0), (9, 0), (8, 0), (70, 0), (71, 0), (71, 1), (72, 1), (2**62, 1), (2**62 + 1, 1)],
+    ],
+    ids=["every step", "from a later step on", "several uses a step", "back and forth"],
+)
+def test_seeds_of_many_steps_are_those_of_each(uses: list[tuple[int, ...]]) -> None:
+    prepared = StepSeeding(CPU, 5, Purpose.AFTER_STEP)
+    for use in uses:
+        prepared(*use)
+        drawn = torch.rand(4)
+        seed_device(CPU, derive_seed(5, Purpose.AFTER_STEP, *use))
+        assert torch.equal(drawn, torch.rand(4)), use
 
 
 def test_mix64_is_splitmix64() -> None:

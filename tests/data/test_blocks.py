@@ -45,6 +45,11 @@ def epoch_of(num_samples: int, micro_batch: int, **cut: Any) -> CutEpoch:
     return epoch
 
 
+def all_from(first: int) -> list[range]:
+    """What will be asked for: everything."""
+    return [range(first, 1000)]
+
+
 def feed(source: Any, steps: Steps, plan: Plan | None = None, rank: int = 0, **settings: Any) -> ShardedFeed:
     epochs = SeededEpochs(steps, len(source), seed=3, shuffle=True)
     return ShardedFeed(
@@ -128,11 +133,54 @@ def test_a_position_in_mid_epoch_is_found() -> None:
         assert jumping.micro_batch(range(1))[0][:, 0].int().tolist() == whole[number]
 
 
+@pytest.mark.parametrize("plan", [None, (range(1), range(1, 3)), (range(2), range(2, 2))])
+@pytest.mark.parametrize("num_samples", [64, 67, 60])
+def test_steps_that_are_alike_are_told_as_each_by_itself(plan: Plan | None, num_samples: int) -> None:
+    steps = Steps(num_samples, 12, 4)
+
+    def planned(left: int) -> Plan:
+        return plan if plan is not None and left >= plan[-1].stop else (range(0), range(min(left, 3)))
+
+    def fresh() -> ShardedFeed:
+        source = Columns(numbered(num_samples))
+        return ShardedFeed(source, SeededEpochs(steps, num_samples, seed=3, shuffle=True), planned, 0, CPU)
+
+    going_on, position, num_seen = fresh(), Position(), 0
+    while position.epoch < 3:
+        step, alone = going_on.begin_step(position), fresh()
+        assert step == alone.begin_step(position)
+        assert step.num_samples == step.total_weight
+        num_seen += step.num_samples
+        position = going_on.after_step(position)
+    assert num_seen == 3 * num_samples
+
+
+@pytest.mark.parametrize("weigh", [None, len])
+def test_a_block_goes_to_the_device_at_once(weigh: Any) -> None:
+    steps = Steps(64, 4, 4)
+    own = feed(Columns((numbered(64), numbered(64))), steps, weight_fn=None if weigh is None else lambda b: weigh(b.x))
+    moved: list[Any] = []
+
+    def move(tensors: Any) -> Any:
+        moved.append(tensors)
+        return type(tensors)(*[t + 1000 for t in tensors]) if hasattr(tensors, "_make") else [t + 1000 for t in tensors]
+
+    own._to_device = move  # type: ignore[assignment]
+    plain = visited(feed(Columns(numbered(64)), steps))
+    for number in range(16):
+        own.begin_step(Position(0, number, number))
+        batch, weight = own.micro_batch(range(1))
+        assert weight == 4
+        assert (batch.x[:, 0].int() - 1000).tolist() == (batch.y[:, 0].int() - 1000).tolist() == plain[number]
+    # What is weighed is weighed on the host, one by one.
+    assert len(moved) == (1 if weigh is None else 16)
+
+
 def test_changing_one_in_place_spoils_no_other() -> None:
     weight = torch.ones(WIDTH, requires_grad=True)
     blocks = blocks_of(Columns(numbered(64)), epoch_of(64, 4))
     assert blocks is not None
-    first, second = blocks.take(0, [range(16)]), blocks.take(1, [range(1, 16)])
+    first, second = blocks.take(0, all_from), blocks.take(1, all_from)
     before = second.clone()
     loss = (first * weight).sum()
     second.mul_(weight)  # as a user may who scales its input in place
@@ -144,7 +192,7 @@ def test_every_one_starts_on_a_cache_line() -> None:
     blocks = blocks_of(Columns((numbered(64), torch.arange(64))), epoch_of(64, 8))
     assert blocks is not None
     for number in range(8):
-        assert all(column.data_ptr() % ALIGNMENT_BYTES == 0 for column in blocks.take(number, [range(number, 8)]))
+        assert all(column.data_ptr() % ALIGNMENT_BYTES == 0 for column in blocks.take(number, all_from))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +221,7 @@ def test_larger_micro_batches_come_in_smaller_blocks() -> None:
     blocks = blocks_of(source, epoch_of(64, 4))
     assert blocks is not None
     for number in range(6):
-        blocks.take(number, [range(number, 16)])
+        blocks.take(number, all_from)
     assert source.num_read == 3
 
 

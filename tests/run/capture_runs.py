@@ -92,20 +92,26 @@ def use_graphs(trainer: pl.Trainer, graphs: Any) -> None:
 class FakeGraphs:
     """Records work by running it, and replays it by running it again, its results in the place of the first ones.
 
+    As graphs that share their memory do, a replay spoils what graphs that were recorded later have left.
     `fails`: why recording fails, after the work was run. `seconds`: what timing is to show.
     """
 
     def __init__(self, fails: str | None = None, seconds: Seconds | None = None) -> None:
         self._fails = fails
         self._seconds = seconds or Seconds(host=1.0, device=1.0)
-        self.num_recorded = self.num_replayed = 0
+        self.num_replayed = 0
+        self.recorded: list[FakeGraph] = []
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self.recorded)
 
     def record(self, work: Callable[[], Any]) -> Any:
         made = work()
         if self._fails is not None:
             raise CaptureFailed(self._fails)
-        self.num_recorded += 1
-        return FakeGraph(self, work, made), made
+        self.recorded.append(FakeGraph(self, work, made))
+        return self.recorded[-1], made
 
     def timed(self, work: Callable[[], Any]) -> Any:
         return work(), self._seconds
@@ -120,6 +126,8 @@ class FakeGraph:
 
     def replay(self) -> None:
         self._graphs.num_replayed += 1
+        for later in self._graphs.recorded[self._graphs.recorded.index(self) + 1 :]:
+            _spoil(later._made)
         if not self._is_first:  # recording has run it
             _copy(self._work(), self._made)
         self._is_first = False
@@ -133,3 +141,13 @@ def _copy(new: Any, old: Any) -> None:
     elif isinstance(old, list | tuple):
         for a, b in zip(new, old, strict=True):
             _copy(a, b)
+
+
+def _spoil(old: Any) -> None:
+    if isinstance(old, torch.Tensor):
+        old.fill_(float("nan"))
+    elif isinstance(old, Mapping):
+        _spoil(list(old.values()))
+    elif isinstance(old, list | tuple):
+        for item in old:
+            _spoil(item)

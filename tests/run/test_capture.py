@@ -103,11 +103,16 @@ def test_what_a_graph_has_done_counts_for_its_own_step_only() -> None:
     both(Case(data=vectors(16 * 20 + 5), during=broken_off))
 
 
-def test_every_record_keeps_the_norm_of_its_own_step() -> None:
-    def norms(graphs: FakeGraphs | None) -> list[float | None]:
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+@pytest.mark.parametrize("rate_changes_every", [25, 1000])
+def test_every_record_keeps_the_numbers_of_its_own_step(max_grad_norm: float | None, rate_changes_every: int) -> None:
+    def in_stairs(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, rate_changes_every, 0.5)
+
+    def numbers(graphs: FakeGraphs | None) -> list[tuple[float, float | None]]:
         records: list[pl.StepRecord] = []
-        settings = {"global_batch": 16, "max_grad_norm": 0.5, "garbage_collection": "as usual", "quiet": True}
-        with pl.Trainer.setup(mlp, sgd, data=vectors(320), **settings) as trainer:
+        settings = {"global_batch": 16, "max_grad_norm": max_grad_norm, "garbage_collection": "as usual", "quiet": True}
+        with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), scheduler=in_stairs, **settings) as trainer:
             if graphs is not None:
                 use_graphs(trainer, graphs)
             trainer.every(1, records.append)
@@ -115,9 +120,23 @@ def test_every_record_keeps_the_norm_of_its_own_step() -> None:
             for epoch in trainer.epochs(2):
                 for batch in epoch:
                     step(batch)
-        return [record.grad_norm for record in records]
+        return [(record.loss, record.grad_norm) for record in records]
 
-    assert norms(FakeGraphs()) == norms(None)
+    graphs = FakeGraphs()
+    assert numbers(graphs) == numbers(None)
+    assert graphs.num_replayed > 100
+
+
+def test_a_loss_that_is_no_number_is_found_though_nobody_asks_for_it() -> None:
+    x, y = vectors(16 * 20)
+    x[-16:] = float("nan")
+    with pl.Trainer.setup(mlp, sgd, data=(x, y), global_batch=16, shuffle=False, quiet=True) as trainer:
+        use_graphs(trainer, FakeGraphs())
+        step = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
+        with pytest.raises(pl.NonFiniteError, match="loss is nan at step 20, micro-batch 0, rank 0"):
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    step(batch)
 
 
 def test_batches_whose_shapes_never_repeat_are_not_captured() -> None:
@@ -384,10 +403,20 @@ def test_a_learning_rate_that_changes_now_and_then_is_captured_anew() -> None:
     assert not outcome.reasons
 
 
-def test_an_optimizer_whose_state_was_loaded_is_captured_anew() -> None:
+def load_own_state(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def replace_own_state(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, values in optimizer.state.items():
+        optimizer.state[parameter] = {name: value.clone() for name, value in values.items()}
+
+
+@pytest.mark.parametrize("change", [load_own_state, replace_own_state])
+def test_an_optimizer_whose_state_was_replaced_is_captured_anew(change: Any) -> None:
     def load(trainer: pl.Trainer, step: int) -> None:
         if step == 20:
-            trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+            change(trainer.optimizer)
 
     outcome, _ = both(Case(during=load))
     assert outcome.captured.count("optimizer") == 2

@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 _MASK = (1 << 64) - 1
+# Of how many steps the seeds are computed at once.
+STEPS_AHEAD = 64
 
 
 class Purpose(enum.IntEnum):
@@ -37,6 +40,14 @@ def mix64(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`mix64` of every one."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
@@ -65,21 +76,47 @@ def seed_device(device: torch.device, seed: int) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(seed)
 
 
-class DeviceSeeding:
-    """`seed_device` with seeds for one purpose, prepared: every step of a small model feels what this takes."""
+class StepSeeding:
+    """`seed_device` for one purpose in one step after another: a small model's step feels how long a seed takes.
+
+    Called with the step and numbers of a use within it. Where the numbers stay the same, the seeds of many steps are
+    computed at once.
+    """
 
     def __init__(self, device: torch.device, seed: int, purpose: Purpose) -> None:
         self._device = device
         self._stream = _stream(seed, purpose)
-        self._seed_host = torch.default_generator.manual_seed
+        self._generators = [torch.default_generator.manual_seed]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0].manual_seed)
+        self._numbers: tuple[int, ...] | None = None  # of the last use
+        self._first = 0
+        self._seeds: list[int] = []  # from step `_first` on
 
-    def __call__(self, *numbers: int) -> None:
+    def __call__(self, step: int, *numbers: int) -> None:
         """Seed for the use that these numbers name."""
-        seed = _derived(self._stream, numbers)
-        if self._device.type == "cpu":
-            self._seed_host(seed)
+        place = step - self._first
+        if numbers == self._numbers and 0 <= place < len(self._seeds):
+            seed = self._seeds[place]
         else:
-            seed_device(self._device, seed)
+            seed = self._derived(step, numbers)
+        for manual_seed in self._generators:
+            manual_seed(seed)
+
+    def _derived(self, step: int, numbers: tuple[int, ...]) -> int:
+        if numbers != self._numbers:  # several uses in turn: none comes often enough
+            self._numbers, self._seeds = numbers, []
+            return _derived(self._stream, (step, *numbers))
+        self._first = step
+        self._seeds = self._derived_ahead(step, numbers)
+        return self._seeds[0]
+
+    def _derived_ahead(self, step: int, numbers: tuple[int, ...]) -> list[int]:
+        streams = _mixed(np.arange(step, step + STEPS_AHEAD, dtype=np.uint64) ^ np.uint64(self._stream))
+        for number in numbers:
+            streams = _mixed(streams ^ np.uint64(number & _MASK))
+        seeds: list[int] = (streams >> np.uint64(1)).tolist()
+        return seeds
 
 
 class HostRandomness:

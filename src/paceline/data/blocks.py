@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
 from paceline.data.orders import CutEpoch, Epoch
-from paceline.data.sources import Indices
+from paceline.data.sources import Indices, Move
 
 logger = logging.getLogger("paceline")
 
 SWITCH = "PACELINE_BLOCKS"
 # Small enough to stay in a core's cache until the last of a block's micro-batches is used.
 BLOCK_BYTES = 256 << 10
-MAX_AT_ONCE = 16
+MAX_AT_ONCE = 64
 # Every micro-batch starts on a cache line, as one by itself does: kernels take other paths for unaligned memory.
 ALIGNMENT_BYTES = 64
 
@@ -34,15 +34,16 @@ class Gathered(Protocol):
     def row_bytes(self) -> list[int]:
         """The size of a sample in every column."""
 
-    def read_parts(self, indices: Indices, num_samples: int) -> list[Any]:
-        """These samples as micro-batches of `num_samples` each."""
+    def read_parts(self, indices: Indices, num_samples: int, move: Move | None = None) -> list[Any]:
+        """These samples as micro-batches of `num_samples` each, all of them moved to where they are wanted."""
 
 
 class Blocks:
     """Hands out an epoch's micro-batches to one worker, which mostly takes those that it was expected to take."""
 
-    def __init__(self, source: Gathered, epoch: CutEpoch, at_once: int) -> None:
+    def __init__(self, source: Gathered, epoch: CutEpoch, at_once: int, move: Move | None = None) -> None:
         self._source = source
+        self._move = move
         self._epoch = epoch
         self._at_once = at_once
         self._micro_batch = epoch.steps.micro_batch
@@ -50,20 +51,20 @@ class Blocks:
         self._numbers: list[int] = []  # of the micro-batches that are there, the next one last
         self._parts: list[Any] = []
 
-    def take(self, number: int, upcoming: Iterable[range]) -> Any:
+    def take(self, number: int, upcoming: Callable[[int], Iterable[range]]) -> Any:
         """Micro-batch `number`; None for one that is read by itself.
 
-        `upcoming`: those that will most likely be taken from now on, this one first.
+        `upcoming(number)`: those that will most likely be taken from this one on.
         """
         if not self._numbers or number != self._numbers[-1]:
             # A micro-batch that is asked for again is read again: its user may have changed it in place.
-            runs = self._next_block(upcoming)
+            runs = self._next_block(upcoming(number))
             self._numbers = [number for run in reversed(runs) for number in reversed(run)]
             if len(self._numbers) < 2:
                 self._numbers = []
                 return None
             indices = np.concatenate([self._epoch.request(run.start, len(run)).indices for run in runs])
-            self._parts = self._source.read_parts(indices, self._micro_batch)
+            self._parts = self._source.read_parts(indices, self._micro_batch, self._move)
             self._parts.reverse()
         self._numbers.pop()
         return self._parts.pop()
@@ -80,7 +81,7 @@ class Blocks:
         return runs
 
 
-def blocks_of(source: Any, epoch: Epoch) -> Blocks | None:
+def blocks_of(source: Any, epoch: Epoch, move: Move | None = None) -> Blocks | None:
     """For columns whose micro-batches are small and fill whole cache lines; None for anything else.
 
     The log says why columns do not come in blocks.
@@ -96,6 +97,6 @@ def blocks_of(source: Any, epoch: Epoch) -> Blocks | None:
     elif any(size % ALIGNMENT_BYTES for size in sizes):
         reason = f"their columns have {sizes} bytes, not all multiples of {ALIGNMENT_BYTES}"
     else:
-        return Blocks(source, epoch, at_once)
+        return Blocks(source, epoch, at_once, move)
     logger.debug("micro-batches are gathered one by one: %s", reason)
     return None

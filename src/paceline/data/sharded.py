@@ -10,10 +10,11 @@ import torch
 from paceline.data.blocks import Blocks, blocks_of
 from paceline.data.device import DeviceCopier
 from paceline.data.feed import PlanStep, Step
-from paceline.data.orders import Epoch, Epochs, Request, num_left
+from paceline.data.orders import CutEpoch, Epoch, Epochs, Request, num_left
 from paceline.data.prefetch import Prefetcher
 from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
 from paceline.data.sources import Read, Source
+from paceline.plan.shares import Plan
 from paceline.plan.steps import Position
 
 
@@ -49,24 +50,34 @@ class ShardedFeed:
         # Weights that are known before reading save a pass over all gradients; bad samples that are left out are not.
         self._knows_weights = weight_fn is None and not hasattr(source, "read_counted")
         self._epoch: Epoch | None = None
+        self._plan: Plan = ()
         self._blocks: Blocks | None = None
+        self._usual_step: Step | None = None  # where all steps of this plan are alike, but for the epoch's last
 
     def begin_step(self, position: Position) -> Step:
         epoch = self._epochs.begin(position.epoch)
         if epoch is not self._epoch:
-            self._epoch = epoch
-            may_read_blocks = self._prefetcher is None and self._at_once == 1
-            self._blocks = blocks_of(self._source, epoch) if may_read_blocks else None
+            self._begin_epoch(epoch)
         left = num_left(epoch, position)
-        self._position, self._plan = position, self._plan_step(left)
-        count = self._plan[-1].stop
-        num_samples = epoch.num_samples(position.micro_batch, count)
-        is_cut = count == left and position.micro_batch > 0
-        return Step(self._plan, num_samples, num_samples if self._knows_weights else None, is_cut)
+        plan = self._plan_step(left)
+        self._position = position
+        if plan is self._plan and self._usual_step is not None and plan[-1].stop < left:
+            return self._usual_step
+        self._plan = plan
+        step = self._step(epoch, position, left)
+        self._usual_step = step if isinstance(epoch, CutEpoch) and plan[-1].stop < left else None
+        return step
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
-        assert self._epoch is not None
-        batch, num_samples = self._from_block(self._epoch, numbers) or self._one(self._epoch, numbers)
+        epoch, batch = self._epoch, None
+        assert epoch is not None
+        if self._blocks is not None:
+            batch = self._blocks.take(self._position.micro_batch + numbers[0], self._upcoming_numbers)
+            num_samples = epoch.steps.micro_batch
+            if batch is not None and self._weight_fn is None:
+                return batch, num_samples  # on the device already
+        if batch is None:
+            batch, num_samples = self._one(epoch, numbers)
         if batch is None:
             return None, 0
         # Weighed on the host: asking a GPU would wait for it.
@@ -81,15 +92,22 @@ class ShardedFeed:
         if self._prefetcher is not None:
             self._prefetcher.close()
 
-    def _from_block(self, epoch: Epoch, numbers: range) -> tuple[Any, int] | None:
-        if self._blocks is None:
-            return None
-        number = self._position.micro_batch + numbers[0]
-        batch = self._blocks.take(number, self._upcoming_in(epoch, number))
-        return None if batch is None else (batch, epoch.steps.micro_batch)
+    def _begin_epoch(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        may_read_blocks = self._prefetcher is None and self._at_once == 1
+        move = self._to_device if self._weight_fn is None else None
+        self._blocks = blocks_of(self._source, epoch, move) if may_read_blocks else None
 
-    def _upcoming_in(self, epoch: Epoch, number: int) -> Iterator[range]:
+    def _step(self, epoch: Epoch, position: Position, left: int) -> Step:
+        count = self._plan[-1].stop
+        num_samples = epoch.num_samples(position.micro_batch, count)
+        is_cut = count == left and position.micro_batch > 0
+        return Step(self._plan, num_samples, num_samples if self._knows_weights else None, is_cut)
+
+    def _upcoming_numbers(self, number: int) -> Iterator[range]:
         """This worker's micro-batches of the epoch from that one on, if the plan stays as it is."""
+        assert self._epoch is not None
+        epoch = self._epoch
         last, begun, own = epoch.steps.num_micro_batches, self._position.micro_batch, self._plan[self._rank]
         if len(self._plan) == 1:
             yield range(number, last)

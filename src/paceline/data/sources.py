@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.joining import join
 
 Indices = npt.NDArray[np.int64]
+# Brings a list of tensors to the device that they are for.
+Move: TypeAlias = Callable[[list[Any]], list[Any]]
 
 
 class Pair(NamedTuple):
@@ -86,10 +88,11 @@ class Columns:
         """The size of a sample in every column."""
         return [t[:1].numel() * t.element_size() for t in self._tensors]
 
-    def read_parts(self, indices: Indices, num_samples: int) -> list[Any]:
-        """The samples as batches of `num_samples` each, gathered at once."""
+    def read_parts(self, indices: Indices, num_samples: int, move: Move | None = None) -> list[Any]:
+        """The samples as batches of `num_samples` each, gathered and moved at once."""
+        gathered = self._rows(indices)
         # `data`: no views to autograd, so that changing one in place does not spoil another.
-        parts = ([part.data for part in rows.split(num_samples)] for rows in self._rows(indices))
+        parts = ([part.data for part in rows.split(num_samples)] for rows in (move(gathered) if move else gathered))
         return [self._pack(list(columns)) for columns in zip(*parts, strict=True)]
 
     def _rows(self, indices: Indices) -> list[torch.Tensor]:

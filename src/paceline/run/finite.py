@@ -12,8 +12,8 @@ from paceline.sync.numbers import Numbers
 class FiniteWatch:
     """Raises `NonFiniteError` for a step whose loss is inf or NaN, in exact mode also for a gradient.
 
-    On the CPU before the optimizer's step. On a GPU when the losses have arrived on the host, a step or so later;
-    `flush` waits for the rest.
+    On the CPU before the optimizer's step. On a GPU when the losses have arrived on the host, a step or so later,
+    or some 32 steps where graphs replay whole ones; `flush` waits for the rest.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.events import Events
-from paceline.core.seeding import DeviceSeeding, Purpose
+from paceline.core.seeding import Purpose, StepSeeding
 from paceline.core.timing import Timing
 from paceline.core.world import World
 from paceline.data.feed import Feed, Step
@@ -33,13 +33,14 @@ from paceline.run.planner import Planner
 from paceline.run.replica import Replica
 from paceline.run.report import Account, Report
 from paceline.run.stopwatch import stopwatch_for
-from paceline.run.update import Update
+from paceline.run.update import Number, Update
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import Numbers
 
 # From how many steps one is measured where nothing depends on it.
 SELDOM_MEASURED = 16
+NO_STEP = Step((), 0, None, is_cut=False)  # before the first
 
 
 class Keeper(Protocol):
@@ -80,11 +81,12 @@ class Loop:
         self._world = world
         self._planner = planner
         self._usual_plan: Plan = ()
+        self._step = NO_STEP
         self._at_once = config.micro_batches_at_once(world.rank)
         self._exchange = exchange
         self._feed = feed
-        self._seed_micro_batch = DeviceSeeding(world.device, config.seed, Purpose.MICRO_BATCH)
-        self._seed_after_step = DeviceSeeding(world.device, config.seed, Purpose.AFTER_STEP)
+        self._seed_micro_batch = StepSeeding(world.device, config.seed, Purpose.MICRO_BATCH)
+        self._seed_after_step = StepSeeding(world.device, config.seed, Purpose.AFTER_STEP)
         self._backward = Backward()
         self._watch = FiniteWatch()
         # The plan of one worker needs no times.
@@ -248,10 +250,11 @@ class Loop:
             ended, self.position = self.position.epoch, self.position.next_epoch()
             self._end_epoch(ended)
             return None
-        self._step = step
+        if step is not self._step:
+            self._step = step
+            self._note_plan(step)
         self._is_loss_known = True
         self.replica.check_trained()
-        self._note_plan(step)
         self._exchange.begin_step(
             step.plan,
             total_weight=step.total_weight,
@@ -337,7 +340,7 @@ class Loop:
             self._usual_plan = plan
             self._events.emit("plan", shares=sizes(plan), before=sizes(usual))
 
-    def _is_step_valid(self, numbers: Numbers, norm: torch.Tensor | None) -> bool:
+    def _is_step_valid(self, numbers: Numbers, norm: Number | None) -> bool:
         """Whether to take the step. False: fp16 overflowed, skip it. Not finite without fp16 is an error."""
         step = self.position.step + 1
         if self._loss_scale is not None:
@@ -346,7 +349,7 @@ class Loop:
             self._loss_scale.update(is_finite=is_finite)
             return is_finite
         self._watch.check(step, self._step.plan, numbers)
-        if norm is not None and norm.device.type == "cpu" and not math.isfinite(norm.item()):
+        if isinstance(norm, torch.Tensor) and norm.is_cpu and not math.isfinite(norm.item()):
             raise NonFiniteError(
                 f"the gradient's norm is {norm.item()} at step {step} although every loss is finite: the weights are "
                 f"those of step {step - 1}. Look for a division by zero or an overflow in the model's backward",
@@ -377,7 +380,7 @@ class StepRecord:
     is_skipped: bool
     _plan: Plan
     _numbers: Numbers
-    _norm: torch.Tensor | None
+    _norm: Number | None
     _is_loss_known: bool
 
     @property

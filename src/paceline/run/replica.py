@@ -39,6 +39,7 @@ class Replica:
         self.model = build_model(model, device, seed)
         parameters = named_parameters(self.model)
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._trained = list(self.parameters.values())
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self._check_parameters(device)
         _check_modules(self.model)
@@ -78,7 +79,7 @@ class Replica:
 
     def check_trained(self) -> None:
         """Whether the parameters that are exchanged are still those that get gradients."""
-        for trained in self.parameters.values():
+        for trained in self._trained:
             if not trained.requires_grad:
                 raise self._changed(trained)
         for frozen in self._frozen.values():

@@ -93,7 +93,7 @@ class Account:
         self._samples += num_samples
         timings = numbers.timings
         # Who comes last to an exchange waits for nobody: its time is what the exchange itself takes.
-        sync_s = min(timing.sync for timing in timings)
+        sync_s = min([timing.sync for timing in timings])
         self._sync_s += sync_s
         for total, own, timing in zip(self._totals, plan, timings, strict=True):
             total.add(len(own), timing, waiting_s=timing.sync - sync_s)

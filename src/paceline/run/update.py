@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from paceline.run.replica import Replica
+
+
+class Number(Protocol):
+    """A tensor with one number, or one that is on its way to the host."""
+
+    def item(self) -> float: ...
 
 
 class Update:
@@ -14,8 +22,11 @@ class Update:
         self._replica = replica
         self._max_norm = max_norm
 
-    def clip(self) -> torch.Tensor | None:
+    def clip(self) -> Number | None:
         """The norm that the mean gradient had."""
+        return self._clip()
+
+    def _clip(self) -> torch.Tensor | None:
         if self._max_norm is None:
             return None
         parameters = [p for p in self._replica.parameters.values() if p.grad is not None]

@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan
-from paceline.sync.numbers import OneLoss
+from paceline.sync.numbers import Arriving, OneLoss
 
 
 class DirectGradients:
@@ -17,6 +17,7 @@ class DirectGradients:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._parameters = list(parameters.values())
+        self._replayed: Arriving | None = None
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         return
@@ -24,12 +25,17 @@ class DirectGradients:
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         self._drop()  # of a backward of the user's own, between micro-batches
         self._weight = weight
+        self._replayed = None
+
+    def replayed(self, loss: Arriving) -> None:
+        """A graph has run the whole step, from the batch to the new weights: nobody gets to see its gradients."""
+        self._replayed = loss
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._loss = loss
 
     def has_gradient(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._parameters)
+        return self._replayed is not None or any(parameter.grad is not None for parameter in self._parameters)
 
     def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
         self._timing = timing
@@ -38,10 +44,11 @@ class DirectGradients:
     def finish(self) -> OneLoss:
         if not self._weight:
             self._drop()
-        return OneLoss(self._loss, self._weight, self._timing, self._wish)
+        return OneLoss(self._replayed or self._loss, self._weight, self._timing, self._wish)
 
     def complete(self) -> None:
-        self._drop()
+        if self._replayed is None:
+            self._drop()
 
     def synchronize(self) -> None:
         return

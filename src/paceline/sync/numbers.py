@@ -78,6 +78,16 @@ class Numbers(Protocol):
         """What is inf or NaN, its value and its micro-batch: a loss, or where peaks are known a gradient."""
 
 
+class Arriving(Protocol):
+    """Numbers that are on their way from the device to the host."""
+
+    @property
+    def has_arrived(self) -> bool: ...
+
+    def tolist(self) -> list[float]:
+        """Waits for them."""
+
+
 class HostCopy:
     """A few numbers on their way from the device to the host, without making either wait."""
 
@@ -188,16 +198,18 @@ class StepNumbers:
 class OneLoss:
     """The numbers of a world of one with one micro-batch: they need no layout and no exchange."""
 
-    def __init__(self, loss: torch.Tensor | None, weight: float, timing: Timing, wish: float = 0.0) -> None:
+    def __init__(self, loss: torch.Tensor | Arriving | None, weight: float, timing: Timing, wish: float = 0.0) -> None:
         self.total_weight = weight
         self.weights = [weight]
         self.timings: Sequence[Timing] = (timing,)
         self.wishes: Sequence[float] = (wish,)
         # Without weight the loss is a mean over nothing, 0/0 perhaps.
         if loss is None or not weight:
-            self._source: list[float] | HostCopy = [0.0]
-        else:
+            self._source: list[float] | Arriving = [0.0]
+        elif isinstance(loss, torch.Tensor):
             self._source = [loss.item()] if loss.is_cpu else HostCopy(loss.reshape(1))
+        else:
+            self._source = loss
 
     @property
     def has_arrived(self) -> bool:

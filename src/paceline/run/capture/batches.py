@@ -10,6 +10,7 @@ import torch
 
 # Values that are equal mean the same to a function that is given them.
 _CONSTANTS = (bool, int, float, str, bytes, type(None))
+_SEQUENCES = (list, tuple)
 
 
 class Opaque(Exception):
@@ -46,13 +47,13 @@ class Inputs:
         self._are_words = [tensor.dtype == torch.float32 for tensor in tensors]
         self._words = [_words(tensor) for tensor in tensors] if all(map(_has_words, tensors)) else None
 
-    def fill(self, given: Sequence[torch.Tensor]) -> None:
-        """With another batch of the same shapes."""
-        if self._words is not None:
+    def fill(self, given: Sequence[torch.Tensor], to: Sequence[torch.Tensor] = (), others: Any = ()) -> None:
+        """With another batch of the same shapes. Also copy `others` `to` other places, all of one type."""
+        if self._words is not None and (not to or to[0].dtype == others[0].dtype == torch.float32):
             words = [t if is_words else _words(t) for t, is_words in zip(given, self._are_words, strict=True)]
-            torch._foreach_copy_(self._words, words)
+            torch._foreach_copy_([*self._words, *to], [*words, *others])
             return
-        for own, other in zip(self._tensors, given, strict=True):
+        for own, other in zip((*self._tensors, *to), (*given, *others), strict=True):
             own.copy_(other)
 
 
@@ -68,7 +69,7 @@ def _shape_of(batch: Any, tensors: list[torch.Tensor]) -> Hashable:
     if isinstance(batch, torch.Tensor):
         tensors.append(batch)
         return batch.shape, batch.dtype, batch.stride(), batch.device
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, _SEQUENCES):
         return type(batch), *[_shape_of(item, tensors) for item in batch]
     if type(batch) in _CONSTANTS:
         return type(batch), batch

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.run.capture.batches import Inputs, Opaque, leaves_of, with_own_memory
 from paceline.run.capture.graphs import CaptureFailed, Graph, Graphs
+from paceline.run.capture.outbox import Outbox
 from paceline.run.capture.python_state import PythonState, RandomState, hook_of_user
 from paceline.run.capture.update import CapturedUpdate, Settings
 from paceline.run.capture.warm_up import WarmUp
@@ -84,6 +85,7 @@ class CapturedPass:
         self._times: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, _Captured] = {}
         self._whole: dict[Hashable, _Whole] = {}
+        self._outbox: Outbox | None = None  # of the whole step that was replayed last
         self._may_be_whole = self._is_direct
         self._state: PythonState | None = None
         self._num_wasted = self._num_by_python = self._num_replays = self._num_replays_before = 0
@@ -99,14 +101,8 @@ class CapturedPass:
         captured = self._captured.get(shape)
         if captured is None or not self._is_as_captured():
             return self._run_or_capture(shape, batch, tensors)
-        captured.inputs.fill(tensors)
-        settings = self._update.steady_settings()
-        if not self._may_be_whole or settings is None or self._loop.has_gradient_hooks or not self._loop.weight:
-            return self._replay(captured)
-        whole = self._whole.get(shape)
-        if whole is None or whole.settings is not settings:
-            whole = self._capture_whole(shape, captured, settings)
-        return self._replay(captured) if whole is None else self._replay_whole(whole)
+        whole = self._whole_step(shape, captured, tensors)
+        return self._replay(captured, tensors) if whole is None else self._replay_whole(whole, tensors)
 
     def _run_or_capture(self, shape: Hashable, batch: Any, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
         if not self._warm_up.is_done:
@@ -146,7 +142,7 @@ class CapturedPass:
         self._captured[shape] = captured
         self._update.arm()
         self._events.emit("capture", what="micro-batch", number=len(self._captured))
-        return self._replay(captured)
+        return self._replay(captured, tensors)
 
     def _record(self, batch: Any) -> _Captured:
         try:
@@ -163,27 +159,41 @@ class CapturedPass:
         laid_out = [_like(p, g) for p, g in zip(self._parameters, gradients, strict=True)]
         return _Outputs(loss.detach(), {name: _detached(value) for name, value in scalars.items()}, laid_out)
 
-    def _replay(self, captured: _Captured) -> Mapping[str, Any]:
+    def _replay(self, captured: _Captured, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
+        self._settle()
+        captured.inputs.fill(tensors)
         captured.graph.replay()
         self._num_replays += 1
-        return self._hand_over(captured.outputs)
-
-    def _hand_over(self, outputs: _Outputs) -> Mapping[str, Any]:
-        for parameter, gradient in zip(self._parameters, outputs.gradients, strict=True):
+        for parameter, gradient in zip(self._parameters, captured.outputs.gradients, strict=True):
             parameter.grad = gradient
-        self._loop.replayed(outputs.loss)
-        return {name: value.clone() for name, value in outputs.scalars.items()} if outputs.scalars else {}
+        self._loop.replayed(captured.outputs.loss)
+        return captured.outputs.copied_scalars()
 
-    def _capture_whole(self, shape: Hashable, captured: _Captured, settings: Settings) -> _Whole | None:
-        """The micro-batch that is a step, from the batch to the new weights."""
+    def _whole_step(self, shape: Hashable, captured: _Captured, tensors: Sequence[torch.Tensor]) -> _Whole | None:
+        """The graph of the micro-batch that is a step, if there is one or can be one now."""
+        settings = self._update.steady_settings()
+        if not self._may_be_whole or settings is None or self._loop.has_gradient_hooks or not self._loop.weight:
+            return None
+        whole = self._whole.get(shape)
+        if whole is not None and whole.settings is settings:
+            return whole
         if not self._update.has_graph_for(captured.outputs.gradients):
             return None  # other shapes may use other parameters, whose state in the optimizers is yet to be made
+        captured.inputs.fill(tensors)
+        return self._capture_whole(shape, captured, settings)
+
+    def _capture_whole(self, shape: Hashable, captured: _Captured, settings: Settings) -> _Whole | None:
+        """From the batch to the new weights."""
+        self._settle()
 
         def work() -> tuple[_Outputs, torch.Tensor | None]:
             outputs = self._forward_backward(captured.static)
             for parameter, gradient in zip(self._parameters, outputs.gradients, strict=True):
                 parameter.grad = gradient
-            return outputs, self._update.clip_and_step()
+            norm = self._update.clip_and_step()
+            for parameter in self._parameters:
+                parameter.grad = None  # nobody gets to see it: its memory is free for other graphs
+            return outputs._replace(gradients=[]), norm
 
         random = RandomState(self._device)
         try:
@@ -194,15 +204,30 @@ class CapturedPass:
             return None
         finally:
             random.restore()
-        whole = self._whole[shape] = _Whole(graph, outputs, norm, settings)
+        outbox = Outbox([outputs.loss] if norm is None else [outputs.loss, norm])
+        whole = self._whole[shape] = _Whole(graph, outputs, captured.inputs, outbox, settings)
         self._events.emit("capture", what="whole step", number=len(self._whole))
         return whole
 
-    def _replay_whole(self, whole: _Whole) -> Mapping[str, Any]:
-        whole.graph.replay()
+    def _replay_whole(self, whole: _Whole, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
+        outbox = whole.outbox
+        if outbox is not self._outbox:
+            self._settle()
+            self._outbox = outbox
+        with outbox.lock:
+            whole.inputs.fill(tensors, *outbox.pending())
+            whole.graph.replay()
+            loss, *norm = outbox.add()
         self._num_replays += 1
-        self._update.was_replayed(whole.norm)
-        return self._hand_over(whole.outputs)
+        self._update.was_replayed(norm[0] if norm else None)
+        cast("DirectGradients", self._exchange).replayed(loss)
+        self._loop.replayed(whole.outputs.loss)
+        return whole.outputs.copied_scalars()
+
+    def _settle(self) -> None:
+        """All graphs share their memory: what the last whole step left must be copied before another one runs."""
+        if self._outbox is not None:
+            self._outbox.settle()
 
     def _is_as_captured(self) -> bool:
         """Whether Python would do what it did at capture. If not, all graphs are void; new ones may be worth it."""
@@ -237,7 +262,8 @@ class CapturedPass:
         return [buffer._version for buffer in self._model.buffers() if id(buffer) not in known]
 
     def _forget(self) -> None:
-        self._captured, self._whole, self._state = {}, {}, None
+        self._settle()
+        self._captured, self._whole, self._outbox, self._state = {}, {}, None, None
         self._update.disarm()
 
     def _give_up(self, reason: str, batch: Any) -> Mapping[str, Any]:
@@ -261,6 +287,9 @@ class _Outputs(NamedTuple):
     scalars: dict[str, Any]
     gradients: list[torch.Tensor | None]
 
+    def copied_scalars(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.scalars.items()} if self.scalars else {}
+
 
 class _Captured(NamedTuple):
     """Forward and backward, with the batch that they read."""
@@ -272,11 +301,15 @@ class _Captured(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """The same and the optimizers' step, as long as they have these settings; `norm`: of the gradient, if asked for."""
+    """The same and the optimizers' step, as long as they have these settings.
+
+    `outbox`: of the loss, and of the gradient's norm if asked for.
+    """
 
     graph: Graph
     outputs: _Outputs
-    norm: torch.Tensor | None
+    inputs: Inputs
+    outbox: Outbox
     settings: Settings
 
 

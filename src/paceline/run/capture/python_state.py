@@ -17,9 +17,10 @@ class PythonState:
     def __init__(self, model: Any, parameters: Sequence[torch.Tensor]) -> None:
         modules = list(model.named_modules()) if isinstance(model, nn.Module) else []
         self._names = [name or "model" for name, _ in modules]
-        self._attributes = [(module.__dict__, dict(module.__dict__)) for _, module in modules]
+        self._attributes = [module.__dict__ for _, module in modules]
+        self._before = [dict(attributes) for attributes in self._attributes]
         # Compared by identity: two tensors are not equal or unequal without asking the device.
-        held = [(attributes, key, value) for attributes, _ in self._attributes for key, value in attributes.items()]
+        held = [(attributes, key, value) for attributes in self._attributes for key, value in attributes.items()]
         held += [(module._buffers, key, value) for _, module in modules for key, value in module._buffers.items()]
         self._tensors = [item for item in held if isinstance(item[2], torch.Tensor)]
         self._placed = [*parameters, *(tensor for _, _, tensor in self._tensors)]
@@ -33,23 +34,22 @@ class PythonState:
             if holder.get(key) is not tensor:
                 return f"{key!r} was replaced by another tensor"
         try:
-            for attributes, before in self._attributes:
-                if attributes != before:
-                    return self._changed_attributes()
+            if self._attributes != self._before:
+                return self._changed_attributes()
         except (RuntimeError, ValueError):  # arrays have no one answer; there was no question if nothing had changed
             return self._changed_attributes()
         return None
 
     def restore(self) -> None:
         """Give all attributes and buffers the values they had."""
-        for attributes, before in self._attributes:
+        for attributes, before in zip(self._attributes, self._before, strict=True):
             attributes.clear()
             attributes.update(before)
         for holder, key, tensor in self._tensors:
             holder[key] = tensor
 
     def _changed_attributes(self) -> str:
-        for name, (attributes, before) in zip(self._names, self._attributes, strict=True):
+        for name, attributes, before in zip(self._names, self._attributes, self._before, strict=True):
             keys = {**attributes, **before}
             changed = [repr(key) for key in keys if not _are_same(attributes.get(key), before.get(key))]
             if changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.run.capture.graphs import CaptureFailed, Graph, Graphs
 from paceline.run.replica import Replica
-from paceline.run.update import Update
+from paceline.run.update import Number, Update
 
 STEPS_BEFORE_CAPTURE = 3
 # After so many steps without capture it is said why, and after so many captures there are no more.
@@ -40,7 +40,7 @@ class CapturedUpdate(Update):
         self._settings: Settings | None = None
         self._times: Counter[_Places] = Counter()
         self._captured: dict[_Places, tuple[Graph, torch.Tensor | None]] = {}
-        self._norm: torch.Tensor | None = None
+        self._norm: Number | None = None
         self._num_captures = self._num_changes = 0
 
     def arm(self) -> None:
@@ -69,29 +69,28 @@ class CapturedUpdate(Update):
     def clip_and_step(self) -> torch.Tensor | None:
         """All of it, for a graph that is being recorded."""
         with _capturable(self._replica.optimizers):
-            norm = super().clip()
+            norm = self._clip()
             super().step()
         return norm
 
-    def was_replayed(self, norm: torch.Tensor | None) -> None:
-        """A graph has done all of it for this step, and left the norm there."""
+    def was_replayed(self, norm: Number | None) -> None:
+        """A graph has done all of it for this step. `norm`: of the gradient, for this step to keep."""
         self.is_done = True
         self._norm = norm
 
-    def clip(self) -> torch.Tensor | None:
+    def clip(self) -> Number | None:
         if self._max_norm is None:
             return None
         if self.is_done:
-            assert self._norm is not None
-            return self._norm.clone()  # the next step has its own in the same place
+            return self._norm
         captured = self._graph_of_this_step()
         if captured is None:
             return super().clip()
         graph, norm = captured
         graph.replay()
-        self.was_replayed(norm)
         assert norm is not None
-        return norm.clone()
+        self.was_replayed(norm.clone())  # the next step has its own in the same place
+        return self._norm
 
     def step(self) -> None:
         if self.is_done:
@@ -164,8 +163,14 @@ class Settings:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._groups = [(group, dict(group), len(group["params"])) for o in optimizers for group in o.param_groups]
+        self._states = [(o, o.state, list(o.state.values())) for o in optimizers]
         # Held, so that a graph never writes to memory that somebody else was given.
-        self._states = [(o, o.state, _tensors_of(o)) for o in optimizers]
+        self._held = [
+            (values, len(values), name, value)
+            for o in optimizers
+            for values in o.state.values()
+            for name, value in values.items()
+        ]
 
     def change(self) -> str | None:
         """What is not as it was; None where everything is."""
@@ -173,18 +178,17 @@ class Settings:
             if group != then or len(group["params"]) != num_parameters:
                 changed = [key for key in group if group[key] != then.get(key)] or ["params"]
                 return f"{', '.join(map(repr, changed))} of its settings changed"
-        for optimizer, state, tensors in self._states:
-            if optimizer.state is not state or not _are_same(_tensors_of(optimizer), tensors):
+        for optimizer, state, of_parameters in self._states:
+            if optimizer.state is not state or not _are_same(state.values(), of_parameters):
+                return "its state was replaced"
+        for values, num_values, name, value in self._held:
+            if values.get(name) is not value or len(values) != num_values:
                 return "its state was replaced"
         return None
 
 
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    return [value for values in optimizer.state.values() for value in values.values()]
 
 
 def _obstacle(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
