@@ -27,8 +27,9 @@ SMALL_BYTES = 32 << 10
 # The blocks of all workers stay in a core's cache between reading and writing.
 BLOCK_BYTES = 256 << 10
 ALIGNMENT_BYTES = 64
-# How long to look again and again before sleeping: some times what falling asleep and being woken costs.
-SPIN_S = 100e-6
+# How long to look again and again before sleeping: several times what falling asleep and being woken costs, which in a
+# virtual machine can be 100 us and more.
+SPIN_S = 500e-6
 # A sleeping worker looks so often whether its peers still live.
 NAP_S = 0.03
 
@@ -166,7 +167,7 @@ class Workers:
                 if perf_counter() - started > self._spin_s:
                     self._sleep_until_ready(board, is_ready, call, omission, deadline)
             # Spinning is worth its time only where waits are short: not beside other programs, nor under a quota.
-            was_short = perf_counter() - started < SPIN_S
+            was_short = perf_counter() - started < self._max_spin_s
             self._spin_s = min(2 * self._spin_s + 1e-6, self._max_spin_s) if was_short else self._spin_s / 2
 
     def _sleep_until_ready(
