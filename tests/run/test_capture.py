@@ -127,6 +127,27 @@ def test_every_record_keeps_the_numbers_of_its_own_step(max_grad_norm: float | N
     assert graphs.num_replayed > 100
 
 
+def test_functions_that_take_turns_leave_each_others_losses_alone() -> None:
+    def losses(graphs: FakeGraphs | None) -> list[float]:
+        records: list[pl.StepRecord] = []
+        with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), global_batch=16, quiet=True) as trainer:
+            if graphs is not None:
+                use_graphs(trainer, graphs)
+            trainer.every(1, records.append)
+            steps = [
+                trainer.step_with(lambda batch: class_loss(trainer.model, batch)),
+                trainer.step_with(lambda batch: trainer.model(batch.x).square().mean()),
+            ]
+            for epoch in trainer.epochs(1):
+                for number, batch in enumerate(epoch):
+                    steps[number % 2](batch)
+        return [record.loss for record in records]
+
+    graphs = FakeGraphs()
+    assert losses(graphs) == losses(None)
+    assert graphs.num_replayed > 30
+
+
 def test_a_loss_that_is_no_number_is_found_though_nobody_asks_for_it() -> None:
     x, y = vectors(16 * 20)
     x[-16:] = float("nan")

@@ -20,7 +20,7 @@ from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.run.capture.batches import Inputs, Opaque, leaves_of, with_own_memory
 from paceline.run.capture.graphs import CaptureFailed, Graph, Graphs
-from paceline.run.capture.outbox import Outbox
+from paceline.run.capture.outbox import Outbox, Outboxes
 from paceline.run.capture.python_state import PythonState, RandomState, hook_of_user
 from paceline.run.capture.update import CapturedUpdate, Settings
 from paceline.run.capture.warm_up import WarmUp
@@ -64,6 +64,7 @@ class CapturedPass:
         function: Function,
         graphs: Graphs,
         update: CapturedUpdate,
+        outboxes: Outboxes,
         events: Events,
         *,
         is_forced: bool,
@@ -78,6 +79,7 @@ class CapturedPass:
         self._by_python = PythonPass(loop, function)
         self._graphs = graphs
         self._update = update
+        self._outboxes = outboxes
         self._events = events
         self._is_forced = is_forced
         self._warm_up = WarmUp(graphs, is_judged=not is_forced)
@@ -85,7 +87,6 @@ class CapturedPass:
         self._times: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, _Captured] = {}
         self._whole: dict[Hashable, _Whole] = {}
-        self._outbox: Outbox | None = None  # of the whole step that was replayed last
         self._may_be_whole = self._is_direct
         self._state: PythonState | None = None
         self._num_wasted = self._num_by_python = self._num_replays = self._num_replays_before = 0
@@ -160,7 +161,7 @@ class CapturedPass:
         return _Outputs(loss.detach(), {name: _detached(value) for name, value in scalars.items()}, laid_out)
 
     def _replay(self, captured: _Captured, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
-        self._settle()
+        self._outboxes.turn_to(None)
         captured.inputs.fill(tensors)
         captured.graph.replay()
         self._num_replays += 1
@@ -184,7 +185,6 @@ class CapturedPass:
 
     def _capture_whole(self, shape: Hashable, captured: _Captured, settings: Settings) -> _Whole | None:
         """From the batch to the new weights."""
-        self._settle()
 
         def work() -> tuple[_Outputs, torch.Tensor | None]:
             outputs = self._forward_backward(captured.static)
@@ -211,9 +211,7 @@ class CapturedPass:
 
     def _replay_whole(self, whole: _Whole, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
         outbox = whole.outbox
-        if outbox is not self._outbox:
-            self._settle()
-            self._outbox = outbox
+        self._outboxes.turn_to(outbox)
         with outbox.lock:
             whole.inputs.fill(tensors, *outbox.pending())
             whole.graph.replay()
@@ -223,11 +221,6 @@ class CapturedPass:
         cast("DirectGradients", self._exchange).replayed(loss)
         self._loop.replayed(whole.outputs.loss)
         return whole.outputs.copied_scalars()
-
-    def _settle(self) -> None:
-        """All graphs share their memory: what the last whole step left must be copied before another one runs."""
-        if self._outbox is not None:
-            self._outbox.settle()
 
     def _is_as_captured(self) -> bool:
         """Whether Python would do what it did at capture. If not, all graphs are void; new ones may be worth it."""
@@ -262,8 +255,8 @@ class CapturedPass:
         return [buffer._version for buffer in self._model.buffers() if id(buffer) not in known]
 
     def _forget(self) -> None:
-        self._settle()
-        self._captured, self._whole, self._outbox, self._state = {}, {}, None, None
+        self._outboxes.turn_to(None)
+        self._captured, self._whole, self._state = {}, {}, None
         self._update.disarm()
 
     def _give_up(self, reason: str, batch: Any) -> Mapping[str, Any]:

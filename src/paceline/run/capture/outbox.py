@@ -55,7 +55,7 @@ class Outbox:
         return [Entry(self._page, row, column) for column in range(len(self._left))]
 
     def settle(self) -> None:
-        """Copy what the last replay left now: another graph may use its memory."""
+        """Copy what the last replay left now."""
         with self.lock:
             self._settle()
 
@@ -75,6 +75,19 @@ class Outbox:
         self._page.source = self._sheet.flatten().tolist() if self._sheet.is_cpu else HostCopy(self._sheet.flatten())
         self._page = _Page(self)
         self._num_rows = 0
+
+
+class Outboxes:
+    """Those of graphs that share their memory: what one left must be settled before another runs."""
+
+    def __init__(self) -> None:
+        self._last: Outbox | None = None
+
+    def turn_to(self, outbox: Outbox | None) -> None:
+        """The graph of this one is about to run; None: one that has none."""
+        if self._last is not None and self._last is not outbox:
+            self._last.settle()
+        self._last = outbox
 
 
 class _Page:

@@ -8,6 +8,7 @@ from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.run.capture.graphs import CudaGraphs, Graphs
 from paceline.run.capture.micro_batch import CapturedPass, Function, PythonPass
+from paceline.run.capture.outbox import Outboxes
 from paceline.run.capture.update import CapturedUpdate
 from paceline.run.config import RunConfig
 from paceline.run.loop import Loop, StepRecord
@@ -29,6 +30,7 @@ class Stepping:
         self._device = next(iter(loop.replica.parameters.values())).device
         if not isinstance(graphs, str):
             self._update = CapturedUpdate(loop.replica, config.max_grad_norm, graphs, events, is_forced=self._is_forced)
+            self._outboxes = Outboxes()
             loop.update = self._update
 
     def with_function(self, function: Function) -> StepFunction:
@@ -42,6 +44,7 @@ class Stepping:
             function,
             self._graphs,
             self._update,
+            self._outboxes,
             self._events,
             is_forced=self._is_forced,
         )
