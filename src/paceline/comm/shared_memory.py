@@ -18,6 +18,7 @@ from time import monotonic, perf_counter
 import torch
 
 from paceline.comm.base import Combination, Communicator, Pending
+from paceline.comm.long_turns import LongTurns
 from paceline.comm.shared_arena import Arena, Board, Claims, OwnArena, Processes, State, missing_arena, record_text
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
@@ -119,19 +120,30 @@ class SharedMemoryCommunicator(SharingCommunicator):
 
     def __init__(self, outer: Communicator) -> None:
         super().__init__(outer, Workers(outer, range(outer.world.size), missing_shared_memory(outer.world)))
+        self._turns: LongTurns | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self._turns is not None:
+            self._turns.close()
 
     def combine(self, tensor: torch.Tensor, combination: Combination) -> Pending:
         buffer = self._find(tensor)
         if buffer is None:
             raise MisuseError("only what empty() made can be combined: the peers cannot see any other tensor")
-        return Exchange(self._workers, buffer, "combine", combination=combination)
+        return self._start(buffer, "combine", combination=combination)
 
     def _make_buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         kind = _SmallBuffer if numel * dtype.itemsize <= SMALL_BYTES else _LargeBuffer
         return kind(self._workers.own, self._workers.arenas, numel, dtype)
 
-    def _start(self, buffer: Buffer, operation: str, source: int | None = None) -> Pending:
-        return Exchange(self._workers, buffer, operation, source)
+    def _start(
+        self, buffer: Buffer, operation: str, source: int | None = None, combination: Combination | None = None
+    ) -> Pending:
+        # Only now: what helps a worker has been started by its first exchange.
+        if self._turns is None and self._workers.share_cores:
+            self._turns = LongTurns()
+        return Exchange(self._workers, buffer, operation, source, combination)
 
 
 class Workers:
@@ -147,8 +159,8 @@ class Workers:
         self._peers = {r: arena.board for r, arena in zip(ranks, self.arenas, strict=True) if arena is not self.own}
         self._failure: str | None = None
         # Where workers share cores, whoever spins is in the way of the one it waits for.
-        self._max_spin_s = SPIN_S if len(os.sched_getaffinity(0)) >= outer.world.size else 0.0
-        self._spin_s = self._max_spin_s
+        self.share_cores = len(os.sched_getaffinity(0)) < len(ranks)
+        self._spin_s = self._max_spin_s = 0.0 if self.share_cores else SPIN_S
 
     def check_usable(self) -> None:
         if not self.arenas:
