@@ -21,7 +21,15 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.sync.buckets import CPU_BLOCK, Anchored
 from paceline.sync.grid import Grid
-from paceline.sync.terms import SWITCH, TermBucket, are_single, obstacle, scratch_memory, weights_by_rank
+from paceline.sync.terms import (
+    SWITCH,
+    TermBucket,
+    are_single,
+    obstacle,
+    scratch_memory,
+    steps_per_one,
+    weights_by_rank,
+)
 
 X = torch.randn(26, 6, generator=torch.Generator().manual_seed(0))
 
@@ -117,16 +125,28 @@ class SeeingAll(SingleCommunicator):
         raise NotImplementedError
 
 
-def nasty(grid: Grid, numel: int, seed: int) -> torch.Tensor:
+def nasty(grid: Grid, numel: int, seed: int, *, finite: bool = False) -> torch.Tensor:
     """Of all magnitudes that fit, half-way between two values of the grid, zeros of both signs, inf and NaN."""
     generator = torch.Generator().manual_seed(seed)
-    exponents = torch.randint(-80, grid.top - 3, (numel,), generator=generator).double()
+    exponents = torch.randint(grid.top - 85, grid.top - 3, (numel,), generator=generator).double()
     values = torch.randn(numel, generator=generator).clamp(-4, 4).double() * 2.0**exponents
-    step = math.ldexp(1.0, grid.top - 51)
-    half_way = (torch.randint(-999, 999, (numel,), generator=generator) + 0.5) * step * 2
+    half_way = (torch.randint(-999, 999, (numel,), generator=generator) + 0.5) * grid.step * 2
     values[::3] = half_way[::3]
-    values[-4:] = torch.tensor([0.0, -0.0, math.inf, math.nan])
+    values[-4:] = torch.tensor([0.0, -0.0, *((0.0, 0.0) if finite else (math.inf, math.nan))])
     return values.float()[torch.randperm(numel, generator=generator)]
+
+
+def rounded_first(grid: Grid, terms: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """The sum in float64 of terms that are rounded to the grid one by one."""
+    total = torch.zeros_like(terms[0], dtype=torch.float64)
+    for term, weight in zip(terms, weights, strict=True):
+        total += (term.double() * weight + grid.anchor) - grid.anchor
+    return total
+
+
+def make_bucket(grid: Grid, numel: int, dtype: torch.dtype = torch.float32) -> TermBucket:
+    parameter = nn.Parameter(torch.zeros(numel, dtype=dtype))
+    return TermBucket({"p": parameter}, dtype, SeeingAll(World()), grid, scratch_memory())
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
@@ -136,20 +156,64 @@ def test_terms_are_weighted_rounded_and_added_as_by_workers_that_round_first(
     num_workers: int, weight: float, divisor: float | None
 ) -> None:
     grid = Grid(top=5)
-    numel = 2 * CPU_BLOCK + 17
-    parameter = nn.Parameter(torch.zeros(numel))
-    bucket = TermBucket({"p": parameter}, torch.float32, SeeingAll(World()), grid, scratch_memory())
+    bucket = make_bucket(grid, 2 * CPU_BLOCK + 17)
     terms = [nasty(grid, bucket.flat.numel(), seed) for seed in range(num_workers)]
     weights = [weight if rank != 1 else 0.5 for rank in range(num_workers)]
-    expected = torch.zeros(bucket.flat.numel(), dtype=torch.float64)
-    for term, own in zip(terms, weights, strict=True):
-        expected += (term.double() * own + grid.anchor) - grid.anchor
+    expected = rounded_first(grid, terms, weights)
     by = None if divisor is None else torch.tensor(divisor, dtype=torch.float64)
     if by is not None:
         expected /= by
-    bucket.weigh(weights, by)
+    bucket.weigh(weights, by, [math.nan] * num_workers)
     bucket._add_up(terms, bucket.flat)
     assert torch.equal(bucket.flat.view(torch.int32), expected.float().view(torch.int32))
+
+
+# The lowest and the highest are as far as float32 goes.
+@pytest.mark.parametrize("top", [-75, -20, 5, 60, 127])
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [1.0, 0.25]])
+def test_two_terms_are_added_in_float32_with_the_bits_of_float64(top: int, weights: list[float]) -> None:
+    grid = Grid(top)
+    bucket = make_bucket(grid, 5 * CPU_BLOCK + 17)
+    terms = [nasty(grid, bucket.flat.numel(), seed, finite=True) for seed in range(2)]
+    terms[1][:1000] = -terms[0][:1000]
+    peaks = [weight * term.abs().max().item() for weight, term in zip(weights, terms, strict=True)]
+    expected = rounded_first(grid, terms, weights).float()
+    assert not torch.equal(expected, sum(w * term for w, term in zip(weights, terms, strict=True)))
+    bucket.weigh(weights, None, peaks)
+    assert bucket._counts is not None
+    bucket.flat.copy_(terms[0])
+    bucket._add_up([bucket.flat, terms[1]], bucket.flat)  # as the communicator calls it
+    assert torch.equal(bucket.flat.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("top", "weights", "peaks", "counts"),
+    [
+        (51, [0.5, 2.0], [1e9, 1e9], [0.5, 2.0]),
+        (52, [0.5, 2.0], [1e9, 1e9], [0.25, 1.0]),
+        (51, [0.5, 3.0], [1e9, 1e9], None),  # products would be rounded
+        (51, [0.5, 0.0], [1e9], None),
+        (51, [1.0, 1.0, 1.0], [1e9, 1e9, 1e9], None),  # a sum of three is rounded twice
+        (51, [1.0, 1.0], [1e16, 1e9], None),  # does not fit the grid
+        (51, [1.0, 1.0], [math.inf, 1e9], None),
+        (51, [1.0, 1.0], [1e9, math.nan], None),
+        (-80, [1.0, 1.0], [2.0**-90, 2.0**-90], None),  # 2**131 is beyond float32
+    ],
+)
+def test_float32_is_enough_for_two_finite_terms_whose_weights_are_powers_of_two(
+    top: int, weights: list[float], peaks: list[float], counts: list[float] | None
+) -> None:
+    assert steps_per_one(Grid(top), weights, peaks) == counts
+
+
+def test_only_float32_terms_without_a_divisor_are_added_in_float32() -> None:
+    grid = Grid(top=5)
+    bucket = make_bucket(grid, 16)
+    bucket.weigh([0.5, 0.5], torch.tensor(2.0, dtype=torch.float64), [1.0, 1.0])
+    assert bucket._counts is None
+    bucket = make_bucket(grid, 16, torch.float64)
+    bucket.weigh([0.5, 0.5], None, [1.0, 1.0])
+    assert bucket._counts is None
 
 
 @pytest.mark.parametrize(("weight", "is_one_pass"), [(0.5, True), (12.0, True), (2**29 - 1, True), (1 / 3, False)])

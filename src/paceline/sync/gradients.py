@@ -318,13 +318,15 @@ class BucketedGradients:
         """Whether every sum stayed on its grid. Moves the grids either way: to repeat the step, or for the next."""
         m, fits = self._plan[-1].stop, True
         for i, grid in enumerate(self._grids):
-            peaks = numbers.peaks(i)[:m]
-            if i < len(self._buckets):
-                # Peaks were taken before weighting.
-                peaks = [p * (w / self._scale) for p, w in zip(peaks, numbers.weights, strict=False)]
+            peaks = self._peaks(numbers, i) if i < len(self._buckets) else numbers.peaks(i)[:m]
             fits = grid.fits(peaks) and fits
             grid.follow(peaks)
         return fits
+
+    def _peaks(self, numbers: StepNumbers, bucket: int) -> list[float]:
+        """The largest magnitude of each micro-batch's term. What the numbers have was taken before weighting."""
+        peaks = numbers.peaks(bucket)[: self._plan[-1].stop]
+        return [peak * (weight / self._scale) for peak, weight in zip(peaks, numbers.weights, strict=False)]
 
     def _publish(self, numbers: StepNumbers) -> None:
         # A parameter this worker used is used. Only for the others must the host look at the exchanged numbers.
@@ -343,10 +345,11 @@ class BucketedGradients:
 
     def _weigh_terms(self) -> None:
         """Whoever adds up the workers' terms must know all their weights, which have just come."""
-        weights = terms.weights_by_rank(self._plan, self._tail.numbers().weights)
+        numbers = self._tail.numbers()
+        weights = terms.weights_by_rank(self._plan, numbers.weights)
         divisor = self._divisor()
-        for bucket in self._terms:
-            bucket.weigh([weight / self._scale for weight in weights], divisor)
+        for i, bucket in enumerate(self._terms):
+            bucket.weigh([weight / self._scale for weight in weights], divisor, self._peaks(numbers, i))
 
     def _make(self, bucket_type: type[Bucket], tail_numel: int) -> list[Bucket]:
         tails = [0] * (len(self._groups) - 1) + [tail_numel]

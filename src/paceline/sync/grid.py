@@ -33,8 +33,13 @@ class Grid:
         self.top = top
 
     @property
+    def step(self) -> float:
+        """What all terms are rounded to multiples of."""
+        return math.ldexp(1.0, self.top - 51)
+
+    @property
     def anchor(self) -> float:
-        """`(x + anchor) - anchor` rounds x to a multiple of 2**(top-51), for |x| <= 2**top."""
+        """`(x + anchor) - anchor` rounds x to a multiple of the step, for |x| <= 2**top."""
         return math.ldexp(3.0, self.top)
 
     def fits(self, peaks: Sequence[float]) -> bool:
