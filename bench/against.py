@@ -1,7 +1,8 @@
-"""This tree against an earlier commit: what a step costs on one worker, and what two workers do together.
+"""This tree against an earlier commit: what a step costs on one worker, and what several workers do together.
 
-Each turn starts a process with the one or the other `paceline` and measures it there against its limit: a bare loop, or
-two processes that never talk. So what is compared are ratios to a limit of the same moment.
+Each turn starts a process with the one or the other `paceline` and measures it there against its limit: a bare loop,
+two processes that never talk, or, for twice as many workers as cores, one worker per core. So what is compared are
+ratios to a limit of the same moment.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-from bench import overhead, scaling
+from bench import crowded, overhead, scaling
 from bench.harness import Result, alternate, isolated
 from bench.workers import gloo_group, run_workers
 
 ROOT = Path(__file__).parents[1]
 NOW, THEN = "this tree", "then"
-QUESTIONS = ("overhead", "scaling")
+QUESTIONS = ("overhead", "scaling", "exact", "crowded")
 
 
 def overhead_ratio(num_turns: int) -> float:
@@ -39,10 +41,10 @@ def overhead_ratio(num_turns: int) -> float:
     return median(ours / bare for ours, bare in zip(taken["ours"], taken["bare"], strict=True))
 
 
-def scaling_ratio(num_turns: int) -> float:
+def scaling_ratio(num_turns: int, *, exact: bool = False) -> float:
     """Step time over that of independent processes."""
     task = scaling.Task(2, 8, 1, num_turns, 0.4)
-    by_rank: list[dict[str, list[float]]] = run_workers(_two_loops, 2, task)
+    by_rank: list[dict[str, list[float]]] = run_workers(_two_loops, 2, task, exact)
     alone, ours = (
         [max(step_s) for step_s in zip(*(own[name] for own in by_rank), strict=True)]
         for name in (scaling.INDEPENDENT, scaling.OURS)
@@ -50,10 +52,24 @@ def scaling_ratio(num_turns: int) -> float:
     return float(median(ours_s / alone_s for ours_s, alone_s in zip(ours, alone, strict=True)))
 
 
-def _two_loops(task: scaling.Task) -> dict[str, list[float]]:
+def exact_ratio(num_turns: int) -> float:
+    """The same in exact mode."""
+    return scaling_ratio(num_turns, exact=True)
+
+
+def crowded_ratio(num_turns: int) -> float:
+    """Time per sample of two workers per core over that of one."""
+    few = scaling.Task(2, 8, 1, num_turns, 0.8)
+    many = replace(few, num_workers=crowded.CROWDING * few.num_workers)
+    samples_per_s = crowded.measure([[few], [many]], [scaling.OURS])
+    turns = zip(*(samples_per_s[crowded.name_of(scaling.OURS, task)] for task in (few, many)), strict=True)
+    return median(of_few / of_many for of_few, of_many in turns)
+
+
+def _two_loops(task: scaling.Task, exact: bool) -> dict[str, list[float]]:
     from torch import distributed
 
-    loops = {scaling.INDEPENDENT: scaling.independent, scaling.OURS: _equal_shares}
+    loops = {scaling.INDEPENDENT: scaling.independent, scaling.OURS: partial(_equal_shares, exact=exact)}
     with gloo_group():
         rank = distributed.get_rank()
         contestants = {name: isolated(partial(scaling.contestant, task, rank, loop)) for name, loop in loops.items()}
@@ -62,7 +78,7 @@ def _two_loops(task: scaling.Task) -> dict[str, list[float]]:
         return measurements
 
 
-def _equal_shares(task: scaling.Task, rank: int) -> scaling.Loop:  # noqa: ARG001 - it knows its rank
+def _equal_shares(task: scaling.Task, rank: int, *, exact: bool) -> scaling.Loop:  # noqa: ARG001 - it knows its rank
     """As in `bench scaling`, with what every commit knows; equal, so that every worker has a part in every step."""
     import paceline as pl
 
@@ -74,6 +90,7 @@ def _equal_shares(task: scaling.Task, rank: int) -> scaling.Loop:  # noqa: ARG00
         micro_batch=task.micro_batch,
         threads=1,
         shares="equal",
+        exact=exact,
     ) as trainer:
         for epoch in trainer.epochs(scaling.ENDLESS):
             for batch in epoch:

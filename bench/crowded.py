@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
@@ -39,12 +39,16 @@ def name_of(loop: str, task: Task) -> str:
     return f"{loop}, {task.num_workers} workers{each}"
 
 
-def team(tasks: list[Task], own_turn: Semaphore, others_turn: Semaphore) -> dict[str, list[float]]:
+LOOPS: dict[str, Callable[[Task, int], scaling.Loop]] = {
+    DDP: scaling.torch_ddp,
+    OURS: partial(scaling.paceline, quiet=True),
+}
+
+
+def team(
+    tasks: list[Task], loops: Sequence[str], own_turn: Semaphore, others_turn: Semaphore
+) -> dict[str, list[float]]:
     """What each contestant of a team does in samples per second, as fast as this worker is, turn by turn."""
-    loops: dict[str, Callable[[Task, int], scaling.Loop]] = {
-        DDP: scaling.torch_ddp,
-        OURS: partial(scaling.paceline, quiet=True),
-    }
     with gloo_group():
         rank = distributed.get_rank()
 
@@ -60,9 +64,9 @@ def team(tasks: list[Task], own_turn: Semaphore, others_turn: Semaphore) -> dict
 
         def build() -> dict[str, Contestant]:
             return {
-                name_of(name, task): isolated(partial(_samples_per_s, task, rank, loop))
+                name_of(name, task): isolated(partial(_samples_per_s, task, rank, LOOPS[name]))
                 for task in tasks
-                for name, loop in loops.items()
+                for name in loops
             }
 
         contestants = in_turn(build)
@@ -80,13 +84,13 @@ def _samples_per_s(task: Task, rank: int, loop: Callable[[Task, int], scaling.Lo
     return lambda: task.num_workers * task.samples_per_worker / seconds_per_step()
 
 
-def measure(teams: list[list[Task]]) -> dict[str, list[float]]:
+def measure(teams: list[list[Task]], loops: Sequence[str] = tuple(LOOPS)) -> dict[str, list[float]]:
     """Samples per second of every contestant of both teams, by turn: those of its slowest worker."""
     context = multiprocessing.get_context("spawn")
     turns = [context.Semaphore(1), context.Semaphore(0)]
     with ThreadPoolExecutor(len(teams)) as threads:
         running = [
-            threads.submit(run_workers, team, tasks[0].num_workers, tasks, turns[i], turns[1 - i])
+            threads.submit(run_workers, team, tasks[0].num_workers, tasks, loops, turns[i], turns[1 - i])
             for i, tasks in enumerate(teams)
         ]
         by_team = [each.result() for each in running]
