@@ -2,8 +2,8 @@
 
 Linux lets the threads of a core alternate every few milliseconds, and one that was just woken often goes first: good
 for programs that somebody waits for. Workers wait for the last of them, whoever that is, and each turn begins with a
-cache full of another's data: with two workers per core that takes 6% of their time. So here they ask for turns as long
-as the kernel allows, and not to interrupt each other. All other threads go before them as always.
+cache full of the other's data: with two workers per core that is 6% of their processor time. So they ask for turns
+as long as the kernel allows, and not to interrupt each other. All other threads go before them as always.
 
 PACELINE_LONG_TURNS=0 leaves the turns to the system.
 """
