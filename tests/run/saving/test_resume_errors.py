@@ -149,7 +149,13 @@ def test_a_disk_that_fails_on_two_workers_stops_both(tmp_path: Path, pool: Worke
 
     with pytest.raises(WorkersFailed) as caught:
         pool.run(main, 2)
-    assert isinstance(caught.value.errors[0], pl.CheckpointError)
+    errors = caught.value.errors
+    assert set(errors) == {0, 1}
+    # Who writes last learns of it last, and may find that the other has left.
+    reasons = [error for error in errors.values() if isinstance(error, pl.CheckpointError)]
+    assert reasons
+    others = [str(error) for error in errors.values() if error not in reasons]
+    assert all("closed its communicator before" in other for other in others), others
 
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
