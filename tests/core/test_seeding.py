@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.mixing import mix64
 from paceline.core.seeding import (
     STEPS_AHEAD,
     Purpose,
     StepSeeding,
     derive_seed,
     host_randomness,
-    mix64,
     seed_device,
 )
 

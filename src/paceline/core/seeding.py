@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-_MASK = (1 << 64) - 1
+from paceline.core.mixing import MASK, mix64, mix64_each
+
 # Of how many steps the seeds are computed at once.
 STEPS_AHEAD = 64
 
@@ -34,22 +34,6 @@ class Purpose(enum.IntEnum):
     ORDER = 8
 
 
-def mix64(value: int) -> int:
-    """A bijection of 64-bit integers that spreads every input bit over all output bits (splitmix64's finaliser)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`mix64` of every one."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
     """A 63-bit seed for one use, from the run's seed and the numbers that name the use."""
     return _derived(_stream(seed, purpose), numbers)
@@ -57,13 +41,13 @@ def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
 
 def _derived(stream: int, numbers: tuple[int, ...]) -> int:
     for number in numbers:
-        stream = mix64(stream ^ (number & _MASK))
+        stream = mix64(stream ^ (number & MASK))
     return stream >> 1
 
 
 @lru_cache(maxsize=64)
 def _stream(seed: int, purpose: Purpose) -> int:
-    return mix64(mix64(seed & _MASK) ^ int(purpose))
+    return mix64(mix64(seed & MASK) ^ int(purpose))
 
 
 def seed_device(device: torch.device, seed: int) -> None:
@@ -112,9 +96,9 @@ class StepSeeding:
         return self._seeds[0]
 
     def _derived_ahead(self, step: int, numbers: tuple[int, ...]) -> list[int]:
-        streams = _mixed(np.arange(step, step + STEPS_AHEAD, dtype=np.uint64) ^ np.uint64(self._stream))
+        streams = mix64_each(np.arange(step, step + STEPS_AHEAD, dtype=np.uint64) ^ np.uint64(self._stream))
         for number in numbers:
-            streams = _mixed(streams ^ np.uint64(number & _MASK))
+            streams = mix64_each(streams ^ np.uint64(number & MASK))
         seeds: list[int] = (streams >> np.uint64(1)).tolist()
         return seeds
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
-from paceline.core.seeding import Purpose, derive_seed, host_randomness, mix64
+from paceline.core.mixing import mix64
+from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.joining import join
 from paceline.data.sources import Read, collate
 

@@ -12,8 +12,9 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from paceline.core.mixing import GOLDEN, MASK, Words, mix64_each
+
 Indices: TypeAlias = npt.NDArray[np.int64]
-_Words: TypeAlias = npt.NDArray[np.uint64]
 
 # Up to here an epoch is ordered by sorting hashes: uniform over all permutations for the tiniest lengths too, where
 # the halves of a Feistel network would be too small to mix. At the limit it costs some milliseconds and 512 KiB.
@@ -24,23 +25,14 @@ _ROUNDS = 8
 # Positions computed at once: NumPy's overhead per call is spread over many samples, and everything stays in cache.
 _BLOCK = 4096
 
-# splitmix64's constants: the step between states, and the finaliser's shifts and factors.
-_GOLDEN = 0x9E3779B97F4A7C15
-_STEP, _FACTOR_1, _FACTOR_2 = map(np.uint64, (_GOLDEN, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-_SHIFT_1, _SHIFT_2, _SHIFT_3, _HALF = map(np.uint64, (30, 27, 31, 32))
-_MASK = (1 << 64) - 1
+_STEP, _HALF = np.uint64(GOLDEN), np.uint64(32)
 
 
-def _splitmix(key: int, numbers: _Words) -> _Words:
+def _splitmix(key: int, numbers: Words) -> Words:
     """The outputs with these numbers of a splitmix64 generator seeded with `key`; different numbers never collide."""
-    z = numbers * _STEP
-    z += np.uint64((key + _GOLDEN) & _MASK)
-    z ^= z >> _SHIFT_1
-    z *= _FACTOR_1
-    z ^= z >> _SHIFT_2
-    z *= _FACTOR_2
-    z ^= z >> _SHIFT_3
-    return z
+    states = numbers * _STEP
+    states += np.uint64(key & MASK)
+    return mix64_each(states)
 
 
 def _derive(key: int, number: int) -> int:
@@ -91,7 +83,7 @@ class EpochOrder:
             return first, last, np.argsort(_splitmix(self._key, positions)).astype(np.int64, copy=False)
         return first, last, self._permute(positions)
 
-    def _permute(self, positions: _Words) -> Indices:
+    def _permute(self, positions: Words) -> Indices:
         """The network permutes a rows * b columns >= length: who lands outside of range(length) goes through it again.
 
         That ends, since a cycle leads back to where it started; and it is rare, since fewer than a places are outside.
@@ -101,7 +93,7 @@ class EpochOrder:
             indices[outside] = self._network(indices[outside])
         return indices.view(np.int64)
 
-    def _network(self, places: _Words) -> _Words:
+    def _network(self, places: Words) -> Words:
         """A keyed permutation of range(a * b): each half in turn is moved by a hash of the other, modulo its size."""
         a = math.isqrt(self._length - 1) + 1
         b = -(-self._length // a)
