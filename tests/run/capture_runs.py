@@ -151,3 +151,11 @@ def _spoil(old: Any) -> None:
     elif isinstance(old, list | tuple):
         for item in old:
             _spoil(item)
+
+
+def both(case: Case, **settings: Any) -> tuple[Outcome, FakeGraphs]:
+    """The run with graphs, once it was seen to end as the one without."""
+    graphs = FakeGraphs()
+    captured, plain = case.run(graphs, **settings), case.run(**settings)
+    assert captured.digest == plain.digest
+    return captured, graphs
