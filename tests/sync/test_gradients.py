@@ -345,8 +345,9 @@ def test_gradients_taken_together_after_backward_have_the_bits_of_those_taken_by
             numbers = exchange.finish()
             assert numbers is not None
             assert numbers.losses == [number if weight else 0.0 for number, weight in enumerate(pattern)]
+        num_hooks = len(exchange._hooks)
         exchange.close()
-        return len(exchange._hooks), [p.grad for p in model.parameters()]
+        return num_hooks, [p.grad for p in model.parameters()]
 
     num_hooks, together = gradients()
     assert num_hooks == 0

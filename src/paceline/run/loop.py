@@ -155,7 +155,7 @@ class Loop:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
-            self._backward(loss if self._loss_scale is None else loss * self._loss_scale.value)
+            self._exchange.backward(self._backward, loss if self._loss_scale is None else loss * self._loss_scale.value)
         except torch.OutOfMemoryError as error:
             self.explain(error)
             raise

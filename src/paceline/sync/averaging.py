@@ -109,6 +109,9 @@ class AveragedReplicas:
         self._weight += weight
         self._local.begin_micro_batch(number - self._mine.start, weight, is_last=is_last)
 
+    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
+        self._local.backward(run, loss)
+
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._local.end_micro_batch(loss)
 

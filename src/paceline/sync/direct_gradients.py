@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class DirectGradients:
     def replayed(self, loss: Arriving) -> None:
         """A graph has run the whole step, from the batch to the new weights: nobody gets to see its gradients."""
         self._replayed = loss
+
+    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
+        run(loss)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._loss = loss

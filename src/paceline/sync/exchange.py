@@ -1,13 +1,13 @@
 """What the loop needs of a strategy, whatever it exchanges.
 
-Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker `begin_micro_batch` and
+Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker `begin_micro_batch`, `backward` and
 `end_micro_batch`, then `send` and `finish`, and after the optimizer's step `complete`. A step may be given up before
 `send` with `abandon` and begun again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,9 @@ class GradientExchange(Protocol):
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         """`is_last`: this worker has no further micro-batch in this step, so exchanging may start during backward."""
+
+    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
+        """Call `run(loss)`, a backward of the open micro-batch. One that the user calls by himself counts as well."""
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None: ...
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.base import Communicator, Pending
 from paceline.core.errors import GradientError, MisuseError
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan, owner
 from paceline.sync import terms
+from paceline.sync.autograd_sums import AutogradSums
 from paceline.sync.buckets import (
     BUCKET_BYTES,
     Bucket,
@@ -33,7 +35,8 @@ class BucketedGradients:
     """Hooks move each gradient, as soon as backward has it, into flat buckets that are summed over the workers.
 
     A model that fits one bucket has none that could leave early. On a CPU, where such a model's steps are short, its
-    gradients are moved all together after backward, which takes less time than as many hooks.
+    gradients are moved all together after backward, which takes less time than as many hooks. In a step of several
+    micro-batches autograd adds up most of them by itself, see `autograd_sums`.
     """
 
     def __init__(
@@ -49,8 +52,8 @@ class BucketedGradients:
     ) -> None:
         self._communicator = communicator
         self._buffers = buffers
-        self._overlap = overlap and communicator.world.size > 1
         groups = assign(parameters, bucket_bytes)
+        self._overlap = overlap and communicator.world.size > 1 and len(groups) > 1
         layout = Layout(
             max_micro_batches,
             len(groups) + 1 if exact else 0,
@@ -88,8 +91,10 @@ class BucketedGradients:
         self._parameters = [slot.parameter for slot in self._slots]
         is_small = len(self._buckets) == 1 and self._buckets[0].flat.nbytes <= BUCKET_BYTES
         self._takes_together = is_small and self._tail.device.type == "cpu" and not exact
-        hooked = [] if self._takes_together else self._slots
-        self._hooks = [slot.parameter.register_post_accumulate_grad_hook(self._hook(slot)) for slot in hooked]
+        self._autograd_sums = AutogradSums(self._slots, self._buckets, exact=exact, max_micro_batches=max_micro_batches)
+        self._on_gradient = [self._hook(slot) for slot in self._slots]
+        self._hooks: list[RemovableHandle] = []
+        self._listen()
         self._is_open = False
         self._was_left_exchanging = False
         self._comes_in_parts = False
@@ -108,6 +113,7 @@ class BucketedGradients:
         # Dividing by a known total while adding saves a pass over all gradients afterwards.
         self._must_divide = total_weight is None
         self._scale = loss_scale * (total_weight or 1)
+        self._autograd_sums.begin_step(len(plan[self._communicator.world.rank]))
         self._pending = []
         self._num_taken = 0
         self._num_in_parts = 0
@@ -122,10 +128,19 @@ class BucketedGradients:
             slot.firings = 0
         self._number = number
         self._tail.set_weight(number, weight)
-        self._factor = weight / self._scale
         self._may_send = is_last and self._overlap
         self._held, self._held_bytes = [], 0
+        self._factor = self._autograd_sums.begin_micro_batch(weight / self._scale, by_hooks=self._may_send)
+        if not self._autograd_sums.is_possible:
+            self._listen()
         self._is_open = True
+
+    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
+        if self._autograd_sums.is_possible:
+            self._ignore()
+            self._autograd_sums.backward(run, loss)
+        else:
+            run(loss)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._may_send = False
@@ -144,6 +159,8 @@ class BucketedGradients:
             self._tail.peaks[-1][self._number].copy_(peak)
 
     def has_gradient(self) -> bool:
+        if self._autograd_sums.have_grown:
+            return True
         for slot in self._slots:  # noqa: SIM110 - `any` takes longer to begin than the first slot to answer
             if slot.firings or slot.parameter.grad is not None:
                 return True
@@ -205,8 +222,19 @@ class BucketedGradients:
             grid.top = top
 
     def close(self) -> None:
+        self._ignore()
+
+    def _listen(self) -> None:
+        if not (self._hooks or self._takes_together):
+            self._hooks = [
+                slot.parameter.register_post_accumulate_grad_hook(hook)
+                for slot, hook in zip(self._slots, self._on_gradient, strict=True)
+            ]
+
+    def _ignore(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
     def _hook(self, slot: _Slot) -> Callable[[torch.Tensor], None]:
         def hook(_: torch.Tensor) -> None:
@@ -312,7 +340,9 @@ class BucketedGradients:
         for slot in self._slots_by_bucket[number]:
             if not slot.is_used:
                 slot.view.zero_()
-        self._pending.append(self._buckets[number].exchange())
+        bucket = self._buckets[number]
+        self._autograd_sums.weigh(bucket)
+        self._pending.append(bucket.exchange())
 
     def _fit_grids(self, numbers: StepNumbers) -> bool:
         """Whether every sum stayed on its grid. Moves the grids either way: to repeat the step, or for the next."""
