@@ -61,7 +61,7 @@ def crowded_ratio(num_turns: int) -> float:
     """Time per sample of two workers per core over that of one."""
     few = scaling.Task(2, 8, 1, num_turns, 0.8)
     many = replace(few, num_workers=crowded.CROWDING * few.num_workers)
-    samples_per_s = crowded.measure([[few], [many]], [scaling.OURS])
+    samples_per_s = crowded.measure([few], [many], [scaling.OURS])
     turns = zip(*(samples_per_s[crowded.name_of(scaling.OURS, task)] for task in (few, many)), strict=True)
     return median(of_few / of_many for of_few, of_many in turns)
 

@@ -12,26 +12,21 @@ many steps on every core, so this is more than the larger team can reach.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from multiprocessing.synchronize import Semaphore
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import distributed
 
 from bench import scaling
-from bench.harness import Contestant, Result, alternate, isolated, turn_order
+from bench.harness import Contestant, Result, isolated
 from bench.scaling import DDP, OURS, Task
-from bench.workers import gloo_group, run_workers
+from bench.teams import Team, Turns, run_teams
+from bench.workers import gloo_group
 
 CROWDING = 2
-TIMEOUT_S = 120.0
-
-T = TypeVar("T")
 
 
 def name_of(loop: str, task: Task) -> str:
@@ -45,22 +40,10 @@ LOOPS: dict[str, Callable[[Task, int], scaling.Loop]] = {
 }
 
 
-def team(
-    tasks: list[Task], loops: Sequence[str], own_turn: Semaphore, others_turn: Semaphore
-) -> dict[str, list[float]]:
+def team(tasks: list[Task], loops: Sequence[str], turns: Turns) -> dict[str, list[float]]:
     """What each contestant of a team does in samples per second, as fast as this worker is, turn by turn."""
     with gloo_group():
         rank = distributed.get_rank()
-
-        def in_turn(work: Callable[[], T]) -> T:
-            if rank == 0 and not own_turn.acquire(timeout=TIMEOUT_S):
-                raise RuntimeError(f"the other team did not end its turn in {TIMEOUT_S:g} s: look for its error")
-            distributed.barrier()
-            done = work()
-            distributed.barrier()
-            if rank == 0:
-                others_turn.release()
-            return done
 
         def build() -> dict[str, Contestant]:
             return {
@@ -69,14 +52,7 @@ def team(
                 for name in loops
             }
 
-        contestants = in_turn(build)
-        measured: dict[str, list[float]] = {name: [] for name in contestants}
-        for turn in range(tasks[0].num_turns):
-            ordered = {name: contestants[name] for name in turn_order(list(contestants), turn)}
-            for name, [value] in in_turn(partial(alternate, ordered, 1)).items():
-                measured[name].append(value)
-        contestants.clear()  # the loops end here, while the group they talk over is still there
-        return measured
+        return turns.alternate(build, tasks[0].num_turns)
 
 
 def _samples_per_s(task: Task, rank: int, loop: Callable[[Task, int], scaling.Loop]) -> Contestant:
@@ -84,16 +60,9 @@ def _samples_per_s(task: Task, rank: int, loop: Callable[[Task, int], scaling.Lo
     return lambda: task.num_workers * task.samples_per_worker / seconds_per_step()
 
 
-def measure(teams: list[list[Task]], loops: Sequence[str] = tuple(LOOPS)) -> dict[str, list[float]]:
+def measure(few: list[Task], many: list[Task], loops: Sequence[str] = tuple(LOOPS)) -> dict[str, list[float]]:
     """Samples per second of every contestant of both teams, by turn: those of its slowest worker."""
-    context = multiprocessing.get_context("spawn")
-    turns = [context.Semaphore(1), context.Semaphore(0)]
-    with ThreadPoolExecutor(len(teams)) as threads:
-        running = [
-            threads.submit(run_workers, team, tasks[0].num_workers, tasks, loops, turns[i], turns[1 - i])
-            for i, tasks in enumerate(teams)
-        ]
-        by_team = [each.result() for each in running]
+    by_team = run_teams(*(Team(team, tasks[0].num_workers, (tasks, loops)) for tasks in (few, many)))
     return {
         name: [min(of_all) for of_all in zip(*(own[name] for own in by_rank), strict=True)]
         for by_rank in by_team
@@ -117,7 +86,7 @@ def run(options: argparse.Namespace) -> Result:
     return Result.of(
         "crowded",
         "samples/s",
-        measure([[few, same_run], [many]]),
+        measure([few, same_run], [many]),
         ours=name_of(OURS, many),
         limit=name_of(OURS, few),
         better="higher",

@@ -1,11 +1,14 @@
 """Samples per second of two unequal workers that train one model together: one has 40% of a core.
 
 The limit is what the two do alone: the same model, micro-batches and optimizer at the same time, without any exchange,
-their rates summed. Everyone who trains together has the same global batch, 32 micro-batches per step; the peers divide
-it equally and accumulate 16 per worker without exchange. The workers are started once and the contestants take turns
-inside them, behind a barrier; a turn is whole steps of a run that goes on from turn to turn, and takes as long as its
-slowest worker. Everyone has one intra-op thread, AdamW, and shuffled tokens in memory. Short runs in exact mode show
-that measured shares change who computes, not what: the weights are those of an equal split and of one worker.
+their rates summed. They have processes of their own, as who trains alone has; the same loops inside Paceline's
+processes, whose memory it has told the C library to keep, are listed beside them.
+
+Everyone who trains together has the same global batch, 32 micro-batches per step; the peers divide it equally and
+accumulate 16 per worker without exchange. The workers are started once and the contestants take turns inside them,
+behind a barrier; a turn is whole steps of a run that goes on from turn to turn, and takes as long as its slowest
+worker. Everyone has one intra-op thread, AdamW, and shuffled tokens in memory. Short runs in exact mode show that
+measured shares change who computes, not what: the weights are those of an equal split and of one worker.
 
 With --shift nobody is limited at first, then one worker is cut to 40% of a core, then restored, while Paceline trains
 on. What each step reaches of the limit at that moment shows how fast the shares follow.
@@ -31,9 +34,10 @@ from torch.utils.data import DataLoader
 
 from bench import hetero_shift, scaling
 from bench.cpu_quota import CpuQuota, cpu_quota, missing_cpu_quota
-from bench.harness import Contestant, Result, Unavailable, alternate, isolated, missing_package
+from bench.harness import Contestant, Result, Unavailable, isolated, missing_package
 from bench.models import LanguageModel
 from bench.scaling import LENGTH, VOCABULARY, make_model, make_optimizer
+from bench.teams import Team, Turns, run_teams
 from bench.unequal import FREE_RANK, NUM_WORKERS, Shares, Task, alone, join, paceline
 from bench.workers import gloo_group, run_workers
 
@@ -45,6 +49,7 @@ SETTLING_STEPS = 6  # measured shares find their level
 EXACT_STEPS = 4
 
 ALONE, DDP, ACCELERATE, OURS, EQUAL = "alone", "torch DDP", "Accelerate", "paceline", "paceline, equal shares"
+ALONE_KEPT = "alone, memory kept"
 PEERS: dict[str, tuple[str, ...]] = {DDP: (), ACCELERATE: ("accelerate",)}  # and the packages they need
 
 Loop = Iterator[Any]  # yields after each optimizer step
@@ -138,13 +143,16 @@ class Measured:
     exact: dict[str, ExactRun]
 
 
-def worker(task: Task, peers: Sequence[str], quota: CpuQuota) -> Measured:
+def work_alone(task: Task, quota: CpuQuota, turns: Turns) -> list[float]:
+    with gloo_group():
+        join(quota)
+        return turns.alternate(lambda: {ALONE: isolated(partial(alone, task))}, task.num_turns)[ALONE]
+
+
+def work_together(task: Task, peers: Sequence[str], quota: CpuQuota, turns: Turns) -> Measured:
     with gloo_group():
         rank = join(quota)
-        exact = {
-            "2 workers, measured shares": exact_run(task, "measured"),
-            "2 workers, equal shares": exact_run(task, "equal"),
-        }
+        exact: dict[str, ExactRun] = {}
         shares: list[tuple[int, ...]] = []
         loops: dict[str, Callable[[], Loop]] = {
             DDP: lambda: scaling.torch_ddp(task.equal_split, rank),
@@ -152,18 +160,22 @@ def worker(task: Task, peers: Sequence[str], quota: CpuQuota) -> Measured:
             OURS: lambda: noting_shares(paceline(task), shares),
             EQUAL: lambda: paceline(task, shares="equal"),
         }
-        contestants = {ALONE: isolated(partial(alone, task))}
-        for name in (*peers, OURS, EQUAL):
-            num_untimed = SETTLING_STEPS if name == OURS else WARMUP_STEPS
-            contestants[name] = isolated(partial(together, task, loops[name], num_untimed))
-        turns = alternate(contestants, task.num_turns)
-        contestants.clear()  # the loops end here, while the group they talk over is still there
-        return Measured(turns, shares, exact)
+
+        def build() -> dict[str, Contestant]:
+            exact["2 workers, measured shares"] = exact_run(task, "measured")
+            exact["2 workers, equal shares"] = exact_run(task, "equal")
+            contestants = {ALONE_KEPT: isolated(partial(alone, task))}
+            for name in (*peers, OURS, EQUAL):
+                num_untimed = SETTLING_STEPS if name == OURS else WARMUP_STEPS
+                contestants[name] = isolated(partial(together, task, loops[name], num_untimed))
+            return contestants
+
+        return Measured(turns.alternate(build, task.num_turns), shares, exact)
 
 
 def samples_per_s(name: str, values: Sequence[float], task: Task) -> float:
     """Of all workers, from what each one measured in the same turn."""
-    return sum(values) if name == ALONE else task.global_batch / max(values)
+    return sum(values) if name in (ALONE, ALONE_KEPT) else task.global_batch / max(values)
 
 
 def whole_number_limit(speeds: Sequence[float], num_micro_batches: int) -> float:
@@ -189,10 +201,14 @@ def contest(task: Task, peers: Sequence[str]) -> Result:
     skipped = {name: reason for name in peers if (reason := missing_package(*PEERS[name]))}
     with cpu_quota(task.cores) as quota:
         taking_part = [name for name in peers if name not in skipped]
-        by_rank: list[Measured] = run_workers(worker, NUM_WORKERS, task, taking_part, quota)
+        alone_by_rank, by_rank = run_teams(
+            Team(work_alone, NUM_WORKERS, (task, quota)),
+            Team(work_together, NUM_WORKERS, (task, taking_part, quota)),
+        )
     (one_worker,) = run_workers(exact_run, 1, task, "measured")
 
-    turns = {name: list(zip(*(own.turns[name] for own in by_rank), strict=True)) for name in by_rank[0].turns}
+    turns = {ALONE: list(zip(*alone_by_rank, strict=True))}
+    turns |= {name: list(zip(*(own.turns[name] for own in by_rank), strict=True)) for name in by_rank[0].turns}
     result = Result.of(
         "hetero",
         "samples/s",
@@ -203,12 +219,13 @@ def contest(task: Task, peers: Sequence[str]) -> Result:
         settings=task.settings(),
         packages=("accelerate",),
         skipped=skipped,
-        not_peers=(EQUAL,),
+        not_peers=(EQUAL, ALONE_KEPT),
     )
-    speeds = [statistics.median(own.turns[ALONE]) for own in by_rank]
+    speeds = [statistics.median(own) for own in alone_by_rank]
     shares = by_rank[FREE_RANK].shares
     detail = {
         "ratio_to_equal_shares": result.ours / result.detail["spread"][EQUAL]["median"],
+        "ratio_to_alone_with_memory_kept": result.ours / result.detail["spread"][ALONE_KEPT]["median"],
         "alone_samples_per_s": speeds,
         "whole_number_limit": whole_number_limit(speeds, task.num_micro_batches),
         "shares": shares,

@@ -1,12 +1,15 @@
 """Samples per second of equal workers on one machine that train one model together.
 
 The limit is as many independent processes: the same model and loop at the same time, without any exchange, their
-rates summed. The workers are started once and the contestants take turns inside them, behind a barrier; the time of
-a turn is that of the slowest worker. Turns are short and many, so that a burst of other work on the machine meets
-all contestants of a turn or spoils one of many. Everyone has one intra-op thread, AdamW, and shuffled tokens in memory.
+rates summed. They are processes of their own, in which nobody else trains.
 
-Paceline has torch's fused kernel do AdamW's arithmetic. Independent processes that ask for it too are listed beside
-those that do not, so that what the exchange costs can be told from what the kernel saves.
+The workers are started once and the contestants take turns inside them, behind a barrier; the time of a turn is that
+of the slowest worker. Turns are short and many, so that a burst of other work on the machine meets all contestants of a
+turn or spoils one of many. Everyone has one intra-op thread, AdamW, and shuffled tokens in memory.
+
+Paceline has torch's fused kernel do AdamW's arithmetic, and the C library keep freed memory. Independent loops that ask
+for that kernel too, inside Paceline's processes, are listed beside those that do not: so what the exchange costs can be
+told from what else it saves.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -24,9 +27,10 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.harness import Contestant, Result, alternate, isolated
+from bench.harness import Contestant, Result, isolated
 from bench.models import LanguageModel
-from bench.workers import gloo_group, run_workers
+from bench.teams import Team, Turns, run_teams
+from bench.workers import gloo_group
 
 VOCABULARY, LENGTH = 1000, 64
 NUM_SAMPLES = 4096
@@ -35,7 +39,7 @@ WARMUP_STEPS = 2
 ENDLESS = 1_000_000
 
 INDEPENDENT, DDP, OURS = "independent processes", "torch DDP", "paceline"
-INDEPENDENT_FUSED = "independent, fused AdamW"
+INDEPENDENT_FUSED = "independent, fused AdamW, memory kept"
 EQUAL, EXACT = "paceline, equal shares", "paceline exact"
 
 Loop = Iterator[None]  # yields after each optimizer step
@@ -154,22 +158,30 @@ def contestant(task: Task, rank: int, make_loop: Callable[[Task, int], Loop]) ->
     return partial(measure, max(1, round(task.seconds / step_s.item())))
 
 
-def worker(task: Task) -> dict[str, list[float]]:
+def work_alone(task: Task, turns: Turns) -> dict[str, list[float]]:
+    return _work(task, {INDEPENDENT: independent}, turns)
+
+
+def work_together(task: Task, turns: Turns) -> dict[str, list[float]]:
+    loops: dict[str, Callable[[Task, int], Loop]] = {
+        INDEPENDENT_FUSED: partial(independent, fused=True),
+        DDP: torch_ddp,
+        OURS: paceline,
+        EQUAL: partial(paceline, shares="equal"),
+        EXACT: partial(paceline, exact=True),
+    }
+    return _work(task, loops, turns)
+
+
+def _work(task: Task, loops: Mapping[str, Callable[[Task, int], Loop]], turns: Turns) -> dict[str, list[float]]:
     """One worker's measurements, in seconds per step."""
     with gloo_group():
-        loops: dict[str, Callable[[Task, int], Loop]] = {
-            INDEPENDENT: independent,
-            INDEPENDENT_FUSED: partial(independent, fused=True),
-            DDP: torch_ddp,
-            OURS: paceline,
-            EQUAL: partial(paceline, shares="equal"),
-            EXACT: partial(paceline, exact=True),
-        }
         rank = distributed.get_rank()
-        contestants = {name: isolated(partial(contestant, task, rank, loop)) for name, loop in loops.items()}
-        measurements = alternate(contestants, task.num_turns)
-        contestants.clear()  # the loops end here, while the group they talk over is still there
-        return measurements
+
+        def build() -> dict[str, Contestant]:
+            return {name: isolated(partial(contestant, task, rank, loop)) for name, loop in loops.items()}
+
+        return turns.alternate(build, task.num_turns)
 
 
 def samples_per_s(name: str, step_s: tuple[float, ...], task: Task) -> float:
@@ -189,9 +201,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     task = Task(options.workers, options.micro_batch, options.micro_batches, options.turns, options.seconds)
-    by_rank: list[dict[str, list[float]]] = run_workers(worker, task.num_workers, task)
+    by_team = run_teams(*(Team(work, task.num_workers, (task,)) for work in (work_alone, work_together)))
     measurements = {
         name: [samples_per_s(name, step_s, task) for step_s in zip(*(own[name] for own in by_rank), strict=True)]
+        for by_rank in by_team
         for name in by_rank[0]
     }
     result = Result.of(

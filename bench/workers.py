@@ -6,9 +6,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
@@ -18,16 +20,32 @@ HOST = "127.0.0.1"
 EXIT_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True)
+class Worker:
+    """A process that will send its result, or why it has none."""
+
+    name: str
+    process: SpawnProcess
+    result: Connection
+
+
 def run_workers(function: Callable[..., Any], num_workers: int, *arguments: Any) -> list[Any]:
     """Call `function(*arguments)` in `num_workers` new processes at once; the results by rank.
 
     The processes find the environment that torchrun would give them and have one intra-op thread. When one fails,
     the others are ended and its traceback is raised here. `function` must be importable by name.
     """
+    with working(function, num_workers, *arguments) as workers:
+        return results_of(workers)
+
+
+@contextmanager
+def working(function: Callable[..., Any], num_workers: int, *arguments: Any) -> Iterator[list[Worker]]:
+    """The same workers, by rank, whose results are asked for inside; at the end they are ended."""
     # On a port that the system chooses, so that none is guessed.
     store = distributed.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     context = multiprocessing.get_context("spawn")
-    processes, results = [], []
+    workers: list[Worker] = []
     try:
         for rank in range(num_workers):
             receiver, sender = context.Pipe(duplex=False)
@@ -41,41 +59,40 @@ def run_workers(function: Callable[..., Any], num_workers: int, *arguments: Any)
                 "OMP_NUM_THREADS": 1,
                 "TORCHELASTIC_USE_AGENT_STORE": True,  # the store is here, rank 0 must not open another
             }
+            name = f"worker {rank} of {num_workers}"
             process = context.Process(
-                target=_work, args=(sender, environment, function, arguments), name=f"worker {rank}", daemon=True
+                target=_work, args=(sender, environment, function, arguments), name=name, daemon=True
             )
             process.start()
             sender.close()  # ours: so that the pipe ends when the worker does
-            processes.append(process)
-            results.append(receiver)
-        values = _gather(results)
-        for process in processes:
-            process.join(EXIT_TIMEOUT_S)
-        return values
+            workers.append(Worker(name, process, receiver))
+        yield workers
+        for worker in workers:
+            worker.process.join(EXIT_TIMEOUT_S)
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        for receiver in results:
-            receiver.close()
+        for worker in workers:
+            worker.process.kill()
+            worker.process.join()
+            worker.result.close()
         del store  # which closes its port, also while a traceback keeps this frame
 
 
-def _gather(receivers: list[Connection]) -> list[Any]:
+def results_of(workers: Sequence[Worker]) -> list[Any]:
     """Each worker's result, failing with the first that fails."""
     results: dict[int, Any] = {}
-    while len(results) < len(receivers):
-        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
+    numbers = {worker.result: number for number, worker in enumerate(workers)}
+    while len(results) < len(workers):
+        waiting = [worker.result for worker in workers if numbers[worker.result] not in results]
         for receiver in multiprocessing.connection.wait(waiting):
-            rank = receivers.index(receiver)  # type: ignore[arg-type]
+            number = numbers[receiver]  # type: ignore[index]
             try:
-                succeeded, value = receivers[rank].recv()
+                succeeded, value = workers[number].result.recv()
             except EOFError:
                 succeeded, value = False, "it was killed, or ended without a word"
             if not succeeded:
-                raise RuntimeError(f"worker {rank} of {len(receivers)} failed: {value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(receivers))]
+                raise RuntimeError(f"{workers[number].name} failed: {value}")
+            results[number] = value
+    return [results[number] for number in range(len(workers))]
 
 
 def _work(sender: Connection, environment: dict[str, Any], function: Callable[..., Any], arguments: Any) -> None:

@@ -224,7 +224,8 @@ def test_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert fields["bench"] == "hetero"
     assert set(fields["peers"]) == {"torch DDP"}
     detail = fields["detail"]
-    assert set(detail["spread"]) == {"alone", "torch DDP", "paceline", "paceline, equal shares"}
+    contestants = {"alone", "alone, memory kept", "torch DDP", "paceline", "paceline, equal shares"}
+    assert set(detail["spread"]) == contestants
     assert detail["exact_weights_equal"] is True
     assert "one worker: equal" in table
     assert len(detail["exact_shares"]["2 workers, measured shares"]) == hetero.EXACT_STEPS
