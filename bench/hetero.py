@@ -2,7 +2,7 @@
 
 The limit is what the two do alone: the same model, micro-batches and optimizer at the same time, without any exchange,
 their rates summed. They have processes of their own, as who trains alone has; the same loops inside Paceline's
-processes, whose memory it has told the C library to keep, are listed beside them.
+processes, which keep freed memory and have it on huge pages, are listed beside them.
 
 Everyone who trains together has the same global batch, 32 micro-batches per step; the peers divide it equally and
 accumulate 16 per worker without exchange. The workers are started once and the contestants take turns inside them,
@@ -49,7 +49,7 @@ SETTLING_STEPS = 6  # measured shares find their level
 EXACT_STEPS = 4
 
 ALONE, DDP, ACCELERATE, OURS, EQUAL = "alone", "torch DDP", "Accelerate", "paceline", "paceline, equal shares"
-ALONE_KEPT = "alone, memory kept"
+ALONE_INSIDE = "alone, in our processes"
 PEERS: dict[str, tuple[str, ...]] = {DDP: (), ACCELERATE: ("accelerate",)}  # and the packages they need
 
 Loop = Iterator[Any]  # yields after each optimizer step
@@ -164,7 +164,7 @@ def work_together(task: Task, peers: Sequence[str], quota: CpuQuota, turns: Turn
         def build() -> dict[str, Contestant]:
             exact["2 workers, measured shares"] = exact_run(task, "measured")
             exact["2 workers, equal shares"] = exact_run(task, "equal")
-            contestants = {ALONE_KEPT: isolated(partial(alone, task))}
+            contestants = {ALONE_INSIDE: isolated(partial(alone, task))}
             for name in (*peers, OURS, EQUAL):
                 num_untimed = SETTLING_STEPS if name == OURS else WARMUP_STEPS
                 contestants[name] = isolated(partial(together, task, loops[name], num_untimed))
@@ -175,7 +175,7 @@ def work_together(task: Task, peers: Sequence[str], quota: CpuQuota, turns: Turn
 
 def samples_per_s(name: str, values: Sequence[float], task: Task) -> float:
     """Of all workers, from what each one measured in the same turn."""
-    return sum(values) if name in (ALONE, ALONE_KEPT) else task.global_batch / max(values)
+    return sum(values) if name in (ALONE, ALONE_INSIDE) else task.global_batch / max(values)
 
 
 def whole_number_limit(speeds: Sequence[float], num_micro_batches: int) -> float:
@@ -219,13 +219,13 @@ def contest(task: Task, peers: Sequence[str]) -> Result:
         settings=task.settings(),
         packages=("accelerate",),
         skipped=skipped,
-        not_peers=(EQUAL, ALONE_KEPT),
+        not_peers=(EQUAL, ALONE_INSIDE),
     )
     speeds = [statistics.median(own) for own in alone_by_rank]
     shares = by_rank[FREE_RANK].shares
     detail = {
         "ratio_to_equal_shares": result.ours / result.detail["spread"][EQUAL]["median"],
-        "ratio_to_alone_with_memory_kept": result.ours / result.detail["spread"][ALONE_KEPT]["median"],
+        "ratio_to_alone_in_our_processes": result.ours / result.detail["spread"][ALONE_INSIDE]["median"],
         "alone_samples_per_s": speeds,
         "whole_number_limit": whole_number_limit(speeds, task.num_micro_batches),
         "shares": shares,

@@ -7,9 +7,9 @@ The workers are started once and the contestants take turns inside them, behind 
 of the slowest worker. Turns are short and many, so that a burst of other work on the machine meets all contestants of a
 turn or spoils one of many. Everyone has one intra-op thread, AdamW, and shuffled tokens in memory.
 
-Paceline has torch's fused kernel do AdamW's arithmetic, and the C library keep freed memory. Independent loops that ask
-for that kernel too, inside Paceline's processes, are listed beside those that do not: so what the exchange costs can be
-told from what else it saves.
+Paceline has torch's fused kernel do AdamW's arithmetic, keeps freed memory and has it on huge pages. Independent loops
+inside its processes that ask for that kernel, too, are listed beside: so what the exchange costs can be told from what
+else is saved.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WARMUP_STEPS = 2
 ENDLESS = 1_000_000
 
 INDEPENDENT, DDP, OURS = "independent processes", "torch DDP", "paceline"
-INDEPENDENT_FUSED = "independent, fused AdamW, memory kept"
+INDEPENDENT_FUSED = "in our processes, fused AdamW"
 EQUAL, EXACT = "paceline, equal shares", "paceline exact"
 
 Loop = Iterator[None]  # yields after each optimizer step

@@ -1,7 +1,7 @@
 """Two teams of workers that take turns, each with processes of its own.
 
-Who runs in a process shares more with the others there than torch's settings: Paceline tells the C library to keep
-freed memory, for good, and so speeds up whoever follows. And teams may differ in size. The team whose turn it is not
+Who runs in a process shares more with the others there than torch's settings: Paceline has it keep freed memory, on
+huge pages and for good, which speeds up whoever follows. And teams may differ in size. The team whose turn it is not
 sleeps.
 """
 

@@ -224,7 +224,7 @@ def test_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert fields["bench"] == "hetero"
     assert set(fields["peers"]) == {"torch DDP"}
     detail = fields["detail"]
-    contestants = {"alone", "alone, memory kept", "torch DDP", "paceline", "paceline, equal shares"}
+    contestants = {"alone", "alone, in our processes", "torch DDP", "paceline", "paceline, equal shares"}
     assert set(detail["spread"]) == contestants
     assert detail["exact_weights_equal"] is True
     assert "one worker: equal" in table

@@ -29,6 +29,7 @@ from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
 from paceline.run.freed_memory import keep_freed_memory
+from paceline.run.huge_pages import use_huge_pages
 from paceline.run.loop import Loop
 from paceline.run.planner import planner_for
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
@@ -87,6 +88,7 @@ def assemble(
             _check_device(world.device)
         else:
             keep_freed_memory()
+            use_huge_pages()
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
