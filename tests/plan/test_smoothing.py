@@ -92,6 +92,13 @@ def test_steady_starts_with_the_first_reading_and_settles_on_the_mean() -> None:
     assert steady(*readings).level == pytest.approx(1.0, rel=0.01)
 
 
+@pytest.mark.parametrize("first", [0.1, 0.9, 1.6, 100.0])
+def test_a_first_reading_that_is_off_is_forgotten_with_the_second(first: float) -> None:
+    """A worker's first step is often slow, and says nothing about its noise."""
+    assert steady(first, 1.0) == Steady(1.0, 1.0, 1, (1.0,), num_readings=2)
+    assert steady(first, 1.0, 1.02, 0.98).level == pytest.approx(1.0, rel=0.02)
+
+
 def test_steady_moves_ever_more_rarely() -> None:
     one, moves = Steady.first(0.9), []
     for number in range(1, 2000):

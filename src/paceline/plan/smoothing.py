@@ -65,7 +65,8 @@ class Steady:
 
     `level` is set to the mean of the readings since the last change whenever the two are further apart than that
     mean's standard error, so it settles in ever rarer and smaller moves. A change is two readings in a row that are
-    each three standard deviations off, or six that are off in all; then the mean starts again from the latest.
+    each three standard deviations off, or six that are off in all; then the mean starts again from the latest. The very
+    first reading counts until there is a second: a worker's first step allocates, connects and compiles.
 
     The noise is estimated from the readings, relative to them: `variance` from successive differences, and the
     `covariance` of neighbours, since noise that outlasts a reading moves a mean further. `recent` are the readings, at
@@ -100,6 +101,8 @@ class Steady:
 
     def after(self, reading: float) -> Steady:
         _check_time("reading", reading)
+        if self.num_readings == 1:
+            return Steady(reading, reading, 1, (reading,), num_readings=2)
         variance, covariance = self._noise(reading)
         # The mean of neighbours that are correlated by r varies (1 + r) / (1 - r) times as much.
         lasting = max(covariance, 0.0)
