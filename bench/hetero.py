@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +94,7 @@ def together(task: Task, make_loop: Callable[[], Loop], num_untimed: int) -> Con
     measure(num_untimed)
     step_s = torch.tensor(measure(1))
     distributed.all_reduce(step_s, distributed.ReduceOp.MAX)  # so that all workers agree on the number of steps
-    return partial(measure, max(1, round(task.seconds / step_s.item())))
+    return partial(measure, math.ceil(task.seconds / step_s.item()))
 
 
 @dataclass(frozen=True)
@@ -246,8 +247,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quota", type=float, default=0.4, help="cores of the limited worker (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=32, help="per step, of all workers (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=4, help="samples in a micro-batch (default: %(default)s)")
-    parser.add_argument("--turns", type=int, default=11, help="alternations (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of a turn (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=15, help="alternations (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of a turn, at least (default: %(default)s)")
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS), help="default: all")
     parser.add_argument(
         "--steps", type=int, default=20, help="with --shift: before, between and after changes (default: %(default)s)"
