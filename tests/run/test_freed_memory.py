@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.run import freed_memory
-from paceline.run.freed_memory import obstacle
+from paceline.run import host_memory
+from paceline.run.host_memory import obstacle
 
 # Without torch, which takes seconds to import and allocates as numpy does.
 PROGRAM = f"""
 import importlib.util, resource, sys
 import numpy
-spec = importlib.util.spec_from_file_location("freed_memory", {str(Path(freed_memory.__file__))!r})
+spec = importlib.util.spec_from_file_location("host_memory", {str(Path(host_memory.__file__))!r})
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 if sys.argv[1] == "keep":
@@ -63,5 +63,5 @@ def test_other_tunables_are_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freed_memory.os, "confstr_names", {})
+    monkeypatch.setattr(host_memory.os, "confstr_names", {})
     assert obstacle() == "this system's C library is not glibc"

@@ -28,8 +28,7 @@ from paceline.run.collector import collector_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
-from paceline.run.freed_memory import keep_freed_memory
-from paceline.run.huge_pages import use_huge_pages
+from paceline.run.host_memory import keep_freed_memory, use_huge_pages
 from paceline.run.loop import Loop
 from paceline.run.planner import planner_for
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory

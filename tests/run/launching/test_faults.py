@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import paceline as pl
+from paceline.run.launching.agent import CAUSE_WAIT_S
 
 # Starting two workers on two busy cores takes a while; the ten seconds count from when the first step could begin.
 END_S = 10.0
@@ -52,7 +53,7 @@ def job(place: str, culprit: int, timeout_s: float = 60.0) -> Callable[[], None]
     def loss_of(trainer: pl.Trainer, batch: torch.Tensor) -> torch.Tensor:
         loss = trainer.model(batch).square().mean()
         if trainer.position.step == 1:
-            if is_hit("loss"):
+            if is_hit("loss") or is_hit("slow end"):
                 raise ValueError("trouble in the loss")
             if is_hit("killed"):
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -64,7 +65,7 @@ def job(place: str, culprit: int, timeout_s: float = 60.0) -> Callable[[], None]
                 return Doubling.apply(loss)
         return loss
 
-    def main() -> None:
+    def train() -> None:
         with pl.Trainer.setup(
             build, lambda p: torch.optim.SGD(p, lr=0.01), data=Data(), global_batch=8, micro_batch=4, shuffle=False,
             timeout_s=timeout_s, shares="equal",
@@ -73,6 +74,13 @@ def job(place: str, culprit: int, timeout_s: float = 60.0) -> Callable[[], None]
                 for batch in epoch:
                     trainer.backward(loss_of(trainer, batch))
                     trainer.step()
+
+    def main() -> None:
+        try:
+            train()
+        finally:
+            if is_hit("slow end"):
+                time.sleep(CAUSE_WAIT_S / 2)  # the others have noticed by now, and said so
 
     return main
 
@@ -103,6 +111,11 @@ def test_an_exception_anywhere_on_any_rank(culprit: int, place: str, kind: str, 
     assert line in str(error)
     if place == "data":
         assert "while reading sample" in str(error)
+
+
+def test_the_cause_is_named_though_the_others_noticed_its_effect_first() -> None:
+    error = failure("slow end", 1)
+    assert str(error).startswith("rank 1 failed: ValueError: trouble in the loss")
 
 
 def test_a_killed_worker() -> None:

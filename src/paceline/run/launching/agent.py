@@ -19,6 +19,8 @@ from paceline.run.launching.processes import Processes
 from paceline.run.launching.worker import heard_file, output_file
 
 GRACE_S = 3.0  # between asking a worker to end and killing it
+# A worker leaves the others before it says why: so long they are left alone if all they know is that it has left.
+CAUSE_WAIT_S = 2.0
 POLL_S = 0.1
 
 
@@ -126,13 +128,16 @@ class Workers:
 
     def _watch(self) -> None:
         """Return when this node's workers have ended: by themselves, or because one failed, here or elsewhere."""
-        deadline_s = float("inf")
+        patience_s = deadline_s = float("inf")
         while self._processes.running:
-            if time.monotonic() > deadline_s:
+            now_s = time.monotonic()
+            if now_s > deadline_s:
                 self._kill()
             elif deadline_s == float("inf") and (self._somebody_failed() or self._meeting.is_failing()):
-                self._ask()
-                deadline_s = time.monotonic() + GRACE_S
+                patience_s = min(patience_s, now_s + (CAUSE_WAIT_S if self._are_echoes() else 0.0))
+                if now_s >= patience_s:
+                    self._ask()
+                    deadline_s = now_s + GRACE_S
             self._processes.listen(POLL_S)
 
     def _somebody_failed(self) -> bool:
@@ -141,6 +146,12 @@ class Workers:
         if {report["outcome"] for report in reports.values()} - {worker.DONE, worker.STOPPED}:
             return True  # but not of who was stopped: it waits for the others by itself
         return any(rank not in reports for rank in self._processes.exit_codes)
+
+    def _are_echoes(self) -> bool:
+        """Whether workers have failed, but only at exchanges: the cause may be about to show."""
+        reports = self._reports()
+        failures = {report["outcome"] for report in reports.values()} - {worker.DONE, worker.STOPPED}
+        return failures == {worker.COMMUNICATION} and self._processes.exit_codes.keys() <= reports.keys()
 
     def _ask(self) -> None:
         self._asked |= set(self._processes.running)
