@@ -28,6 +28,7 @@ from bench.parts import Goal, Parts
 
 RUN, LAUNCH, DDP, PLAIN, FLOOR = "paceline run", "paceline.launch", "torchrun + DDP", "plain PyTorch", "import torch"
 TIMEOUT_S = 120.0
+MAX_FAILED = 3  # starts of the peer
 
 PRELUDE = """
 import time
@@ -118,11 +119,16 @@ def command(name: str, script: Path, num_workers: int) -> list[str]:
     return [sys.executable, *starters.get(name, []), str(script)]
 
 
+class StartFailed(Exception):
+    """A command did not end well; the text says which."""
+
+
 @dataclass
 class Starts:
     """One contestant: a call starts it and returns the seconds to its mark.
 
-    `phases` has where each start's went, `cpu_s` what all its processes worked.
+    `phases` has where each start's went, `cpu_s` what all its processes worked. A start of the peer's that fails, which
+    a worker of torchrun's now and then does at its end, is repeated and counted in `num_failed`; ours must not.
     """
 
     name: str
@@ -130,12 +136,22 @@ class Starts:
     folder: Path
     phases: list[dict[str, float]] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    num_failed: int = 0
 
     def __post_init__(self) -> None:
         self._script = self.folder / f"{self.name.replace(' ', '-')}.py"
         self._script.write_text(PROGRAMS[self.name])
 
     def __call__(self) -> float:
+        while True:
+            try:
+                return self._start()
+            except StartFailed:
+                self.num_failed += 1
+                if self.name != DDP or self.num_failed > MAX_FAILED:
+                    raise
+
+    def _start(self) -> float:
         num_commands = self.num_workers if self.name == FLOOR else 1
         paths = [self.folder / f"mark-{number}" for number in range(num_commands)]
         words = command(self.name, self._script, self.num_workers)
@@ -144,7 +160,7 @@ class Starts:
             started = [stack.enter_context(_started([*words, str(path), str(self.num_workers)])) for path in paths]
             for process in started:
                 if process.wait(TIMEOUT_S) != 0:
-                    raise RuntimeError(f"{self.name} ended with {process.returncode}: {' '.join(words)}")
+                    raise StartFailed(f"{self.name} ended with {process.returncode}: {' '.join(words)}")
         marks = [json.loads(path.read_text()) for path in paths]
         last = max(marks, key=lambda own: float(own["first step"]))
         self.phases.append(phases_of(begun_s, last))
@@ -216,6 +232,8 @@ def measure(num_workers: int, num_turns: int, *, with_profile: bool) -> Result:
     result.detail["notes"].append(
         "processor seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in cpu_s.items())
     )
+    result.detail["failed"] = {name: own.num_failed for name, own in contestants.items() if own.num_failed}
+    result.detail["notes"] += [f"{name}: {n} failed starts repeated" for name, n in result.detail["failed"].items()]
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,39 @@ def test_a_profile_has_the_median_of_every_phase(tmp_path: Path) -> None:
 
 def test_a_command_that_fails_has_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(startup.PROGRAMS, startup.FLOOR, "raise SystemExit(3)")
-    with pytest.raises(RuntimeError, match="import torch ended with 3"):
+    with pytest.raises(startup.StartFailed, match="import torch ended with 3"):
         startup.Starts(startup.FLOOR, 1, tmp_path)()
+
+
+@pytest.mark.parametrize(("name", "num_starts"), [(startup.DDP, 1 + startup.MAX_FAILED), (startup.RUN, 1)])
+def test_only_the_peers_failures_are_repeated_and_not_for_ever(
+    name: str, num_starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(
+        startup.PROGRAMS, name, f"open({str(tmp_path / 'starts')!r}, 'a').write('x'); raise SystemExit(3)"
+    )
+    monkeypatch.setattr(startup, "command", lambda _, script, __: [sys.executable, str(script)])
+    own = startup.Starts(name, 1, tmp_path)
+    with pytest.raises(startup.StartFailed):
+        own()
+    assert own.num_failed == num_starts
+    assert (tmp_path / "starts").read_text() == "x" * num_starts
+
+
+def test_a_peer_that_failed_once_has_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = tmp_path / "once"
+    program = f"""
+import json, os, sys, time
+if not os.path.exists({str(once)!r}):
+    open({str(once)!r}, "w")
+    raise SystemExit(3)
+json.dump({{"first step": time.monotonic()}}, open(sys.argv[1], "w"))
+"""
+    monkeypatch.setitem(startup.PROGRAMS, startup.DDP, program)
+    monkeypatch.setattr(startup, "command", lambda _, script, __: [sys.executable, str(script)])
+    own = startup.Starts(startup.DDP, 1, tmp_path)
+    assert own() > 0
+    assert (own.num_failed, len(own.phases)) == (1, 1)
 
 
 @pytest.mark.parametrize(
