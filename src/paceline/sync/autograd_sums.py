@@ -5,7 +5,7 @@ bucket, and nobody needs a hook per parameter to move the gradient there: a hund
 CPU. A gradient that comes with another weight than those before, the first one of a step, and the last one, after which
 buckets leave, are moved by hooks.
 
-The result is the same to the bit; of a small model's micro-batch with several losses, to the last but one.
+The result is the same to the bit, but for the rounding of a small model's micro-batch with several losses.
 
 PACELINE_AUTOGRAD_SUMS=0 turns it off.
 """
