@@ -141,17 +141,18 @@ class Workers:
             self._processes.listen(POLL_S)
 
     def _somebody_failed(self) -> bool:
-        """Whether a worker has reported an error, or is gone without a report."""
-        reports = self._reports()
-        if {report["outcome"] for report in reports.values()} - {worker.DONE, worker.STOPPED}:
-            return True  # but not of who was stopped: it waits for the others by itself
-        return any(rank not in reports for rank in self._processes.exit_codes)
+        return bool(self._failures())
 
     def _are_echoes(self) -> bool:
         """Whether workers have failed, but only at exchanges: the cause may be about to show."""
+        return self._failures() == {worker.COMMUNICATION}
+
+    def _failures(self) -> set[str]:
+        """How workers failed by now: those that have reported an error, and those that are gone without a report."""
         reports = self._reports()
-        failures = {report["outcome"] for report in reports.values()} - {worker.DONE, worker.STOPPED}
-        return failures == {worker.COMMUNICATION} and self._processes.exit_codes.keys() <= reports.keys()
+        # Who was stopped waits for the others by itself.
+        told = {report["outcome"] for report in reports.values()} - {worker.DONE, worker.STOPPED}
+        return told if self._processes.exit_codes.keys() <= reports.keys() else told | {DIED}
 
     def _ask(self) -> None:
         self._asked |= set(self._processes.running)
