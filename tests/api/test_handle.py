@@ -148,8 +148,16 @@ def test_an_error_that_nobody_asked_for_is_logged(caplog: pytest.LogCaptureFixtu
 def test_ctrl_c_in_a_wait_stops_the_run(wait: Callable[[pl.Handle], object]) -> None:
     main = threading.main_thread().ident
     assert main is not None
-    handle = built(at(2, lambda: signal.pthread_kill(main, signal.SIGINT)), FOREVER).run()
+    is_waiting = threading.Event()
+
+    def press_ctrl_c() -> None:
+        is_waiting.wait(PATIENCE_S)
+        time.sleep(0.2)  # from saying so to doing so
+        signal.pthread_kill(main, signal.SIGINT)
+
+    handle = built(at(2, press_ctrl_c), FOREVER).run()
     with pytest.raises(KeyboardInterrupt):
+        is_waiting.set()
         while True:
             wait(handle)
     assert not handle.is_running
