@@ -39,9 +39,9 @@ from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import load_weights
 from paceline.sync.averaging import AveragedReplicas, Averaging
 from paceline.sync.buffers import Buffers, statistics_of
-from paceline.sync.direct_gradients import DirectGradients
 from paceline.sync.exchange import GradientExchange
-from paceline.sync.gradients import BucketedGradients
+from paceline.sync.gradients.direct import DirectGradients
+from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.gradients_first import GradientsFirst
 
 
@@ -179,7 +179,7 @@ def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, e
 
     def averaging() -> GradientExchange:
         alone = SingleCommunicator(World(device=communicator.world.device))
-        many = _bucketed(config, replica, alone)
+        many = _mean_gradients(config, replica, alone)
         one = None if config.precision == "fp16" else DirectGradients(replica.parameters)
         parameters, statistics = list(replica.parameters.values()), statistics_of(replica.model)
         return AveragedReplicas(strategy, many, one, parameters, statistics, communicator, events)
@@ -193,11 +193,11 @@ def _gradients(config: RunConfig, replica: Replica, communicator: Communicator) 
     is_alone = communicator.world.size == 1
     if is_alone and config.max_micro_batches(1) == 1 and not config.exact and config.precision != "fp16":
         return DirectGradients(replica.parameters)
-    return _bucketed(config, replica, communicator)
+    return _mean_gradients(config, replica, communicator)
 
 
-def _bucketed(config: RunConfig, replica: Replica, communicator: Communicator) -> BucketedGradients:
-    return BucketedGradients(
+def _mean_gradients(config: RunConfig, replica: Replica, communicator: Communicator) -> MeanGradients:
+    return MeanGradients(
         replica.parameters,
         communicator,
         Buffers(replica.model, communicator),

@@ -36,7 +36,7 @@ from paceline.run.stopwatch import stopwatch_for
 from paceline.run.update import Number, Update
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import Numbers
+from paceline.sync.numbers import Numbers, WorkerMessage
 
 # From how many steps one is measured where nothing depends on it.
 SELDOM_MEASURED = 16
@@ -279,7 +279,7 @@ class Loop:
 
     def _finish_step(self) -> StepRecord | None:
         position = self.position
-        self._exchange.send(self._stopwatch.send(), self._keeper.wish)
+        self._exchange.send(WorkerMessage(self._stopwatch.send(), self._keeper.wish))
         numbers = self._exchange.finish()
         self._stopwatch.received()
         if numbers is None:

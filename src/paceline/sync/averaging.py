@@ -14,14 +14,16 @@ from typing import Any, Literal, Protocol
 import torch
 
 from paceline.comm.base import Communicator
+from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
+from paceline.sync.buffers import Buffers
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.guard import DivergenceGuard
 from paceline.sync.meeting import Meeting, Outcome, Round
-from paceline.sync.numbers import LocalNumbers, OneLoss, StepNumbers
+from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, StepNumbers, WorkerMessage
 
 logger = logging.getLogger("paceline")
 
@@ -118,18 +120,28 @@ class AveragedReplicas:
     def has_gradient(self) -> bool:
         return self._local.has_gradient()
 
-    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
-        self._wish = wish
-        if timing.micro_batch:
-            self._timing = timing
+    @property
+    def hooks_per_parameter(self) -> int:
+        return self._local.hooks_per_parameter
+
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+        raise MisuseError(
+            "the trained parameters changed in a run that averages replicas, whose meetings are laid out for those of "
+            "the set-up: change them before the set-up, or choose strategy='gradients'"
+        )
+
+    def send(self, message: WorkerMessage = SILENCE) -> None:
+        self._wish = message.wish
+        if message.timing.micro_batch:
+            self._timing = message.timing
         if self._mine:
-            self._local.send(timing)
+            self._local.send(message)
 
     def finish(self) -> LocalNumbers:
         timings, wishes = self._timings, self._wishes
         self._forget_outcome()
         if not self._mine:
-            return LocalNumbers(OneLoss(None, 0.0, NOT_MEASURED), 0, timings, wishes)
+            return LocalNumbers(OneLoss(None, 0.0), 0, timings, wishes)
         numbers = self._local.finish()
         assert isinstance(numbers, StepNumbers | OneLoss)
         return LocalNumbers(numbers, self._mine.start, timings, wishes)

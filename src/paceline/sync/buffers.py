@@ -12,28 +12,27 @@ afterwards, so they depend on the micro-batches and not on who ran them:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.base import Communicator
-from paceline.sync.buckets import add_exactly, largest_magnitude
-from paceline.sync.grid import Grid
 
 
 class Buffers:
     """The buffers of a model, combined over the micro-batches of a step.
 
     `numel` numbers travel with the gradients, in the space that `accumulate_in` hands over; so do `num_unmanaged`
-    flags that tell whether a buffer without a rule was changed.
+    flags that tell whether a buffer without a rule was changed. In exact mode each statistic has a grid of its own.
     """
 
     def __init__(self, model: object, communicator: Communicator) -> None:
         modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-        self._statistics = _Statistics(modules.values())
+        self._statistics = _Statistics(modules)
         self._others = [
             _Unmanaged(f"{path}.{key}".lstrip("."), module, key)
             for path, module in modules.items()
@@ -44,9 +43,18 @@ class Buffers:
         self.numel = self._statistics.numel
         self.num_unmanaged = len(self._others)
 
-    def accumulate_in(self, space: torch.Tensor, grid: Grid | None) -> None:
+    @property
+    def names_of_statistics(self) -> list[str]:
+        return self._statistics.names
+
+    def accumulate_in(self, space: torch.Tensor, *, exact: bool) -> None:
         self._space = space
-        self._grid = grid
+        self._anchors = torch.ones_like(space) if exact else None
+
+    def set_anchors(self, anchors: np.ndarray) -> None:
+        """Of the statistics' grids, one for each."""
+        if self._anchors is not None and self.numel:
+            self._anchors.copy_(torch.from_numpy(np.repeat(anchors, self._statistics.sizes)))
 
     def begin_step(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
@@ -56,8 +64,8 @@ class Buffers:
         for other in self._others:
             other.begin_step()
 
-    def end_micro_batch(self, number: int) -> torch.Tensor | None:
-        """Take this micro-batch's changes and undo them. Returns the largest one's magnitude, for the grid."""
+    def change(self, number: int) -> torch.Tensor | None:
+        """What this micro-batch did to the statistics, with the weight that it has in the step; then undone."""
         for other in self._others:
             other.end_micro_batch(keep=number == self._num_micro_batches - 1)
         if not self.numel:
@@ -66,11 +74,19 @@ class Buffers:
             self._statistics.weights(self._before, number, self._num_micro_batches)
         )
         self._statistics.write(self._before)
-        if self._grid is None:
-            self._space.add_(change)
-        else:
-            add_exactly(self._space, change, 1.0, self._grid, first=False)
-        return largest_magnitude(change)
+        return change
+
+    def add(self, change: torch.Tensor | None) -> torch.Tensor | None:
+        """Add what `change` gave to the step's sum. Returns each statistic's largest magnitude."""
+        if change is None:
+            return None
+        peaks = self.peaks_of(change) if self._anchors is not None else None
+        self._space.add_(change if self._anchors is None else change.add(self._anchors).sub_(self._anchors))
+        return peaks
+
+    def peaks_of(self, change: torch.Tensor) -> torch.Tensor:
+        """Each statistic's largest magnitude in it; NaN if any is."""
+        return torch.stack([part.abs().amax() for part in change.split(self._statistics.sizes)])
 
     def changed_unmanaged(self) -> Sequence[bool]:
         return [other.is_changed for other in self._others]
@@ -93,14 +109,17 @@ class Buffers:
 
 def statistics_of(model: object) -> list[torch.Tensor]:
     """The running statistics and counters of the model's normalisation layers."""
-    return _Statistics(model.modules() if isinstance(model, nn.Module) else ()).tensors
+    return _Statistics(dict(model.named_modules()) if isinstance(model, nn.Module) else {}).tensors
 
 
 class _Statistics:
     """The running statistics and counters of all normalisation layers, read and written as one float64 vector."""
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self.modules = [m for m in modules if isinstance(m, _NormBase) and m.running_mean is not None]
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        found = {name: m for name, m in modules.items() if isinstance(m, _NormBase) and m.running_mean is not None}
+        self.modules = list(found.values())
+        keys = ("running_mean", "running_var", "num_batches_tracked")
+        self.names = [f"{name}.{key}".lstrip(".") for name in found for key in keys]
         self.tensors: list[torch.Tensor] = []
         keeps: list[torch.Tensor] = []  # per element: what one more batch leaves of the old value
         averages: list[torch.Tensor] = []  # per element: where its counter lies if it is a running average, else -1
@@ -118,7 +137,7 @@ class _Statistics:
             averages[-1][size] = -1
             end += size + 1
         self.numel = end
-        self._sizes = [tensor.numel() for tensor in self.tensors]
+        self.sizes = [tensor.numel() for tensor in self.tensors]
         if end:
             device = self.tensors[0].device
             self._keep = torch.cat(keeps).to(device)
@@ -129,7 +148,7 @@ class _Statistics:
         return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors])
 
     def write(self, values: torch.Tensor) -> None:
-        for tensor, part in zip(self.tensors, torch.split(values, self._sizes), strict=True):
+        for tensor, part in zip(self.tensors, torch.split(values, self.sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
 
     def weights(self, before: torch.Tensor, number: int, num_micro_batches: int) -> torch.Tensor:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan
-from paceline.sync.numbers import Numbers
+from paceline.sync.buffers import Buffers
+from paceline.sync.numbers import SILENCE, Numbers, WorkerMessage
 
 
 class GradientExchange(Protocol):
@@ -28,20 +28,27 @@ class GradientExchange(Protocol):
         """`is_last`: this worker has no further micro-batch in this step, so exchanging may start during backward."""
 
     def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        """Call `run(loss)`, a backward of the open micro-batch. One that the user calls by himself counts as well."""
+        """Call `run(loss)`, a backward of the open micro-batch. A backward() called directly by the user counts too."""
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None: ...
 
     def has_gradient(self) -> bool:
         """Whether this micro-batch has produced any gradient yet."""
 
-    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
-        """Start exchanging what has not left yet, and with it what this worker says about its time and asks of all."""
+    @property
+    def hooks_per_parameter(self) -> int:
+        """How many hooks on each parameter are the exchange's own."""
+
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+        """Between two steps, on all workers: from now on these are trained, in a model with these buffers."""
+
+    def send(self, message: WorkerMessage = SILENCE) -> None:
+        """Start exchanging what has not left yet, and with it what this worker has to tell the others."""
 
     def finish(self) -> Numbers | None:
         """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
 
-        None: the sums did not fit their grid. Nothing was published, the grid is wider now; begin the step again.
+        None: the sums did not fit their grids. Nothing was published, the grids are wider now; begin the step again.
         """
 
     def complete(self) -> None:

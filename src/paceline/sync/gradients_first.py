@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan
+from paceline.sync.buffers import Buffers
 from paceline.sync.exchange import GradientExchange
-from paceline.sync.numbers import Numbers
+from paceline.sync.numbers import SILENCE, Numbers, WorkerMessage
 
 
 class GradientsFirst:
@@ -36,8 +36,15 @@ class GradientsFirst:
     def has_gradient(self) -> bool:
         return self._now.has_gradient()
 
-    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
-        self._now.send(timing, wish)
+    @property
+    def hooks_per_parameter(self) -> int:
+        return self._now.hooks_per_parameter
+
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+        self._now.set_parameters(parameters, buffers)
+
+    def send(self, message: WorkerMessage = SILENCE) -> None:
+        self._now.send(message)
 
     def finish(self) -> Numbers | None:
         return self._now.finish()

@@ -12,16 +12,39 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
 import torch
 
-from paceline.core.timing import Timing
+from paceline.core.timing import NOT_MEASURED, Timing
+
+
+class WorkerMessage(NamedTuple):
+    """What a worker tells the others with a step, beside its gradients.
+
+    `wish`: what it asks all to do after this step, 0 for nothing. `digest`: of what must be the same on every worker,
+    such as the optimizers' hyper-parameters; below 2**48. `learning_rate`: (rate, group) that it asks all to set.
+    """
+
+    timing: Timing = NOT_MEASURED
+    wish: float = 0.0
+    digest: int = 0
+    learning_rate: tuple[float, int] | None = None
+
+
+SILENCE = WorkerMessage()
+# Numbers travel as float32 where gradients do: what needs more digits is cut into parts that float32 holds.
+_DIGEST_BITS = 24
+_RATE_PARTS = 3
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the numbers lie. Written on the device: losses, peaks. Written by the host: the rest."""
+    """Where the numbers lie. Written on the device: losses, peaks. Written by the host: the rest.
+
+    `num_grids`: tensors with a grid of their own; 0 where sums are not exact.
+    """
 
     num_micro_batches: int
     num_grids: int
@@ -30,23 +53,53 @@ class Layout:
     num_buffers: int
 
     @cached_property
-    def counts(self) -> tuple[int, ...]:
-        m = self.num_micro_batches
-        timings = len(Timing._fields) * self.num_workers
-        return (m, m * self.num_grids, m, timings, self.num_workers, self.num_parameters, self.num_buffers, 1)
+    def counts(self) -> dict[str, int]:
+        m, workers = self.num_micro_batches, self.num_workers
+        return {
+            "losses": m,
+            "largest": m if self.num_grids else 0,  # by micro-batch: the largest magnitude that it added to any sum
+            "peaks": workers * self.num_grids,  # by worker and tensor: the largest of the worker's terms
+            "weights": m,
+            "timings": len(Timing._fields) * workers,
+            "wishes": workers,
+            "digests": 2 * workers,
+            "learning_rates": (1 + _RATE_PARTS) * workers,
+            "used": self.num_parameters,
+            "changed_buffers": self.num_buffers,
+        }
 
     @cached_property
     def num_device(self) -> int:
-        return sum(self.counts[:2])
+        return self.counts["losses"] + self.counts["largest"] + self.counts["peaks"]
 
     @cached_property
     def total(self) -> int:
-        return sum(self.counts)
+        return sum(self.counts.values())
 
     @cached_property
-    def parts(self) -> tuple[slice, ...]:
-        """Where each kind of number lies, in the order of `counts`."""
-        return tuple(slice(start, stop) for start, stop in pairwise(accumulate(self.counts, initial=0)))
+    def parts(self) -> dict[str, slice]:
+        """Where each kind of number lies."""
+        borders = pairwise(accumulate(self.counts.values(), initial=0))
+        return {name: slice(start, stop) for name, (start, stop) in zip(self.counts, borders, strict=True)}
+
+
+def digest_parts(digest: int) -> tuple[float, float]:
+    return float(digest >> _DIGEST_BITS), float(digest & ((1 << _DIGEST_BITS) - 1))
+
+
+def rate_parts(learning_rate: tuple[float, int] | None) -> list[float]:
+    """The group, counted from 1, and the rate in parts that float32 holds, whose sum is the rate."""
+    if learning_rate is None:
+        return [0.0] * (1 + _RATE_PARTS)
+    rest, group = learning_rate
+    parts = [float(group + 1)]
+    for _ in range(_RATE_PARTS):
+        parts.append(float(np.float32(rest)))
+        rest -= parts[-1]
+    return parts
+
+
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 class Numbers(Protocol):
@@ -73,6 +126,14 @@ class Numbers(Protocol):
     @property
     def wishes(self) -> Sequence[float]:
         """What each worker asks all to do after this step, by rank; 0 for nothing."""
+
+    @property
+    def digests(self) -> Sequence[int]:
+        """By rank; see `WorkerMessage`. Empty where nothing was exchanged."""
+
+    @property
+    def learning_rates(self) -> Sequence[tuple[float, int] | None]:
+        """What each worker asks all to set, by rank."""
 
     def non_finite(self) -> tuple[str, float, int] | None:
         """What is inf or NaN, its value and its micro-batch: a loss, or where peaks are known a gradient."""
@@ -119,69 +180,80 @@ class HostCopy:
         values: list[float] = self._pinned.tolist()
         return values
 
+    def numbers(self) -> Floats:
+        """The same as an array of its own."""
+        self._arrival.synchronize()
+        return self._pinned.numpy().copy()
+
 
 class StepNumbers:
     """The numbers of one step after the exchange."""
 
     def __init__(self, layout: Layout, tail: torch.Tensor) -> None:
         self._layout = layout
-        self._source: list[float] | HostCopy = tail.tolist() if tail.is_cpu else HostCopy(tail)
+        self._source: Floats | HostCopy = tail.numpy().copy() if tail.is_cpu else HostCopy(tail)
 
     @property
     def has_arrived(self) -> bool:
-        return isinstance(self._source, list) or self._source.has_arrived
+        return not isinstance(self._source, HostCopy) or self._source.has_arrived
 
-    def _part(self, number: int) -> list[float]:
-        if not isinstance(self._source, list):
-            self._source = self._source.tolist()
-        return self._source[self._layout.parts[number]]
+    def _values(self, name: str) -> list[float]:
+        values: list[float] = self._part(name).tolist()
+        return values
+
+    def _part(self, name: str) -> Floats:
+        if isinstance(self._source, HostCopy):
+            self._source = self._source.numbers()
+        return self._source[self._layout.parts[name]]
 
     @property
     def losses(self) -> list[float]:
-        return self._part(0)
+        return self._values("losses")
 
-    @property
+    @cached_property
     def weights(self) -> list[float]:
-        return self._part(2)
+        return self._values("weights")
 
     @cached_property
     def timings(self) -> Sequence[Timing]:
-        values, width = self._part(3), len(Timing._fields)
-        return [Timing(*values[start : start + width]) for start in range(0, len(values), width)]
+        rows = self._part("timings").reshape(self._layout.num_workers, -1).tolist()
+        return [Timing(*row) for row in rows]
 
     @property
     def wishes(self) -> Sequence[float]:
-        return self._part(4)
+        return self._values("wishes")
+
+    @property
+    def digests(self) -> Sequence[int]:
+        pairs = self._part("digests").reshape(-1, 2).tolist()
+        return [(int(high) << _DIGEST_BITS) | int(low) for high, low in pairs]
+
+    @property
+    def learning_rates(self) -> Sequence[tuple[float, int] | None]:
+        rows = self._part("learning_rates").reshape(self._layout.num_workers, -1).tolist()
+        return [(sum(parts), int(group) - 1) if group else None for group, *parts in rows]
 
     @property
     def used(self) -> list[float]:
         """How many workers have a gradient for each parameter."""
-        return self._part(5)
+        return self._values("used")
 
     @property
     def changed_buffers(self) -> list[float]:
-        return self._part(6)
+        return self._values("changed_buffers")
 
     @property
-    def num_in_parts(self) -> float:
-        """How many workers got one of their gradients in several parts, from several calls of backward."""
-        return self._part(7)[0]
-
-    def peaks(self, grid: int) -> list[float]:
-        """The largest magnitude that each micro-batch added to this grid's buffer, before weighting."""
-        m = self._layout.num_micro_batches
-        return self._part(1)[grid * m : (grid + 1) * m]
+    def peaks(self) -> Floats:
+        """By tensor with a grid: the largest magnitude of any micro-batch's weighted term."""
+        peaks: Floats = self._part("peaks").reshape(self._layout.num_workers, -1).max(0)
+        return peaks
 
     def non_finite(self) -> tuple[str, float, int] | None:
-        losses, peaks = self.losses, self._part(1)
-        if all(map(math.isfinite, losses)) and all(map(math.isfinite, peaks)):
-            return None
-        for number, loss in enumerate(losses):
-            if not math.isfinite(loss):
-                return "loss", loss, number
-        for index, peak in enumerate(peaks):
-            if not math.isfinite(peak):
-                return "gradient", peak, index % self._layout.num_micro_batches
+        for what, part in (("loss", "losses"), ("gradient", "largest")):
+            values = self._part(part)
+            if not np.isfinite(values).all():
+                number = int(np.argmin(np.isfinite(values)))
+                return what, float(values[number]), number
         return None
 
     @property
@@ -198,11 +270,14 @@ class StepNumbers:
 class OneLoss:
     """The numbers of a world of one with one micro-batch: they need no layout and no exchange."""
 
-    def __init__(self, loss: torch.Tensor | Arriving | None, weight: float, timing: Timing, wish: float = 0.0) -> None:
+    digests: Sequence[int] = ()
+
+    def __init__(self, loss: torch.Tensor | Arriving | None, weight: float, message: WorkerMessage = SILENCE) -> None:
         self.total_weight = weight
         self.weights = [weight]
-        self.timings: Sequence[Timing] = (timing,)
-        self.wishes: Sequence[float] = (wish,)
+        self.timings: Sequence[Timing] = (message.timing,)
+        self.wishes: Sequence[float] = (message.wish,)
+        self.learning_rates: Sequence[tuple[float, int] | None] = (message.learning_rate,)
         # Without weight the loss is a mean over nothing, 0/0 perhaps.
         if loss is None or not weight:
             self._source: list[float] | Arriving = [0.0]
@@ -232,6 +307,9 @@ class OneLoss:
 
 class LocalNumbers:
     """The numbers of one worker's part of a step that was not exchanged, which begins with micro-batch `first`."""
+
+    digests: Sequence[int] = ()
+    learning_rates: Sequence[tuple[float, int] | None] = ()
 
     def __init__(
         self, own: StepNumbers | OneLoss, first: int, timings: Sequence[Timing], wishes: Sequence[float]

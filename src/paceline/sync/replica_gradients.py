@@ -16,7 +16,7 @@ from paceline.comm.base import Communicator
 from paceline.core.errors import GradientError, MisuseError
 from paceline.plan.shares import Plan, ranges
 from paceline.sync.buffers import Buffers
-from paceline.sync.gradients import BucketedGradients
+from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.numbers import StepNumbers
 
 # From the gradients of one parameter, one per replica that counts, and their weights, to the one gradient of all.
@@ -50,7 +50,7 @@ class ReplicaGradients:
         self._aliases = [parameter.detach().requires_grad_() for parameter in self._replicas[0]]
         with self._on_device():
             self._weights = communicator.empty(self.num_replicas, torch.int64, self._device)
-            self._exchange = BucketedGradients(
+            self._exchange = MeanGradients(
                 dict(zip(self._names, self._aliases, strict=True)),
                 communicator,
                 Buffers(model, communicator),

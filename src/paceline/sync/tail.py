@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
 import torch
 
-from paceline.core.timing import Timing
-from paceline.sync.buckets import largest_magnitude, largest_on_host
-from paceline.sync.numbers import Layout, StepNumbers
+from paceline.sync.numbers import Layout, StepNumbers, WorkerMessage, digest_parts, rate_parts
 
 
 class Tail:
@@ -26,11 +23,16 @@ class Tail:
         self._space = space
         self._rank = rank
         self._on_host = space.numpy() if space.is_cpu else None  # the same memory
-        m = layout.num_micro_batches
-        self.peaks = space[m : layout.num_device].split(m)  # by grid
+        parts = layout.parts
+        self._largest = space[parts["largest"]]
+        # By tensor with a grid: the largest magnitude of this worker's terms.
+        self.peaks = space[parts["peaks"]].view(layout.num_workers, -1)[rank]
+        if self._on_host is not None:
+            self._host_peaks, self._host_largest = self.peaks.numpy(), self._largest.numpy()
         self._written = np.zeros(layout.total) if self._on_host is None else self._on_host
         # A view takes single numbers five times as fast as the array does.
         self._numbers = cast("memoryview[float]", self._written.data)
+        self._first_weight = parts["weights"].start
         self._all_used = np.ones(layout.num_parameters, self._written.dtype).data
 
     @property
@@ -43,7 +45,7 @@ class Tail:
             self._space.zero_()
 
     def set_weight(self, number: int, weight: float) -> None:
-        self._numbers[self._layout.parts[2].start + number] = weight
+        self._numbers[self._first_weight + number] = weight
 
     def set_loss(self, number: int, loss: torch.Tensor) -> None:
         if self._on_host is None:
@@ -51,33 +53,33 @@ class Tail:
         else:
             self._numbers[number] = loss.item()
 
-    def note_peak(self, grid: int, number: int, gradient: torch.Tensor, *, is_again: bool) -> None:
-        """The largest magnitude that a micro-batch adds to a grid's sums. `is_again`: to one that it added to before,
-        so that it may add as much as both."""
+    def note_peaks(self, number: int, first: int, peaks: torch.Tensor) -> None:
+        """The largest magnitudes that a micro-batch adds to the sums of tensors from number `first` on."""
         if self._on_host is not None:
-            self._note_peak_on_host(grid, number, largest_on_host(gradient), is_again=is_again)
+            own, added = self._host_peaks[first : first + len(peaks)], peaks.numpy()
+            np.maximum(own, added, out=own)
+            self._host_largest[number] = np.maximum(self._host_largest[number], added.max())
             return
-        peak, largest = self.peaks[grid][number], largest_magnitude(gradient)
-        if is_again:
-            peak.add_(largest)
-        else:
-            torch.maximum(peak, largest, out=peak)
+        own_on_device = self.peaks[first : first + len(peaks)]
+        torch.maximum(own_on_device, peaks, out=own_on_device)
+        largest = self._largest[number]
+        torch.maximum(largest, peaks.amax(), out=largest)
 
-    def write(self, timing: Timing, wish: float, used: Sequence[bool], changed: Sequence[bool], *, parts: bool) -> None:
+    def write(self, message: WorkerMessage, used: Sequence[bool], changed: Sequence[bool]) -> None:
         """What the host knows at the end. `used`: the parameters with a gradient; `changed`: the buffers without a rule
-        that forward changed; `parts`: some gradient came in several."""
-        numbers, rank = self._numbers, self._rank
-        _, _, _, timings, wishes, of_parameters, of_buffers, in_parts = self._layout.parts
-        for place, value in enumerate(timing, timings.start + rank * len(timing)):
-            numbers[place] = value
-        numbers[wishes.start + rank] = wish
+        that forward changed."""
+        parts = self._layout.parts
+        self._put(parts["timings"], message.timing)
+        self._put(parts["wishes"], (message.wish,))
+        self._put(parts["digests"], digest_parts(message.digest))
+        if message.learning_rate is not None:
+            self._put(parts["learning_rates"], rate_parts(message.learning_rate))
         if all(used):
-            numbers[of_parameters] = self._all_used
+            self._numbers[parts["used"]] = self._all_used
         else:
-            self._written[of_parameters] = used
+            self._written[parts["used"]] = used
         if changed:
-            self._written[of_buffers] = changed
-        numbers[in_parts.start] = parts
+            self._written[parts["changed_buffers"]] = changed
         if self._on_host is None:
             # From pinned memory a GPU takes them when it gets there; anything else the host would wait for.
             start = self._layout.num_device
@@ -91,12 +93,9 @@ class Tail:
 
     def total_weight(self) -> torch.Tensor:
         """Of all workers' micro-batches, on the device, when the exchange is over."""
-        return self._space[self._layout.parts[2]].sum()
+        return self._space[self._layout.parts["weights"]].sum()
 
-    def _note_peak_on_host(self, grid: int, number: int, largest: float, *, is_again: bool) -> None:
-        place = (1 + grid) * self._layout.num_micro_batches + number
-        peak = self._numbers[place]
-        if is_again:
-            self._numbers[place] = peak + largest
-        elif not largest <= peak and not math.isnan(peak):  # a NaN is the largest of all
-            self._numbers[place] = largest
+    def _put(self, part: slice, values: Sequence[float]) -> None:
+        """This worker's numbers, where each worker has as many."""
+        for place, value in enumerate(values, part.start + self._rank * len(values)):
+            self._numbers[place] = value

@@ -26,8 +26,8 @@ from paceline.run.capture.update import CapturedUpdate, Settings
 from paceline.run.capture.warm_up import WarmUp
 from paceline.run.loop import Loop
 from paceline.sync.buffers import statistics_of
-from paceline.sync.direct_gradients import DirectGradients
 from paceline.sync.exchange import GradientExchange
+from paceline.sync.gradients.direct import DirectGradients
 
 # The loss of a micro-batch, and numbers of the user's own about it.
 Function: TypeAlias = Callable[[Any], tuple[torch.Tensor, Mapping[str, Any]]]
@@ -245,7 +245,7 @@ class CapturedPass:
             return "the batch has a tensor that requires a gradient"
         if self._exchange.has_gradient():
             return "there are gradients before the function is called"
-        return hook_of_user(self._model, self._loop.replica.parameters, num_own=0 if self._is_direct else 1)
+        return hook_of_user(self._model, self._loop.replica.parameters, num_own=self._exchange.hooks_per_parameter)
 
     def _buffer_versions(self) -> list[int]:
         """Of buffers without a rule, by which an exchange of them sees that they changed. A replay does not count."""

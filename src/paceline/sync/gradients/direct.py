@@ -7,23 +7,37 @@ from typing import Any
 
 import torch
 
-from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.shares import Plan
-from paceline.sync.numbers import Arriving, OneLoss
+from paceline.sync.buffers import Buffers
+from paceline.sync.gradients.watch import GradientWatch
+from paceline.sync.numbers import SILENCE, Arriving, OneLoss, WorkerMessage
 
 
 class DirectGradients:
     """A world of one with one micro-batch per step, plainly: autograd's own gradient is the mean already."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._parameters = list(parameters.values())
         self._replayed: Arriving | None = None
+        self._take(parameters)
+
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+        self.close()
+        self._take(parameters)
+
+    def _take(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._parameters = list(parameters.values())
+        self._watch = GradientWatch(list(parameters), self._parameters)
+
+    @property
+    def hooks_per_parameter(self) -> int:
+        return self._watch.hooks_per_parameter
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         return
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         self._drop()  # of a backward of the user's own, between micro-batches
+        self._watch.forget()
         self._weight = weight
         self._replayed = None
 
@@ -32,22 +46,24 @@ class DirectGradients:
         self._replayed = loss
 
     def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        run(loss)
+        self._watch.run(run, loss)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
+        if self._replayed is None:
+            self._watch.check([parameter.grad for parameter in self._parameters])
+            self._watch.forget()
         self._loss = loss
 
     def has_gradient(self) -> bool:
         return self._replayed is not None or any(parameter.grad is not None for parameter in self._parameters)
 
-    def send(self, timing: Timing = NOT_MEASURED, wish: float = 0.0) -> None:
-        self._timing = timing
-        self._wish = wish
+    def send(self, message: WorkerMessage = SILENCE) -> None:
+        self._message = message
 
     def finish(self) -> OneLoss:
         if not self._weight:
             self._drop()
-        return OneLoss(self._replayed or self._loss, self._weight, self._timing, self._wish)
+        return OneLoss(self._replayed or self._loss, self._weight, self._message)
 
     def complete(self) -> None:
         if self._replayed is None:
@@ -66,7 +82,7 @@ class DirectGradients:
         return
 
     def close(self) -> None:
-        return
+        self._watch.close()
 
     def _drop(self) -> None:
         for parameter in self._parameters:

@@ -1,0 +1,1 @@
+"""The gradients strategy: every step, the weighted mean of all micro-batches' gradients, on every worker."""

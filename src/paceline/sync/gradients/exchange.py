@@ -1,0 +1,322 @@
+"""The mean gradient over all workers: their weighted sums, added up bucket by bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from paceline.comm.base import Communicator, Pending
+from paceline.core.errors import GradientError, MisuseError
+from paceline.plan.shares import Plan, owner
+from paceline.sync.buffers import Buffers
+from paceline.sync.gradients.grids import Grids
+from paceline.sync.gradients.layout import BUCKET_BYTES, GPU_BUCKET_BYTES, cut_into_buckets
+from paceline.sync.gradients.sums import ExactSums, PlainSums
+from paceline.sync.gradients.watch import GradientWatch
+from paceline.sync.numbers import SILENCE, Layout, StepNumbers, WorkerMessage
+from paceline.sync.tail import Tail
+
+# A step that still does not fit its grids after so many repetitions never will.
+MAX_REPETITIONS = 8
+
+
+class MeanGradients:
+    """Adds each micro-batch's gradients, as autograd leaves them, to sums that are exchanged once per step.
+
+    `parameter.grad` is autograd's own during a micro-batch: this micro-batch's gradient, until `end_micro_batch` adds
+    it. After `finish` it is the mean over the global batch, after `complete` None.
+
+    With several buckets and workers, buckets leave during a worker's last backward, each as soon as it is complete.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        communicator: Communicator,
+        buffers: Buffers,
+        *,
+        max_micro_batches: int,
+        exact: bool = False,
+        overlap: bool = True,
+        bucket_bytes: float | None = None,
+    ) -> None:
+        self._communicator = communicator
+        self._max_micro_batches = max_micro_batches
+        self._is_exact = exact
+        self._overlap = overlap and communicator.world.size > 1
+        self._bucket_bytes = bucket_bytes
+        self._grid_state: dict[str, int] = {}
+        self._num_repetitions = 0
+        self._was_left_exchanging = False
+        self._hooks: list[RemovableHandle] = []
+        self._pending: list[Pending] = []
+        self._lay_out(parameters, buffers)
+
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+        self._grid_state.update(self._grids.state())
+        self.close()
+        self._lay_out(parameters, buffers)
+
+    def _lay_out(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+        world = self._communicator.world
+        is_alone = world.size == 1
+        usual_bytes = GPU_BUCKET_BYTES if world.device.type == "cuda" else BUCKET_BYTES
+        bucket_bytes = self._bucket_bytes or (math.inf if is_alone else usual_bytes)
+        layouts = cut_into_buckets(parameters, bucket_bytes)
+        self._names = [name for layout in layouts for name in layout.names]
+        self._parameters = [parameter for layout in layouts for parameter in layout.parameters]
+        self._grids = Grids([*self._names, *buffers.names_of_statistics] if self._is_exact else [])
+        self._grids.load(self._grid_state)
+        numbers = Layout(
+            self._max_micro_batches, len(self._grids.names), world.size, len(self._names), buffers.num_unmanaged
+        )
+        tails = [0] * (len(layouts) - 1) + [buffers.numel + numbers.total]
+        kind = ExactSums if self._is_exact else PlainSums
+        self._sums = [kind(layout, self._communicator, tail) for layout, tail in zip(layouts, tails, strict=True)]
+        space = self._sums[-1].tail
+        self._tail = Tail(numbers, space[buffers.numel :], world.rank)
+        self._buffers = buffers
+        buffers.accumulate_in(space[: buffers.numel], exact=self._is_exact)
+        self._set_anchors()
+        self._watch = GradientWatch(self._names, self._parameters)
+        self._fired = [0] * len(self._names)  # gradients of each parameter in this micro-batch
+        self._expected = [0] * len(self._names)  # the most in any micro-batch so far
+        self._bucket_of = [number for number, layout in enumerate(layouts) for _ in layout.names]
+        if self._overlap and len(layouts) > 1:
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._hook(index))
+                for index, parameter in enumerate(self._parameters)
+            ]
+        self._is_open = self._may_send = False
+        self._used: list[bool] = [False] * len(self._names)
+
+    @property
+    def hooks_per_parameter(self) -> int:
+        return self._watch.hooks_per_parameter + bool(self._hooks)
+
+    # A step, from top to bottom
+
+    def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        if self._was_left_exchanging:
+            raise MisuseError(
+                "the epoch was left between backward() and step() of a step's last micro-batch, when its exchange had "
+                "begun: leave it after step(), or pass overlap=False"
+            )
+        self._plan = plan
+        # Dividing by a known total while adding saves a pass over all gradients afterwards.
+        self._must_divide = total_weight is None
+        self._scale = loss_scale * (total_weight or 1)
+        self._pending = []
+        self._is_first = True  # nothing was added yet
+        self._used = [False] * len(self._names)
+        self._tail.clear()
+        self._buffers.begin_step(plan[-1].stop)
+
+    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
+        self.complete()  # of a backward of the user's own, between micro-batches
+        self._watch.forget()
+        self._number = number
+        self._tail.set_weight(number, weight)
+        self._factor = weight / self._scale
+        self._may_send = is_last and bool(self._hooks) and self._factor > 0 and self._is_calibrated
+        if self._hooks:
+            self._fired = [0] * len(self._names)
+        self._is_open = True
+
+    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
+        self._watch.run(run, loss)
+
+    def has_gradient(self) -> bool:
+        for parameter in self._parameters:  # noqa: SIM110 - `any` takes longer to begin than the first one to answer
+            if parameter.grad is not None:
+                return True
+        return False
+
+    def end_micro_batch(self, loss: torch.Tensor | None) -> None:
+        self._may_send = self._is_open = False
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._watch.check(gradients)
+        self._watch.forget()
+        change = self._buffers.change(self._number)
+        if self._factor:  # a micro-batch without weight adds nothing, not even 0 * NaN
+            if not self._is_calibrated:
+                self._calibrate(gradients, change)
+            for sums in self._sums[len(self._pending) :]:
+                self._add(sums, gradients[sums.layout.slice])
+            self._is_first = False
+            self._used = [u or g is not None for u, g in zip(self._used, gradients, strict=True)]
+            if loss is not None:
+                self._tail.set_loss(self._number, loss)
+        elif not self._is_calibrated:
+            self._calibrate([], None)
+        self._expected = list(map(max, self._expected, self._fired))
+        peaks = self._buffers.add(change)
+        if peaks is not None and self._is_exact:
+            self._tail.note_peaks(self._number, len(self._names), peaks)
+
+    def send(self, message: WorkerMessage = SILENCE) -> None:
+        if not self._is_calibrated:
+            self._calibrate([], None)
+        if self._is_first:
+            for sums in self._sums:
+                sums.clear()
+        self._tail.write(message, self._used, self._buffers.changed_unmanaged())
+        while len(self._pending) < len(self._sums):
+            self._send_next()
+
+    def finish(self) -> StepNumbers | None:
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        numbers = self._tail.numbers()
+        # Before looking at the peaks: while the host waits for them, a GPU has this to do.
+        self._publish(numbers)
+        if self._is_exact and not self._fits(numbers):
+            self.complete()
+            self._buffers.restore()
+            return None
+        self._num_repetitions = 0
+        if self._buffers.num_unmanaged or self._buffers.numel:
+            last = self._plan[-1].stop - 1
+            self._buffers.finish(numbers.changed_buffers, owner(self._plan, last))
+        return numbers
+
+    def complete(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def synchronize(self) -> None:
+        return
+
+    def abandon(self) -> None:
+        # Others may still be computing: waiting for them here would keep an error that ended this step from showing.
+        self._was_left_exchanging = bool(self._pending)
+        self._is_open = self._may_send = False
+        self._watch.forget()
+        self._buffers.restore()
+        self.complete()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"grids": {**self._grid_state, **self._grids.state()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._grid_state = dict(state.get("grids", {}))
+        self._grids.load(self._grid_state)
+        self._set_anchors()
+
+    def close(self) -> None:
+        self._watch.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # Sums
+
+    def _add(self, sums: ExactSums | PlainSums, gradients: list[torch.Tensor | None]) -> None:
+        for index, gradient in enumerate(gradients):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise GradientError(
+                    f"parameter {sums.layout.names[index]!r} has a sparse gradient, which cannot be averaged in a flat "
+                    "buffer: build its layer with sparse=False"
+                )
+        sums.add(gradients, self._factor, first=self._is_first)
+        if isinstance(sums, ExactSums):
+            self._tail.note_peaks(self._number, sums.layout.first, sums.peaks)
+
+    def _publish(self, numbers: StepNumbers) -> None:
+        # A parameter this worker used is used. Only for the others must the host look at the exchanged numbers.
+        used = self._used if all(self._used) else [count > 0 for count in numbers.used]
+        divisor = self._tail.total_weight() if self._must_divide else None
+        for sums in self._sums:
+            pairs = zip(sums.layout.parameters, sums.means(divisor), used[sums.layout.slice], strict=True)
+            for parameter, mean, is_used in pairs:
+                parameter.grad = mean if is_used else None
+
+    # Buckets that leave during backward
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        number = self._bucket_of[index]
+
+        def hook(_: torch.Tensor) -> None:
+            if not self._is_open:
+                return  # a backward of the user's own, between micro-batches
+            self._fired[index] += 1
+            if not self._may_send:
+                return
+            if number < len(self._pending):
+                raise GradientError(
+                    f"parameter {self._names[index]!r} got a gradient after its exchange had begun: this micro-batch "
+                    "ran backward through it more often than any before. Pass overlap=False, which exchanges after the "
+                    "last backward"
+                )
+            self._send_complete()
+
+        return hook
+
+    def _send_complete(self) -> None:
+        """Start the exchange of every bucket that is complete, in the one order all workers share.
+
+        The last bucket waits for `send`: it carries the step's numbers.
+        """
+        while len(self._pending) < len(self._sums) - 1:
+            sums = self._sums[len(self._pending)]
+            own = sums.layout.slice
+            if not all(0 < n <= fired for n, fired in zip(self._expected[own], self._fired[own], strict=True)):
+                return
+            self._add(sums, [parameter.grad for parameter in sums.layout.parameters])
+            self._send_next()
+
+    def _send_next(self) -> None:
+        self._pending.append(self._communicator.all_reduce(self._sums[len(self._pending)].flat))
+
+    # Grids
+
+    @property
+    def _is_calibrated(self) -> bool:
+        return self._grids.are_known
+
+    def _calibrate(self, gradients: list[torch.Tensor | None], change: torch.Tensor | None) -> None:
+        """Fix the grids that are not known yet by the step's micro-batch 0; all workers wait for its owner."""
+        device = self._communicator.world.device
+        peaks = torch.zeros(len(self._grids.names), dtype=torch.float64, device=device)
+        if gradients and self._number == 0 and self._factor:
+            for sums in self._sums:
+                assert isinstance(sums, ExactSums)
+                peaks[sums.layout.slice] = sums.peaks_of(gradients[sums.layout.slice], self._factor)
+            if change is not None:
+                peaks[len(self._names) :] = self._buffers.peaks_of(change)
+        self._communicator.all_reduce(peaks).wait()
+        self._grids.calibrate(peaks.cpu().numpy(), self._plan[-1].stop)
+        self._set_anchors()
+
+    def _fits(self, numbers: StepNumbers) -> bool:
+        """Whether every sum stayed on its grid. Moves the grids either way: to repeat the step, or for the next."""
+        peaks, num_terms = numbers.peaks.astype(np.float64), self._plan[-1].stop
+        if self._grids.are_comfortable(peaks, num_terms):
+            return True
+        fits = self._grids.fit(peaks, num_terms)
+        if self._grids.follow(peaks, num_terms):
+            self._set_anchors()
+        if fits:
+            return True
+        self._num_repetitions += 1
+        if self._num_repetitions == MAX_REPETITIONS:
+            raise GradientError(
+                f"exact sums do not fit their grids after {MAX_REPETITIONS} repetitions of a step: the gradients of a "
+                "micro-batch differ from one computation to the next by orders of magnitude"
+            )
+        return False
+
+    def _set_anchors(self) -> None:
+        if not self._is_exact:
+            return
+        anchors = self._grids.anchors
+        for sums in self._sums:
+            assert isinstance(sums, ExactSums)
+            sums.set_anchors(anchors[sums.layout.slice])
+        self._buffers.set_anchors(anchors[len(self._names) :])

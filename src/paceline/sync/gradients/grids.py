@@ -1,0 +1,109 @@
+"""The grids on which exact sums are exact: one for each tensor.
+
+A float64 holds 53 bits. If every term is a whole multiple of 2**-e and no sum of them exceeds 2**(53-e), every
+addition is exact, so the total depends neither on the order of the terms nor on how workers divided them. A term
+is rounded to the grid by adding and subtracting an anchor large enough to push the lower bits out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
+
+# Bits between the largest sum seen and the largest one allowed: a burst of 64 times needs no repetition. The first
+# micro-batch of a run says less about the others: a burst of 2,000 times.
+HEADROOM_BITS = 6
+CALIBRATION_HEADROOM_BITS = 11
+# A grid stays while the largest sum is this many bits below its limit: a moved grid rounds differently, so it should
+# not follow every change of the gradients. Below that it shrinks by one bit per step: where a gradient is nothing but
+# rounding errors (a bias before BatchNorm), a small one says nothing about the next.
+COMFORT_BITS = (2, 12)
+# A tensor's largest term this far below the limit keeps float32's 24 bits. Further down its grid is too coarse.
+COARSEST_BITS = 27
+# Of a tensor whose gradients are not known yet. The first micro-batch of a run calibrates all that it uses.
+INITIAL_TOP = 14
+
+
+class Grids:
+    """One power of two per tensor: fixed during a step, moved between steps, saved with the run.
+
+    The sum of a step's terms may reach 2**top. Whether it could is judged term by term, against an equal part of
+    that limit, because partial sums differ from worker to worker and the judgement must not.
+
+    `peaks`, in all methods: per tensor the largest magnitude of any micro-batch's term, after weighting. Inf and NaN
+    fit any grid: they pass through and mean what they mean elsewhere.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._tops = np.full(len(self.names), INITIAL_TOP, np.int64)
+        self._is_known = np.zeros(len(self.names), bool)
+        self._limits: tuple[Floats, Floats] | None = None  # of comfortable sums
+
+    @property
+    def anchors(self) -> Floats:
+        """`(x + anchor) - anchor` rounds x to a multiple of the grid's step, for |x| <= 2**top."""
+        return np.ldexp(3.0, self._tops)
+
+    @property
+    def are_known(self) -> bool:
+        return bool(self._is_known.all())
+
+    def calibrate(self, peaks: Floats, num_terms: int) -> None:
+        """Fix the grids that are not known yet by the terms of one micro-batch."""
+        reach = peaks * num_terms
+        is_seen = ~self._is_known & (reach > 0) & np.isfinite(reach)
+        self._fit_to(is_seen, reach, CALIBRATION_HEADROOM_BITS)
+        self._is_known[:] = True
+
+    def fit(self, peaks: Floats, num_terms: int) -> bool:
+        """Whether every tensor's terms could be summed on its grid: neither over its limit nor too coarsely."""
+        reach = peaks * num_terms
+        is_judged = (reach > 0) & np.isfinite(reach)
+        over = reach > np.ldexp(1.0, self._tops)
+        return not bool((is_judged & (over | self._is_coarse(peaks))).any())
+
+    def follow(self, peaks: Floats, num_terms: int) -> bool:
+        """Move the grids that these peaks are not comfortable on; returns whether any has moved."""
+        reach = peaks * num_terms
+        low, high = self._comfort()
+        is_judged = (reach > 0) & np.isfinite(reach)
+        is_coarse = is_judged & self._is_coarse(peaks)
+        is_low = is_judged & (reach < low) & ~is_coarse
+        is_refitted = is_coarse | (is_judged & (reach > high))
+        self._tops[is_low] -= 1
+        self._fit_to(is_refitted, reach, HEADROOM_BITS)
+        return bool((is_low | is_refitted).any())
+
+    def state(self) -> dict[str, int]:
+        known = zip(self.names, self._tops.tolist(), self._is_known.tolist(), strict=True)
+        return {name: top for name, top, is_known in known if is_known}
+
+    def load(self, state: Mapping[str, int]) -> None:
+        for index, name in enumerate(self.names):
+            if name in state:
+                self._tops[index], self._is_known[index] = state[name], True
+        self._limits = None
+
+    def _is_coarse(self, peaks: Floats) -> Any:
+        return peaks < np.ldexp(1.0, self._tops - COARSEST_BITS)
+
+    def _fit_to(self, which: Any, reach: Floats, headroom_bits: int) -> None:
+        self._tops[which] = np.frexp(reach[which])[1] + headroom_bits
+        self._limits = None
+
+    def are_comfortable(self, peaks: Floats, num_terms: int) -> bool:
+        """A quick look: True means that all fit and none would move."""
+        low, high = self._comfort()
+        reach = peaks * num_terms
+        return bool(((reach >= low) & (reach <= high)).all())
+
+    def _comfort(self) -> tuple[Floats, Floats]:
+        if self._limits is None:
+            high, low = (np.ldexp(1.0, self._tops - bits) for bits in COMFORT_BITS)
+            self._limits = low, high
+        return self._limits

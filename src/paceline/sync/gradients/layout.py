@@ -1,0 +1,84 @@
+"""Where each parameter's gradient lies in flat buffers.
+
+A bucket is one contiguous buffer for the gradients of some parameters, so that they travel in one exchange. Each
+parameter starts at a block border, so every block belongs to one parameter: exact sums use one constant per block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+# A multiple of a cache line in every dtype: kernels choose other paths, with other rounding, for unaligned memory.
+BLOCK_NUMEL = 128
+BUCKET_BYTES = 8 << 20
+GPU_BUCKET_BYTES = 32 << 20
+
+
+class BucketLayout:
+    """The parameters of one bucket, all of one dtype, and their places in a flat buffer of `numel` elements.
+
+    `first` is the number of its first parameter among those of all buckets.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], first: int) -> None:
+        self.first = first
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.dtype = self.parameters[0].dtype
+        self.device = self.parameters[0].device
+        sizes = [-(-parameter.numel() // BLOCK_NUMEL) for parameter in self.parameters]
+        ends = np.cumsum(sizes)
+        self.num_blocks = int(ends[-1])
+        self.numel = self.num_blocks * BLOCK_NUMEL
+        self._offsets: list[int] = ((ends - sizes) * BLOCK_NUMEL).tolist()
+        # By block: the number of its parameter within the bucket.
+        self.owner_of_block = np.repeat(np.arange(len(sizes)), sizes)
+        self._has_blocks = np.array(sizes) > 0
+        self._first_blocks = (ends - sizes)[self._has_blocks].astype(np.intp)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    @property
+    def slice(self) -> slice:
+        """Of this bucket's parameters among those of all buckets."""
+        return slice(self.first, self.first + len(self.parameters))
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of a flat buffer, with the parameter's shape and strides (channels_last, say)."""
+        return [
+            torch.as_strided(flat, p.shape, _dense_strides(p), flat.storage_offset() + offset)
+            for p, offset in zip(self.parameters, self._offsets, strict=True)
+        ]
+
+    def peaks(self, peak_of_block: np.ndarray, out: np.ndarray) -> None:
+        """Each parameter's largest value over its blocks; NaN if any is. `out` has one place per parameter."""
+        if self.num_blocks:
+            out[self._has_blocks] = np.maximum.reduceat(peak_of_block, self._first_blocks)
+
+
+def cut_into_buckets(parameters: Mapping[str, torch.Tensor], bucket_bytes: float) -> list[BucketLayout]:
+    """Buckets in the order in which backward completes them: last parameter first."""
+    groups: list[dict[str, torch.Tensor]] = []
+    size, dtype = bucket_bytes, None
+    for name, parameter in reversed(list(parameters.items())):
+        if size >= bucket_bytes or parameter.dtype != dtype:
+            groups.append({})
+            size, dtype = 0.0, parameter.dtype
+        groups[-1][name] = parameter
+        size += parameter.numel() * parameter.element_size()
+    firsts = np.cumsum([0, *map(len, groups)]).tolist()
+    return [BucketLayout(group, first) for group, first in zip(groups, firsts, strict=False)]
+
+
+def sum_dtype(parameters: Sequence[torch.Tensor]) -> torch.dtype:
+    """Half precision is too coarse to sum in; everything else sums in its own precision."""
+    return torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+
+
+def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's own layout without gaps, which fused optimizers expect of its gradient."""
+    return torch.empty_like(parameter, device="meta").stride()

@@ -1,0 +1,152 @@
+"""Adding weighted, rounded gradients to float64 sums: one pass over a flat buffer, nothing in it per parameter."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import struct
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout
+
+logger = logging.getLogger("paceline")
+
+SWITCH = "PACELINE_TRITON"
+# Rounding makes several passes over the data; as many blocks as this stay in a core's cache between them.
+CPU_BLOCKS = 256
+_GPU_ROWS = 32  # blocks per program of the kernel
+
+
+class RoundedAddition:
+    """total += round(weight * gradient) over the flat buffers of one bucket, each block on its parameter's grid.
+
+    After `add`, `peaks` holds each parameter's largest |weight * gradient| of that call.
+    """
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self._layout = layout
+        self._anchors = torch.ones(layout.num_blocks, 1, dtype=torch.float64, device=layout.device)
+        self.peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
+        self._kernel = _kernel_on(layout.device)
+        self._owners = torch.from_numpy(layout.owner_of_block.astype(np.int32)).to(layout.device)
+        if layout.device.type == "cpu":
+            rows = min(CPU_BLOCKS, layout.num_blocks)
+            self._scratch = torch.empty(rows, BLOCK_NUMEL, dtype=torch.float64)
+            self._magnitudes = torch.empty(rows, BLOCK_NUMEL, dtype=layout.dtype)
+            self._peak_of_block = torch.zeros(layout.num_blocks, dtype=layout.dtype)
+
+    def set_anchors(self, anchors: np.ndarray) -> None:
+        """One per parameter of the bucket."""
+        values = torch.from_numpy(np.ascontiguousarray(anchors[self._layout.owner_of_block]))
+        self._anchors.copy_(values[:, None])
+
+    def add(self, gradient: torch.Tensor, total: torch.Tensor, weight: float, *, first: bool) -> None:
+        """`first` overwrites the total instead of adding to it."""
+        if not self._layout.num_blocks:
+            return
+        if self._kernel is not None:
+            self._add_by_kernel(gradient, total, weight, first=first)
+        elif self._layout.device.type == "cpu":
+            self._add_on_host(gradient.view(-1, BLOCK_NUMEL), total.view(-1, BLOCK_NUMEL), weight, first=first)
+        else:
+            term = gradient.view(-1, BLOCK_NUMEL).to(torch.float64).mul_(weight)
+            self._gather_peaks(term.abs().amax(1))
+            term.add_(self._anchors).sub_(self._anchors)
+            whole = total.view(-1, BLOCK_NUMEL)
+            whole.copy_(term) if first else whole.add_(term)
+
+    def peaks_of(self, gradient: torch.Tensor, weight: float) -> torch.Tensor:
+        """The peaks that `add` would find."""
+        if self._layout.num_blocks:
+            self._gather_peaks(gradient.view(-1, BLOCK_NUMEL).to(torch.float64).mul_(weight).abs_().amax(1))
+        return self.peaks
+
+    def _add_on_host(self, gradient: torch.Tensor, total: torch.Tensor, weight: float, *, first: bool) -> None:
+        is_one_pass = gradient.dtype != torch.float64 and _fits_29_bits(weight)
+        for start in range(0, len(gradient), CPU_BLOCKS):
+            rows = slice(start, start + CPU_BLOCKS)
+            source, sums, anchors = gradient[rows], total[rows], self._anchors[rows]
+            term = sums if first else self._scratch[: len(source)]
+            term.copy_(source)
+            if is_one_pass:
+                # The product fits a float64, so it does not matter whether it is rounded by itself.
+                torch.add(anchors, term, alpha=weight, out=term)
+            else:
+                term.mul_(weight).add_(anchors)
+            term.sub_(anchors)
+            if not first:
+                sums.add_(term)
+            magnitudes = torch.abs(source, out=self._magnitudes[: len(source)])
+            torch.amax(magnitudes, 1, out=self._peak_of_block[rows])
+        peaks = self.peaks.numpy()
+        self._layout.peaks(self._peak_of_block.numpy().astype(np.float64), peaks)
+        peaks *= abs(weight)
+
+    def _gather_peaks(self, peak_of_block: torch.Tensor) -> None:
+        peaks = np.zeros(len(self._layout))
+        self._layout.peaks(peak_of_block.double().cpu().numpy(), peaks)
+        self.peaks.copy_(torch.from_numpy(peaks))
+
+    def _add_by_kernel(self, gradient: torch.Tensor, total: torch.Tensor, weight: float, *, first: bool) -> None:
+        self.peaks.zero_()
+        num_blocks = self._layout.num_blocks
+        with torch.cuda.device(gradient.device):
+            self._kernel[(-(-num_blocks // _GPU_ROWS),)](
+                gradient,
+                total,
+                self._anchors,
+                self._owners,
+                self.peaks.view(torch.int64),
+                num_blocks,
+                _bits(weight),
+                IS_FIRST=first,
+                ROWS=_GPU_ROWS,
+                BLOCK=BLOCK_NUMEL,
+                enable_fp_fusion=False,  # product and anchor added in one would be rounded once, not twice
+            )
+
+
+def _kernel_on(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return None
+    if os.environ.get(SWITCH) == "0":
+        logger.info("exact sums are made without Triton's kernel on %s: %s=0", device, SWITCH)
+        return None
+    return _tried_kernel(device)
+
+
+@cache
+def _tried_kernel(device: torch.device) -> Any:
+    """The kernel, once it has run; None, with the reason in the log, where it cannot. Sums are the same without it."""
+    try:
+        from paceline.sync.gradients.exact_kernel import add_rounded
+
+        number = torch.zeros(BLOCK_NUMEL, device=device)
+        double = number.double()
+        owner = torch.zeros(1, dtype=torch.int32, device=device)
+        bits = double[:1].clone().view(torch.int64)
+        with torch.cuda.device(device):
+            add_rounded[(1,)](
+                number, double, double + 1, owner, bits, 1, _bits(1.0),
+                IS_FIRST=True, ROWS=_GPU_ROWS, BLOCK=BLOCK_NUMEL, enable_fp_fusion=False,
+            )  # fmt: skip
+    except Exception as error:  # Triton's errors are many: no such package, no compiler, no support for the device
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        logger.info("exact sums are made without Triton's kernel on %s: %s", device, reason)
+        return None
+    return add_rounded
+
+
+def _fits_29_bits(number: float) -> bool:
+    return math.ldexp(math.frexp(number)[0], 29).is_integer()
+
+
+def _bits(number: float) -> int:
+    """Of a float64, as an integer: Triton would hand the kernel a float as float32."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return int(bits)
