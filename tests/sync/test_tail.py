@@ -6,14 +6,18 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.core.timing import Timing
-from paceline.sync.numbers import Layout, StepNumbers
+from paceline.sync.numbers import Layout, StepNumbers, WorkerMessage
 from paceline.sync.tail import Tail
 
 LAYOUT = Layout(num_micro_batches=3, num_grids=2, num_workers=2, num_parameters=4, num_buffers=2)
-TIMINGS = [Timing(0.5, 0.25, 0.125), Timing(1.5, 1.25, 1.125)]
-NOTHING = Timing()
+MESSAGES = [
+    WorkerMessage(Timing(0.5, 0.25, 0.125), 0.0, (1 << 48) - 1, (0.1, -1)),
+    WorkerMessage(Timing(1.5, 1.25, 1.125), 2.0, 12345678901, None),
+]
 
 
 def tails(dtype: torch.dtype = torch.float64) -> list[Tail]:
@@ -27,13 +31,7 @@ def exchanged(workers: list[Tail]) -> StepNumbers:
     total = torch.stack([tail._space for tail in workers]).sum(0)
     for tail in workers:
         tail._space.copy_(total)
-    first, second = (tail.numbers() for tail in workers)
-    assert first._source == second._source
-    return first
-
-
-def write(tail: Tail, used: list[bool] | None = None, changed: tuple[bool, bool] = (False, False)) -> None:
-    tail.write(NOTHING, 0.0, used or [True] * LAYOUT.num_parameters, changed, parts=False)
+    return workers[0].numbers()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -42,23 +40,31 @@ def test_everybody_reads_what_each_has_written(dtype: torch.dtype) -> None:
     for rank, tail in enumerate(workers):
         tail.set_weight(rank, 8 + rank)
         tail.set_loss(rank, torch.tensor(0.5 + rank))
-        tail.write(TIMINGS[rank], 2.0 * rank, [rank == 0, True, False, rank == 1], (rank == 1, False), parts=rank == 1)
+        tail.write(MESSAGES[rank], [rank == 0, True, False, rank == 1], (rank == 1, False))
     numbers = exchanged(workers)
     assert numbers.weights == [8, 9, 0]
     assert numbers.losses == [0.5, 1.5, 0]
-    assert numbers.timings == TIMINGS
+    assert numbers.timings == [message.timing for message in MESSAGES]
     assert numbers.wishes == [0, 2]
+    assert numbers.digests == [message.digest for message in MESSAGES]
+    assert numbers.learning_rates == [(0.1, -1), None]
     assert numbers.used == [1, 2, 0, 1]
     assert numbers.changed_buffers == [1, 0]
-    assert numbers.num_in_parts == 1
     assert workers[0].total_weight() == 17
     assert numbers.loss == pytest.approx((8 * 0.5 + 9 * 1.5) / 17)
+
+
+@given(rate=st.floats(1e-20, 1e20), group=st.integers(-1, 1000))
+def test_a_learning_rate_keeps_all_its_digits_in_float32(rate: float, group: int) -> None:
+    workers = tails(torch.float32)
+    workers[1].write(WorkerMessage(learning_rate=(rate, group)), [True] * 4, ())
+    assert exchanged(workers).learning_rates == [None, (rate, group)]
 
 
 def test_where_every_parameter_has_a_gradient_all_are_marked() -> None:
     workers = tails()
     for tail in workers:
-        write(tail)
+        tail.write(WorkerMessage(), [True] * 4, ())
     assert exchanged(workers).used == [2, 2, 2, 2]
 
 
@@ -67,23 +73,30 @@ def test_nothing_is_left_of_the_step_before() -> None:
     for tail in workers:
         tail.set_weight(1, 5)
         tail.set_loss(1, torch.tensor(3.0))
-        tail.note_peak(1, 1, torch.tensor([7.0]), is_again=False)
-        tail.write(TIMINGS[0], 1.0, [True] * 4, (True, True), parts=True)
+        tail.note_peaks(1, 0, torch.tensor([7.0, 8.0], dtype=torch.float64))
+        tail.write(MESSAGES[0], [True] * 4, (True, True))
         tail.clear()
-        write(tail, used=[False] * 4)
-    assert exchanged(workers)._source == [0.0] * LAYOUT.total
+        tail.write(WorkerMessage(), [False] * 4, (False, False))
+    exchanged(workers)
+    assert not workers[0]._space.any()
 
 
-def test_a_peak_is_the_largest_magnitude_and_two_parts_of_a_term_add_up() -> None:
-    own = tails()[0]
-    own.note_peak(0, 2, torch.tensor([1.0, -3.0]), is_again=False)
-    own.note_peak(0, 2, torch.tensor([2.0]), is_again=False)
-    own.note_peak(1, 0, torch.tensor([-4.0]), is_again=False)
-    own.note_peak(1, 0, torch.tensor([5.0]), is_again=True)
-    own.note_peak(1, 1, torch.tensor([math.nan]), is_again=False)
-    own.note_peak(1, 1, torch.tensor([6.0]), is_again=False)
-    numbers = own.numbers()
-    assert numbers.peaks(0) == [0, 0, 3]
-    assert numbers.peaks(1)[0] == 9
-    assert math.isnan(numbers.peaks(1)[1])
-    assert own.peaks[0][2] == 3
+def test_peaks_are_the_largest_of_any_micro_batch_and_worker() -> None:
+    first, second = tails()
+    first.note_peaks(0, 0, torch.tensor([1.0, 5.0], dtype=torch.float64))
+    first.note_peaks(2, 0, torch.tensor([3.0], dtype=torch.float64))
+    second.note_peaks(1, 1, torch.tensor([6.0], dtype=torch.float64))
+    numbers = exchanged([first, second])
+    assert numbers.peaks.tolist() == [3, 6]
+    assert numbers.non_finite() is None
+
+
+def test_not_a_number_names_its_micro_batch() -> None:
+    first, second = tails()
+    second.note_peaks(1, 0, torch.tensor([2.0, math.nan], dtype=torch.float64))
+    second.note_peaks(2, 0, torch.tensor([2.0, 1.0], dtype=torch.float64))
+    numbers = exchanged([first, second])
+    what, value, number = numbers.non_finite()
+    assert (what, number) == ("gradient", 1)
+    assert math.isnan(value)
+    assert math.isnan(numbers.peaks[1])

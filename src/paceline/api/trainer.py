@@ -413,6 +413,15 @@ class Trainer:
 
         return self._run.stepping.with_function(function)
 
+    def set_lr(self, lr: float, *, group: int | None = None) -> None:
+        """Set the learning rate of all parameter groups, or of one (counted from 0, over all optimizers).
+
+        In the loop's body it holds for the step under way, on every worker, whoever of them calls it: a worker without
+        a share in the step does not run the body. In hooks and between epochs all workers call it. A rate that follows
+        the step by a rule is better left to `scheduler=`.
+        """
+        self._run.loop.set_learning_rate(float(lr), -1 if group is None else group)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes in the run's precision."""
         if self._config.precision == "fp32":

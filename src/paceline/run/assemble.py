@@ -92,6 +92,7 @@ def assemble(
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
         replica = Replica(model, optimizer, scheduler, communicator, config.seed, fused=config.fused_optimizers)
+        stack.callback(replica.close)
         if (
             not isinstance(data, IterableStream)
             and steps.num_samples % steps.micro_batch == 1
@@ -119,7 +120,9 @@ def assemble(
         stack.callback(feed.close)
         collector = collector_for(config.garbage_collection)
         stack.callback(collector.close)
-        loop = Loop(config, world, replica, exchange, feed, planner, events, keeper, average, recorder, collector)
+        loop = Loop(
+            config, communicator, replica, exchange, feed, planner, events, keeper, average, recorder, collector
+        )
         keeper.load_loop(loop)
         stepping = Stepping(loop, exchange, events, graphs, config)
         is_known = not isinstance(data, IterableStream) and not isinstance(config.strategy, Cadence)

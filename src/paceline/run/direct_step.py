@@ -16,10 +16,14 @@ from torch.optim import optimizer as hooks_of_all
 
 
 class DirectStep:
-    """Steps one optimizer. Its first step, and the first after any change, is torch's own, which makes the states."""
+    """Steps one optimizer. Its first step, and the first after any change, is torch's own, which makes the states.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    `num_own_hooks`: pre-hooks of its steps that need not be called.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, num_own_hooks: int = 0) -> None:
         self._optimizer = optimizer
+        self._num_own_hooks = num_own_hooks
         self._groups: list[_Group] = []
         self._known: tuple[Any, int, Any] | None = None  # the states, how many, and the groups that were prepared
 
@@ -29,7 +33,7 @@ class DirectStep:
             self._prepare()
             return
         gradients = [group.gradients() for group in self._groups]
-        if None in gradients or _is_watched(self._optimizer):
+        if None in gradients or _is_watched(self._optimizer, self._num_own_hooks):
             self._step_as_torch_does()
             return
         with torch.no_grad():
@@ -75,12 +79,12 @@ def _has_newcomers(group: dict[str, Any], state: Any) -> bool:
     return any(present) and not all(present)
 
 
-def _is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anybody wants to know of the step, or has put a step of their own in its place."""
+def _is_watched(optimizer: torch.optim.Optimizer, num_own_hooks: int) -> bool:
+    """Whether anybody else wants to know of the step, or has put a step of their own in its place."""
     own = optimizer.__dict__.get("step")
     return bool(
         (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
-        or optimizer._optimizer_step_pre_hooks
+        or len(optimizer._optimizer_step_pre_hooks) > num_own_hooks
         or optimizer._optimizer_step_post_hooks
         or hooks_of_all._global_optimizer_pre_hooks
         or hooks_of_all._global_optimizer_post_hooks

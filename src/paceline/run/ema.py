@@ -10,12 +10,9 @@ import torch
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import MisuseError
-from paceline.run.replica import Replica
+from paceline.run.replica import Replica, named_parameters, plain_name
 from paceline.run.saving.state import model_differences
 from paceline.sync.averaging import Averaging
-
-# What torch.compile puts before the names of a model's parameters.
-COMPILED_PREFIX = "_orig_mod."
 
 
 def check_ema(decay: float | None, strategy: object) -> None:
@@ -37,6 +34,9 @@ class Average(Protocol):
     def update(self) -> None:
         """An optimizer step was taken."""
 
+    def set_parameters(self, replica: Replica) -> None:
+        """Other parameters are trained from now on."""
+
     def in_model(self) -> AbstractContextManager[None]:
         """The model has the averaged weights inside the block, and its own again afterwards."""
 
@@ -47,6 +47,9 @@ class NoAverage:
     def update(self) -> None:
         return
 
+    def set_parameters(self, replica: Replica) -> None:
+        return
+
     def in_model(self) -> AbstractContextManager[None]:
         raise MisuseError("the run keeps no average of its weights: give it a decay, such as ema=0.999")
 
@@ -54,18 +57,30 @@ class NoAverage:
 class WeightAverage:
     """After every step decay * average + (1 - decay) * weights, beginning with the weights the run begins with.
 
-    Of the parameters that are trained; buffers, such as BatchNorm's statistics, are the model's own. Kept in float32
-    where parameters are coarser than that: what a step adds would be rounded away.
+    Of the parameters that are or were trained; buffers, such as BatchNorm's statistics, are the model's own. Kept in
+    float32 where parameters are coarser than that: what a step adds would be rounded away.
     """
 
     def __init__(self, replica: Replica, decay: float) -> None:
-        self._names = [name.removeprefix(COMPILED_PREFIX) for name in replica.parameters]
-        self._parameters = list(replica.parameters.values())
-        self._averages = [
-            p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self._parameters
-        ]
+        self._model = replica.model
+        self._names: list[str] = []
+        self._parameters: list[torch.Tensor] = []
+        self._averages: list[torch.Tensor] = []
+        self.set_parameters(replica)
         self._weight_of_new = 1.0 - decay
         self._is_in_use = False
+
+    def set_parameters(self, replica: Replica) -> None:
+        self._add(replica.parameters)
+
+    def _add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Averages of parameters without one begin with their values now."""
+        for name, parameter in parameters.items():
+            if plain_name(name) not in self._names:
+                self._names.append(plain_name(name))
+                self._parameters.append(parameter)
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                self._averages.append(parameter.detach().to(dtype, copy=True))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -97,6 +112,8 @@ class WeightAverage:
         return dict(zip(self._names, self._averages, strict=True))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        # What the saved run has trained beside what this one trains by now.
+        self._add({name: p for name, p in named_parameters(self._model).items() if plain_name(name) in state})
         if lines := model_differences(state, self.state_dict()):
             raise CheckpointError("the averaged weights are not of this model:\n  " + "\n  ".join(lines))
         _copy([state[name] for name in self._names], self._averages)

@@ -13,16 +13,17 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.events import Events
 from paceline.core.seeding import Purpose, StepSeeding
 from paceline.core.timing import Timing
-from paceline.core.world import World
 from paceline.data.feed import Feed, Step
 from paceline.data.sharded import passes
 from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
+from paceline.run.agreement import Agreement
 from paceline.run.backward import Backward
 from paceline.run.collector import Collector
 from paceline.run.config import RunConfig
@@ -30,10 +31,13 @@ from paceline.run.ema import Average
 from paceline.run.finite import FiniteWatch
 from paceline.run.memory import explain_out_of_memory
 from paceline.run.planner import Planner
-from paceline.run.replica import Replica
+from paceline.run.replica import Replica, share_weights
+from paceline.run.replica_check import ReplicaCheck
 from paceline.run.report import Account, Report
 from paceline.run.stopwatch import stopwatch_for
 from paceline.run.update import Number, Update
+from paceline.sync.averaging import Averaging
+from paceline.sync.buffers import Buffers
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import Numbers, WorkerMessage
@@ -63,7 +67,7 @@ class Loop:
     def __init__(
         self,
         config: RunConfig,
-        world: World,
+        communicator: Communicator,
         replica: Replica,
         exchange: GradientExchange,
         feed: Feed,
@@ -74,6 +78,7 @@ class Loop:
         timeline: Recorder,
         collector: Collector,
     ) -> None:
+        world = communicator.world
         self.position = Position()
         self.max_steps: int | None = None
         self.replica = replica
@@ -105,6 +110,16 @@ class Loop:
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._epoch_hooks: list[tuple[int, Callable[[int], object]]] = []
         self._gradient_hooks: list[Callable[[Mapping[str, torch.Tensor]], object]] = []
+        self._parameter_hooks: list[Callable[[], object]] = []
+        self._agreement = Agreement(replica, communicator)
+        # Replicas that are averaged differ in between.
+        check_of = communicator if not isinstance(config.strategy, Averaging) else None
+        self._replica_check = ReplicaCheck(replica, check_of)
+        self._communicator = communicator
+        self._added: list[torch.Tensor] | None = None  # parameters that are trained once all workers have them
+        self._requested_rate: tuple[float, int] | None = None
+        # Who asks for a rate in the loop's body is heard with the exchange, whose numbers a GPU has late.
+        self._may_request_rates = world.size == 1 or (world.device.type == "cpu" and check_of is not None)
         self._loss: torch.Tensor | None = None
         self.weight = 0  # of the open micro-batch
         self._is_open = False
@@ -176,9 +191,14 @@ class Loop:
                 if self._loss is None
                 else "backward() gave none of the run's parameters a gradient: compute the loss with trainer.model"
             )
-        self._is_open = False
         if self._loss is None and self.weight:
+            if self._loss_scale is not None:
+                raise MisuseError(
+                    "precision='fp16' scales the loss before backward: call trainer.backward(loss) instead of "
+                    "loss.backward() or a GradScaler of your own, whose gradients would be taken for scaled ones"
+                )
             self._is_loss_known = False  # a bare loss.backward()
+        self._is_open = False
         self._exchange.end_micro_batch(self._loss)
         self._stopwatch.stop(self._num_open)
         return self._finish_step() if self._is_last else None
@@ -208,6 +228,32 @@ class Loop:
             raise ValueError(f"every_epoch({epochs}, ...): choose at least 1 epoch")
         self._epoch_hooks.append((epochs, hook))
 
+    def on_parameters(self, hook: Callable[[], object]) -> None:
+        """Call `hook()` when other parameters are trained than before."""
+        self._parameter_hooks.append(hook)
+
+    def set_learning_rate(self, rate: float, group: int = -1) -> None:
+        """Set the learning rate of a parameter group, or of all, on all workers alike.
+
+        In the loop's body: for the step under way, whoever of the workers asks for it. Elsewhere: at once, on every
+        worker that calls it.
+        """
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"lr={rate}: choose a finite number >= 0")
+        if not self.is_inside_epoch:
+            self.replica.set_learning_rate(rate, group)
+            return
+        if not self._may_request_rates:
+            raise MisuseError(
+                "set_lr() was called in an epoch's loop, which a worker without a share skips: with several GPUs, or "
+                "replicas that are averaged, call it in a hook, trainer.every(1, lambda record: trainer.set_lr(...))"
+            )
+        self._requested_rate = (rate, group)
+
+    def check_replicas(self) -> None:
+        """Raise on all workers if their weights differ. All call it together, between two steps."""
+        self._replica_check.look(self.position.step)
+
     def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
         """Call `hook(parameters)` in every step, when they have the mean gradients and nothing was clipped yet."""
         self._gradient_hooks.append(hook)
@@ -225,6 +271,7 @@ class Loop:
         """Where the run is, and what its next step needs to know beside weights and optimizer."""
         return {
             "position": self.position.to_dict(),
+            "trained": self.replica.names_to_train(),
             "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
             "exchange": self._exchange.state_dict(),
             "num_workers": self._world.size,
@@ -237,6 +284,10 @@ class Loop:
         self._events.step = self.position.step
         if self._loss_scale is not None and state["loss_scale"] is not None:
             self._loss_scale.load_state_dict(state["loss_scale"])
+        if "trained" in state:
+            self.replica.set_trained(state["trained"])
+            if self.replica.take_changes() is not None:
+                self._use_parameters([])
         self._exchange.load_state_dict(state["exchange"])
         if state["num_workers"] == self._world.size:
             self._planner.load_state_dict(state["planner"])
@@ -254,7 +305,7 @@ class Loop:
             self._step = step
             self._note_plan(step)
         self._is_loss_known = True
-        self.replica.check_trained()
+        self._take_parameter_changes()
         self._exchange.begin_step(
             step.plan,
             total_weight=step.total_weight,
@@ -279,16 +330,24 @@ class Loop:
 
     def _finish_step(self) -> StepRecord | None:
         position = self.position
-        self._exchange.send(WorkerMessage(self._stopwatch.send(), self._keeper.wish))
-        numbers = self._exchange.finish()
+        message = WorkerMessage(
+            self._stopwatch.send(), self._keeper.wish, self._agreement.digest(), self._requested_rate
+        )
+        self._requested_rate = None
+        self._exchange.send(message)
+        numbers = self._exchange.finish(self._accept)
         self._stopwatch.received()
         if numbers is None:
+            if self._added is not None:
+                self._use_parameters(self._added)
             return None
         plan, num_samples = self._step.plan, self._step.num_samples
         self._planner.observe(plan, numbers)
         self._keeper.observe(numbers)
         # From here on every worker does the same, drawing the same random numbers.
         self._seed_after_step(position.step)
+        if self._may_request_rates:
+            self._set_requested_rate(numbers)
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
         norm = self.update.clip()
@@ -317,6 +376,7 @@ class Loop:
             self._is_loss_known,
         )
         self.position = self._feed.after_step(position)
+        self._replica_check.after_step(len(plan[0]), numbers, record.step)
         for steps, hook in self._hooks:
             if record.step % steps == 0:
                 self._run_hook(hook, record)
@@ -332,6 +392,49 @@ class Loop:
         for epochs, hook in self._epoch_hooks:
             if (number + 1) % epochs == 0:
                 self._run_hook(hook, number)
+
+    def _take_parameter_changes(self) -> None:
+        """The user may freeze, unfreeze and add parameters between two steps.
+
+        One worker uses them at once. Several must know of each other that all have done it, which this step's exchange
+        tells: if so, the step is begun again with the new ones.
+        """
+        added = self.replica.take_changes()
+        if added is None:
+            return
+        self._added = [*(self._added or []), *added]
+        if self._world.size == 1:
+            self._use_parameters(self._added)
+
+    def _accept(self, numbers: Numbers) -> bool:
+        """Whether the step counts. Workers that differ in what must be the same raise, all of them."""
+        has_changes = self._added is not None
+        self._agreement.check(numbers, now=has_changes)
+        return not has_changes
+
+    def _use_parameters(self, added: Sequence[torch.Tensor]) -> None:
+        """Train what the replica trains now; all workers get rank 0's values of what is new."""
+        self._added = None
+        if added:
+            share_weights(self.replica.model, self.replica.parameters, self._communicator)
+        self._exchange.set_parameters(self.replica.parameters, Buffers(self.replica.model, self._communicator))
+        self._average.set_parameters(self.replica)
+        for hook in self._parameter_hooks:
+            hook()
+
+    def _set_requested_rate(self, numbers: Numbers) -> None:
+        requests = {rank: rate for rank, rate in enumerate(numbers.learning_rates) if rate is not None}
+        if not requests:
+            return
+        (first, (rate, group)), *others = requests.items()
+        for rank, other in others:
+            if other != (rate, group):
+                raise MisuseError(
+                    f"set_lr({rate:g}, group={group}) on rank {first} and set_lr({other[0]:g}, group={other[1]}) on "
+                    f"rank {rank} in one step: compute the rate from what all workers know, such as "
+                    "trainer.position.step"
+                )
+        self.replica.set_learning_rate(rate, group)
 
     def _note_plan(self, step: Step) -> None:
         """A change of the plan is an event, unless it is the epoch's end that makes the step smaller."""

@@ -38,31 +38,61 @@ class Replica:
         device = communicator.world.device
         self.model = build_model(model, device, seed)
         parameters = named_parameters(self.model)
-        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._trained = list(self.parameters.values())
-        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        self._device = device
+        self._note_parameters(parameters)
         self._check_parameters(device)
         _check_modules(self.model)
-        _share_weights(self.model, self.parameters, communicator)
+        share_weights(self.model, self.parameters, communicator)
         made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
         self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
         _check_optimizers(self.optimizers, [*parameters.values()])
         if fused:
             fuse(self.optimizers)
-        self._direct_steps = [DirectStep(each) for each in self.optimizers] if fused else None
+        self._direct_steps = [DirectStep(each, num_own_hooks=1) for each in self.optimizers] if fused else None
+        self._num_parameters = self._count_parameters()
+        self._is_stepping = False
+        self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
         self.schedulers: list[Any] = [] if scheduler is None else _as_list(scheduler(only_or_all(self.optimizers)))
 
     @property
     def learning_rate(self) -> float:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
+    def set_learning_rate(self, rate: float, group: int = -1) -> None:
+        """Of one parameter group, counted over all optimizers, or of all of them."""
+        groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
+        if not -1 <= group < len(groups):
+            raise ValueError(f"group={group}: the optimizers have {len(groups)} parameter groups, counted from 0")
+        for each in groups if group < 0 else [groups[group]]:
+            if isinstance(each["lr"], torch.Tensor):
+                each["lr"].fill_(rate)
+            else:
+                each["lr"] = rate
+
     def step_optimizers(self) -> None:
-        if self._direct_steps is not None:
-            for step in self._direct_steps:
-                step()
-            return
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self._is_stepping = True
+        try:
+            if self._direct_steps is not None:
+                for step in self._direct_steps:
+                    step()
+                return
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            self._is_stepping = False
+
+    def _refuse_foreign_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_stepping:
+            raise MisuseError(
+                f"{type(optimizer).__name__}.step() was called on an optimizer that belongs to the trainer, which "
+                "steps it with the mean gradient of the global batch: remove this call (also scaler.step(optimizer)), "
+                "trainer.step() does it. For fp16 pass precision='fp16', which scales losses by itself"
+            )
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found."""
+        for guard in self._guards:
+            guard.remove()
 
     def step_schedulers(self, loss: Callable[[], float] | None = None) -> None:
         """`loss`: of the step, for a scheduler that follows it; None at the end of an epoch."""
@@ -77,22 +107,56 @@ class Replica:
                     "yourself in trainer.every_epoch, and register it with trainer.register for checkpoints"
                 )
 
-    def check_trained(self) -> None:
-        """Whether the parameters that are exchanged are still those that get gradients."""
-        for trained in self._trained:
-            if not trained.requires_grad:
-                raise self._changed(trained)
-        for frozen in self._frozen.values():
-            if frozen.requires_grad:
-                raise self._changed(frozen)
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """The names of `parameters`: the same tuple as long as they are the same parameters."""
+        return self._trained_names
 
-    def _changed(self, changed: torch.Tensor) -> MisuseError:
-        name = next(name for name, p in {**self.parameters, **self._frozen}.items() if p is changed)
-        return MisuseError(
-            f"requires_grad of parameter {name!r} is {changed.requires_grad} and was {not changed.requires_grad} when "
-            "the run was set up, which fixed what workers exchange: set it before, or close this trainer and set up "
-            "another one from here on (init_from= or the same model)"
-        )
+    def take_changes(self) -> list[torch.Tensor] | None:
+        """Look whether other parameters are trained than before, and from now on train those.
+
+        Frozen and unfrozen ones are noticed, and what was added with `add_param_group`. Returns the parameters that
+        are new to the run, None where nothing has changed.
+        """
+        if not self._has_changed():
+            return None
+        known = {id(p) for p in (*self._trained, *self._frozen)}
+        parameters = named_parameters(self.model)
+        _check_optimizers(self.optimizers, [*parameters.values()])
+        _check_modules(self.model)
+        self._note_parameters(parameters)
+        self._num_parameters = self._count_parameters()
+        self._check_parameters(self._device)
+        return [p for p in parameters.values() if id(p) not in known]
+
+    def names_to_train(self) -> list[str]:
+        """The names, in the plain model, of what the next step will train."""
+        return [plain_name(name) for name, p in named_parameters(self.model).items() if p.requires_grad]
+
+    def set_trained(self, names: Sequence[str]) -> None:
+        """Train these parameters, by their names in the plain model, and freeze all others."""
+        for name, parameter in named_parameters(self.model).items():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(plain_name(name) in names)
+
+    def _has_changed(self) -> bool:
+        for parameter in self._trained:
+            if not parameter.requires_grad:
+                return True
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                return True
+        return self._count_parameters() != self._num_parameters
+
+    def _count_parameters(self) -> int:
+        """Of all groups; parameters come to a run by `add_param_group`."""
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def _note_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._trained = list(self.parameters.values())
+        self._trained_names = tuple(self.parameters)
+        self._frozen = [p for p in parameters.values() if not p.requires_grad]
 
     def _check_parameters(self, device: torch.device) -> None:
         if not self.parameters:
@@ -102,6 +166,11 @@ class Replica:
                 raise ValueError(f"parameter {name!r} is on {parameter.device}, this worker drives {device}")
             if not parameter.is_floating_point():
                 raise ValueError(f"parameter {name!r} is {parameter.dtype}: only real floating point can be averaged")
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter has in the model without torch.compile's wrapper."""
+    return name.removeprefix("_orig_mod.")
 
 
 def only_or_all(things: list[Any]) -> Any:
@@ -192,7 +261,7 @@ def _check_modules(model: Any) -> None:
 
 
 @torch.no_grad()
-def _share_weights(model: Any, parameters: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
+def share_weights(model: Any, parameters: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
     """Every worker gets rank 0's parameters and buffers, frozen ones too, once their shapes are known to agree."""
     if communicator.world.size == 1:
         return

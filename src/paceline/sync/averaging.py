@@ -20,7 +20,7 @@ from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
-from paceline.sync.exchange import GradientExchange
+from paceline.sync.exchange import Accept, GradientExchange
 from paceline.sync.guard import DivergenceGuard
 from paceline.sync.meeting import Meeting, Outcome, Round
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, StepNumbers, WorkerMessage
@@ -137,7 +137,7 @@ class AveragedReplicas:
         if self._mine:
             self._local.send(message)
 
-    def finish(self) -> LocalNumbers:
+    def finish(self, accept: Accept = lambda _: True) -> LocalNumbers:
         timings, wishes = self._timings, self._wishes
         self._forget_outcome()
         if not self._mine:

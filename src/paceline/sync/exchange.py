@@ -8,13 +8,16 @@ Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
 from paceline.sync.numbers import SILENCE, Numbers, WorkerMessage
+
+# From a step's numbers to whether the step counts.
+Accept: TypeAlias = Callable[[Numbers], bool]
 
 
 class GradientExchange(Protocol):
@@ -45,10 +48,11 @@ class GradientExchange(Protocol):
     def send(self, message: WorkerMessage = SILENCE) -> None:
         """Start exchanging what has not left yet, and with it what this worker has to tell the others."""
 
-    def finish(self) -> Numbers | None:
+    def finish(self, accept: Accept = lambda _: True) -> Numbers | None:
         """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
 
-        None: the sums did not fit their grids. Nothing was published, the grids are wider now; begin the step again.
+        None: `accept` has said no to the numbers, on all workers alike, or the sums did not fit their grids, which are
+        wider now. Nothing was published; begin the step again.
         """
 
     def complete(self) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
-from paceline.sync.exchange import GradientExchange
+from paceline.sync.exchange import Accept, GradientExchange
 from paceline.sync.numbers import SILENCE, Numbers, WorkerMessage
 
 
@@ -46,8 +46,8 @@ class GradientsFirst:
     def send(self, message: WorkerMessage = SILENCE) -> None:
         self._now.send(message)
 
-    def finish(self) -> Numbers | None:
-        return self._now.finish()
+    def finish(self, accept: Accept = lambda _: True) -> Numbers | None:
+        return self._now.finish(accept)
 
     def complete(self) -> None:
         self._now.complete()

@@ -24,7 +24,8 @@ class WorkerMessage(NamedTuple):
     """What a worker tells the others with a step, beside its gradients.
 
     `wish`: what it asks all to do after this step, 0 for nothing. `digest`: of what must be the same on every worker,
-    such as the optimizers' hyper-parameters; below 2**48. `learning_rate`: (rate, group) that it asks all to set.
+    such as the optimizers' hyper-parameters; below 2**48. `learning_rate`: (rate, group) that it asks all to set, group
+    -1 for all groups.
     """
 
     timing: Timing = NOT_MEASURED
@@ -88,11 +89,11 @@ def digest_parts(digest: int) -> tuple[float, float]:
 
 
 def rate_parts(learning_rate: tuple[float, int] | None) -> list[float]:
-    """The group, counted from 1, and the rate in parts that float32 holds, whose sum is the rate."""
+    """The group, counted from 2 (1: all groups), and the rate in parts that float32 holds, whose sum is the rate."""
     if learning_rate is None:
         return [0.0] * (1 + _RATE_PARTS)
     rest, group = learning_rate
-    parts = [float(group + 1)]
+    parts = [float(group + 2)]
     for _ in range(_RATE_PARTS):
         parts.append(float(np.float32(rest)))
         rest -= parts[-1]
@@ -231,7 +232,7 @@ class StepNumbers:
     @property
     def learning_rates(self) -> Sequence[tuple[float, int] | None]:
         rows = self._part("learning_rates").reshape(self._layout.num_workers, -1).tolist()
-        return [(sum(parts), int(group) - 1) if group else None for group, *parts in rows]
+        return [(sum(parts), int(group) - 2) if group else None for group, *parts in rows]
 
     @property
     def used(self) -> list[float]:

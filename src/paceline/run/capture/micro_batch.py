@@ -105,6 +105,12 @@ class CapturedPass:
         whole = self._whole_step(shape, captured, tensors)
         return self._replay(captured, tensors) if whole is None else self._replay_whole(whole, tensors)
 
+    def set_parameters(self) -> None:
+        """Other parameters are trained from now on: what was captured is void."""
+        self._forget()
+        self._times.clear()
+        self._parameters = list(self._loop.replica.parameters.values())
+
     def _run_or_capture(self, shape: Hashable, batch: Any, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
         if not self._warm_up.is_done:
             scalars = self._warm_up(lambda: self._by_python(batch))

@@ -32,6 +32,7 @@ class Stepping:
             self._update = CapturedUpdate(loop.replica, config.max_grad_norm, graphs, events, is_forced=self._is_forced)
             self._outboxes = Outboxes()
             loop.update = self._update
+            loop.on_parameters(self._update.set_parameters)
 
     def with_function(self, function: Function) -> StepFunction:
         if isinstance(self._graphs, str):
@@ -48,6 +49,7 @@ class Stepping:
             self._events,
             is_forced=self._is_forced,
         )
+        self._loop.on_parameters(captured.set_parameters)
         return StepFunction(self._loop, captured)
 
 

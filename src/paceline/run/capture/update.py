@@ -43,12 +43,17 @@ class CapturedUpdate(Update):
         self._norm: Number | None = None
         self._num_captures = self._num_changes = 0
 
+    def set_parameters(self) -> None:
+        """Other parameters are trained from now on."""
+        self.disarm()
+        self._parameters = list(self._replica.parameters.values())
+
     def arm(self) -> None:
         """Micro-batches are replayed from now on, so their gradients lie at fixed places."""
         if self._is_armed or self._is_over:
             return
         self._is_armed = True
-        if obstacle := _obstacle(self._replica.optimizers):
+        if obstacle := _obstacle(self._replica.optimizers, num_own_hooks=1):
             self._end(obstacle)
 
     def disarm(self) -> None:
@@ -191,11 +196,11 @@ def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-def _obstacle(optimizers: Sequence[torch.optim.Optimizer]) -> str | None:
+def _obstacle(optimizers: Sequence[torch.optim.Optimizer], num_own_hooks: int = 0) -> str | None:
     for optimizer in optimizers:
         name = type(optimizer).__name__
         hooks: Any = optimizer
-        if hooks._optimizer_step_pre_hooks or hooks._optimizer_step_post_hooks:
+        if len(hooks._optimizer_step_pre_hooks) > num_own_hooks or hooks._optimizer_step_post_hooks:
             return f"{name} has step hooks, which a replay does not call"
         for group in optimizer.param_groups:
             if type(optimizer).__module__.partition(".")[0] != "torch" or not _keeps_its_steps_on_device(group, name):

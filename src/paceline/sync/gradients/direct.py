@@ -9,6 +9,7 @@ import torch
 
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
+from paceline.sync.exchange import Accept
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.numbers import SILENCE, Arriving, OneLoss, WorkerMessage
 
@@ -60,7 +61,7 @@ class DirectGradients:
     def send(self, message: WorkerMessage = SILENCE) -> None:
         self._message = message
 
-    def finish(self) -> OneLoss:
+    def finish(self, accept: Accept = lambda _: True) -> OneLoss:
         if not self._weight:
             self._drop()
         return OneLoss(self._replayed or self._loss, self._weight, self._message)

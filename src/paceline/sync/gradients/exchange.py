@@ -14,6 +14,7 @@ from paceline.comm.base import Communicator, Pending
 from paceline.core.errors import GradientError, MisuseError
 from paceline.plan.shares import Plan, owner
 from paceline.sync.buffers import Buffers
+from paceline.sync.exchange import Accept
 from paceline.sync.gradients.grids import Grids
 from paceline.sync.gradients.layout import BUCKET_BYTES, GPU_BUCKET_BYTES, cut_into_buckets
 from paceline.sync.gradients.sums import ExactSums, PlainSums
@@ -169,14 +170,14 @@ class MeanGradients:
         while len(self._pending) < len(self._sums):
             self._send_next()
 
-    def finish(self) -> StepNumbers | None:
+    def finish(self, accept: Accept = lambda _: True) -> StepNumbers | None:
         for pending in self._pending:
             pending.wait()
         self._pending = []
         numbers = self._tail.numbers()
         # Before looking at the peaks: while the host waits for them, a GPU has this to do.
         self._publish(numbers)
-        if self._is_exact and not self._fits(numbers):
+        if not accept(numbers) or (self._is_exact and not self._fits(numbers)):
             self.complete()
             self._buffers.restore()
             return None

@@ -84,7 +84,7 @@ class RoundedAddition:
             magnitudes = torch.abs(source, out=self._magnitudes[: len(source)])
             torch.amax(magnitudes, 1, out=self._peak_of_block[rows])
         peaks = self.peaks.numpy()
-        self._layout.peaks(self._peak_of_block.numpy().astype(np.float64), peaks)
+        self._layout.peaks(self._peak_of_block.double().numpy(), peaks)
         peaks *= abs(weight)
 
     def _gather_peaks(self, peak_of_block: torch.Tensor) -> None:

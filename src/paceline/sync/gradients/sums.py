@@ -51,6 +51,8 @@ class PlainSums:
 
     def add(self, gradients: Sequence[torch.Tensor | None], weight: float, *, first: bool) -> None:
         views, present = _present(self._views, gradients, clear_missing=first)
+        if not present:
+            return
         if not first:
             torch._foreach_add_(views, present, alpha=weight)
             return
@@ -113,7 +115,8 @@ class ExactSums:
 
     def _collect(self, gradients: Sequence[torch.Tensor | None]) -> None:
         views, present = _present(self._views, gradients, clear_missing=True)
-        torch._foreach_copy_(views, present)
+        if present:
+            torch._foreach_copy_(views, present)
 
 
 def _present(

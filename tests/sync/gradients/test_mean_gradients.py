@@ -19,7 +19,7 @@ from paceline.comm.local import LocalGroup
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.sync.buffers import Buffers
-from paceline.sync.gradients import BucketedGradients
+from paceline.sync.gradients.exchange import MeanGradients
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 
@@ -246,15 +246,13 @@ def half_precision_run() -> tuple[list[tuple[int, bool]], bool]:
 
 
 @contextmanager
-def two_replicas(
-    build: Callable[[], nn.Module], **settings: Any
-) -> Iterator[list[tuple[nn.Module, BucketedGradients]]]:
+def two_replicas(build: Callable[[], nn.Module], **settings: Any) -> Iterator[list[tuple[nn.Module, MeanGradients]]]:
     group = LocalGroup(["cpu", "cpu"], timeout_s=5)
     replicas = []
     for member in group.members:
         torch.manual_seed(0)
         model = build()
-        exchange = BucketedGradients(
+        exchange = MeanGradients(
             dict(model.named_parameters()), member, Buffers(model, member), max_micro_batches=2, **settings
         )
         replicas.append((model, exchange))
@@ -263,7 +261,7 @@ def two_replicas(
         exchange.close()
 
 
-def one_step(replicas: list[tuple[nn.Module, BucketedGradients]], work: Callable[[nn.Module, int], None]) -> None:
+def one_step(replicas: list[tuple[nn.Module, MeanGradients]], work: Callable[[nn.Module, int], None]) -> None:
     """Each replica one micro-batch, in one thread: all start their exchange before any waits for it."""
     for rank, (model, exchange) in enumerate(replicas):
         exchange.begin_step((range(1), range(1, 2)))
@@ -321,18 +319,22 @@ def test_without_overlap_a_changed_pattern_is_no_error() -> None:
             torch.testing.assert_close(parameter.grad, 2 * gradient)
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("pattern", [(1, 1, 1), (0, 1, 1), (1, 0, 1), (2, 1, 2), (1, 2, 1)])
-def test_gradients_taken_together_after_backward_have_the_bits_of_those_taken_by_hooks(
-    pattern: tuple[int, ...],
-) -> None:
+def test_the_cut_into_buckets_does_not_show(pattern: tuple[int, ...], exact: bool) -> None:
     """`pattern`: each micro-batch's weight; one of weight 2 uses only a part of the parameters."""
 
-    def gradients(**settings: Any) -> tuple[int, list[torch.Tensor | None]]:
+    def gradients(bucket_bytes: int | None) -> list[torch.Tensor | None]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
         alone = SingleCommunicator(World())
-        exchange = BucketedGradients(
-            dict(model.named_parameters()), alone, Buffers(model, alone), max_micro_batches=3, **settings
+        exchange = MeanGradients(
+            dict(model.named_parameters()),
+            alone,
+            Buffers(model, alone),
+            max_micro_batches=3,
+            bucket_bytes=bucket_bytes,
+            exact=exact,
         )
         for _ in range(2):
             exchange.begin_step((range(3),), total_weight=sum(pattern))
@@ -345,15 +347,31 @@ def test_gradients_taken_together_after_backward_have_the_bits_of_those_taken_by
             numbers = exchange.finish()
             assert numbers is not None
             assert numbers.losses == [number if weight else 0.0 for number, weight in enumerate(pattern)]
-        num_hooks = len(exchange._hooks)
         exchange.close()
-        return num_hooks, [p.grad for p in model.parameters()]
+        return [p.grad for p in model.parameters()]
 
-    num_hooks, together = gradients()
-    assert num_hooks == 0
-    num_hooks, by_hooks = gradients(bucket_bytes=1)
-    assert num_hooks == 6
-    for mine, theirs in zip(together, by_hooks, strict=True):
-        assert mine is not None
-        assert theirs is not None
-        assert torch.equal(mine, theirs)
+    for one, several in zip(gradients(None), gradients(1), strict=True):
+        assert one is not None
+        assert several is not None
+        assert torch.equal(one, several)
+
+
+def test_during_a_micro_batch_the_gradient_is_its_own(pool: WorkerPool) -> None:
+    """So that gradients can be logged: every micro-batch, in every mode, on every number of workers."""
+
+    def watched(**settings: Any) -> None:
+        def step(trainer: pl.Trainer, x: torch.Tensor) -> None:
+            used = [p for p in trainer.model.parameters() if p.requires_grad]
+            expected = torch.autograd.grad(loss_of(trainer.model, x), used, allow_unused=True)
+            trainer.backward(loss_of(trainer.model, x))
+            for parameter, gradient in zip(used, expected, strict=True):
+                assert (parameter.grad is None) == (gradient is None)
+                if gradient is not None:
+                    torch.testing.assert_close(parameter.grad, gradient)
+
+        run(step, **settings)
+
+    for settings in ({}, {"exact": True}, {"global_batch": 2}):
+        watched(**settings)
+        for size in (2, 3):
+            pool.run(lambda settings=settings: watched(**settings), size)

@@ -1,0 +1,169 @@
+"""Parameters that are frozen, unfrozen and added between two steps, as progressive training does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import digest
+from torch import nn
+from worker_pool import WorkerPool, WorkersFailed
+
+import paceline as pl
+
+X = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6)])
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x).square().mean()
+
+    def grow(self) -> list[torch.Tensor]:
+        """One more block, whose weights do not depend on who makes it."""
+        block = nn.Linear(6, 6)
+        with torch.no_grad():
+            block.weight.copy_(torch.eye(6) + 0.1)
+            block.bias.zero_()
+        self.blocks.append(block)
+        return list(block.parameters())
+
+
+# What happens after which step: to the model, the optimizer.
+CHANGES: dict[str, dict[int, Callable[[Any, Any], object]]] = {
+    "freeze": {2: lambda m, _: m.blocks[0].requires_grad_(False)},
+    "unfreeze": {
+        1: lambda m, _: m.head.requires_grad_(False),
+        3: lambda m, _: m.head.requires_grad_(True),
+    },
+    "add": {2: lambda m, o: o.add_param_group({"params": m.grow(), "lr": 0.05})},
+    "add and remove": {
+        1: lambda m, o: o.add_param_group({"params": m.grow()}),
+        4: lambda m, _: m.blocks[1].requires_grad_(False),
+    },
+}
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def train(name: str, where: str = "hook", max_steps: int = 8, **settings: Any) -> tuple[str, dict[str, torch.Tensor]]:
+    """`where` changes are made: in a hook, or in the loop's body."""
+    settings = {"data": X, "global_batch": 8, "micro_batch": 2, "shuffle": False, **settings}
+    with pl.Trainer.setup(Growing, optimizer_of, **settings) as trainer:
+
+        def change(record: pl.StepRecord) -> None:
+            if record.step in CHANGES[name]:
+                CHANGES[name][record.step](trainer.model, trainer.optimizer)
+
+        if where == "hook":
+            trainer.every(1, change)
+        for epoch in trainer.epochs(max_steps=max_steps):
+            for batch in epoch:
+                trainer.backward(trainer.model(batch))
+                if (record := trainer.step()) and where == "body":
+                    change(record)
+        state = {key: value.detach().clone() for key, value in trainer.model.state_dict().items()}
+        return digest(state, trainer.optimizer.state_dict()), state
+
+
+def by_hand(name: str) -> dict[str, torch.Tensor]:
+    with pl.Trainer.setup(Growing, optimizer_of, data=X, global_batch=8) as trainer:
+        model = trainer.model
+    optimizer = optimizer_of(list(model.parameters()))
+    for step in range(8):
+        for x in X[8 * (step % 4) : 8 * (step % 4) + 8].split(2):
+            (model(x) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 in CHANGES[name]:
+            CHANGES[name][step + 1](model, optimizer)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", CHANGES)
+def test_as_plain_pytorch_would_on_every_number_of_workers(name: str, exact: bool, pool: WorkerPool) -> None:
+    expected = by_hand(name)
+    alone, state = train(name, exact=exact)
+    for outcome in [
+        (alone, state),
+        *pool.run(partial(train, name, exact=exact), 2),
+        *pool.run(partial(train, name, exact=exact), 3),
+    ]:
+        assert not exact or outcome[0] == alone
+        for key, value in expected.items():
+            torch.testing.assert_close(outcome[1][key], value, rtol=1e-5, atol=1e-6)
+
+
+def test_in_the_loop_body_too_where_all_workers_have_shares(pool: WorkerPool) -> None:
+    alone, _ = train("add", exact=True)
+    outcomes = [
+        train("add", "body", exact=True),
+        *pool.run(partial(train, "add", "body", exact=True, shares="equal"), 2),
+    ]
+    assert {outcome[0] for outcome in outcomes} == {alone}
+
+
+def test_a_change_on_some_workers_only_is_refused_by_all(pool: WorkerPool) -> None:
+    message = r"parameter 'blocks\.1\.weight' is trained on rank 0 and not on rank 1.*trainer\.every"
+    with pytest.raises(WorkersFailed, match=message):
+        pool.run(partial(train, "add", "body", shares=[1.0, 0.0]), 2)
+    with pytest.raises(WorkersFailed, match=r"parameter 'blocks\.0\.weight' is trained on rank 1 and not on rank 0"):
+        pool.run(partial(train, "freeze", "body", shares=[1.0, 0.0]), 2)
+
+
+def test_new_parameters_have_the_values_of_rank_0(pool: WorkerPool) -> None:
+    def program() -> str:
+        def grow(record: pl.StepRecord) -> None:
+            if record.step == 2:
+                trainer.model.blocks.append(nn.Linear(6, 6))
+                nn.init.constant_(trainer.model.blocks[1].bias, float(trainer.world.rank))
+                trainer.optimizer.add_param_group({"params": trainer.model.blocks[1].parameters()})
+
+        settings = {"data": X, "global_batch": 8, "micro_batch": 2, "exact": True}
+        with pl.Trainer.setup(Growing, optimizer_of, **settings) as trainer:
+            trainer.every(1, grow)
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch))
+                    trainer.step()
+            return digest(trainer.model.state_dict())
+
+    assert set(pool.run(program, 2)) == {program()}
+
+
+@pytest.mark.parametrize("name", ["freeze", "unfreeze"])
+@pytest.mark.parametrize("stop_at", [2, 5])
+def test_through_a_checkpoint(name: str, stop_at: int, tmp_path: Path, pool: WorkerPool) -> None:
+    """The resumed run knows which parameters were trained, though the hook that froze them does not run again."""
+    whole, _ = train(name, exact=True)
+    checkpoints = pl.Checkpoints(tmp_path, every_steps=1)
+    train(name, exact=True, max_steps=stop_at, checkpoints=checkpoints)
+    outcomes = pool.run(partial(train, name, exact=True, checkpoints=checkpoints), 2)
+    assert {outcome[0] for outcome in outcomes} == {whole}
+
+
+def test_an_average_of_the_weights_follows(pool: WorkerPool) -> None:
+    def program() -> str:
+        with pl.Trainer.setup(Growing, optimizer_of, data=X, global_batch=8, micro_batch=2, exact=True, ema=0.9) as t:
+            t.every(1, lambda r: CHANGES["add"].get(r.step, lambda *_: None)(t.model, t.optimizer))
+            for epoch in t.epochs(2):
+                for batch in epoch:
+                    t.backward(t.model(batch))
+                    t.step()
+            with t.ema_weights():
+                return digest(t.model.state_dict())
+
+    assert set(pool.run(program, 2)) == {program()}
