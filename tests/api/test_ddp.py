@@ -193,8 +193,12 @@ def test_an_exact_mean_goes_on_with_the_same_bits_from_its_state() -> None:
 
 def test_a_replica_that_counts_nothing_is_no_micro_batch_for_the_grid() -> None:
     with exact_numbers() as fresh, exact_numbers() as idle:
-        mean_of(3000.0, idle, (5, 0))  # two micro-batches of this size would move the grid
+        for ddp in (fresh, idle):
+            mean_of(40.0, ddp)  # calibrates the grid
+        mean_of(30000.0, idle, (5, 0))  # two micro-batches of this size would move it
         assert mean_of(100 / 3, idle) == mean_of(100 / 3, fresh)
+        mean_of(30000.0, idle, (5, 5))
+        assert mean_of(100 / 3, idle) != mean_of(100 / 3, fresh)
 
 
 # --- what is averaged -----------------------------------------------------------------------------------------------

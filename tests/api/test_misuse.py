@@ -40,22 +40,6 @@ def test_a_loss_of_another_model_is_refused(settings: dict[str, Any]) -> None:
                 trainer.step()
 
 
-@pytest.mark.parametrize("is_frozen_first", [True, False])
-def test_requires_grad_may_not_change_in_mid_run(is_frozen_first: bool) -> None:
-    model = mlp()
-    changed = model[0].weight
-    changed.requires_grad_(not is_frozen_first)
-    with setup(model) as trainer, pytest.raises(pl.MisuseError) as raised:
-        for epoch in trainer.epochs(1):
-            for batch in epoch:
-                trainer.backward(loss_of(trainer.model, batch))
-                if trainer.step():
-                    changed.requires_grad_(is_frozen_first)
-    now = is_frozen_first
-    assert str(raised.value).startswith(f"requires_grad of parameter '0.weight' is {now} and was {not now} when")
-    assert trainer.position.step == 1
-
-
 def test_requires_grad_may_be_toggled_within_a_micro_batch() -> None:
     model = mlp()
     with setup(model) as trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -212,13 +213,13 @@ def test_exact_mode_names_the_micro_batch_of_an_infinite_gradient(pool: WorkerPo
         with setup(shuffle=False, shares="equal", exact=True) as trainer:
             for epoch in trainer.epochs(1):
                 for batch in epoch:
-                    trainer.backward(loss_of(trainer, batch))
-                    trainer.step() if trainer.position.step < 2 else poison(trainer, batch)
+                    is_poisoned = trainer.position.step == 2 and bool((batch.x == X[20]).all(1).any())
+                    with poison(trainer.model[0].weight) if is_poisoned else nullcontext():
+                        trainer.backward(loss_of(trainer, batch))
+                    trainer.step()
 
-    def poison(trainer: pl.Trainer, batch: Any) -> None:
-        if bool((batch.x == X[20]).all(1).any()):
-            trainer.model[0].weight.grad = torch.full_like(trainer.model[0].weight, math.inf)
-        trainer.step()
+    def poison(weight: torch.Tensor) -> Any:
+        return weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
 
     with pytest.raises(pl.NonFiniteError, match="gradient is inf at step 3, micro-batch 1, rank 0"):
         run()

@@ -19,7 +19,13 @@ X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 
 def train(steps: int, every: int = 2, **settings: Any) -> int:
     """In step 1 the worker with a share changes a weight. Returns how many steps were completed."""
-    replica_check.EVERY_STEPS, replica_check.MAX_COST = every, 1e9
+    with pytest.MonkeyPatch.context() as patch:  # workers serve other tests too
+        patch.setattr(replica_check, "EVERY_STEPS", every)
+        patch.setattr(replica_check, "MAX_COST", 1e9)
+        return train_patched(steps, **settings)
+
+
+def train_patched(steps: int, **settings: Any) -> int:
     settings = {"data": X, "global_batch": 4, "shares": [1.0, 0.0, 0.0][: pl.World.from_environment().size], **settings}
     with pl.Trainer.setup(
         lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)), lambda p: torch.optim.SGD(p, lr=0.1), **settings
