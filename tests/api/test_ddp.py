@@ -197,7 +197,7 @@ def test_a_replica_that_counts_nothing_is_no_micro_batch_for_the_grid() -> None:
             mean_of(40.0, ddp)  # calibrates the grid
         mean_of(30000.0, idle, (5, 0))  # two micro-batches of this size would move it
         assert mean_of(100 / 3, idle) == mean_of(100 / 3, fresh)
-        mean_of(30000.0, idle, (5, 5))
+        mean_of(60000.0, idle, (5, 5))
         assert mean_of(100 / 3, idle) != mean_of(100 / 3, fresh)
 
 
