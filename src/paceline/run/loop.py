@@ -347,7 +347,8 @@ class Loop:
         # From here on every worker does the same, drawing the same random numbers.
         self._seed_after_step(position.step)
         if self._may_request_rates:
-            self._set_requested_rate(numbers)
+            # A worker alone knows what it asked for; asking a GPU would wait for it.
+            self._set_requested_rate([message.learning_rate] if self._world.size == 1 else numbers.learning_rates)
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
         norm = self.update.clip()
@@ -422,8 +423,8 @@ class Loop:
         for hook in self._parameter_hooks:
             hook()
 
-    def _set_requested_rate(self, numbers: Numbers) -> None:
-        requests = {rank: rate for rank, rate in enumerate(numbers.learning_rates) if rate is not None}
+    def _set_requested_rate(self, by_rank: Sequence[tuple[float, int] | None]) -> None:
+        requests = {rank: rate for rank, rate in enumerate(by_rank) if rate is not None}
         if not requests:
             return
         (first, (rate, group)), *others = requests.items()

@@ -69,7 +69,7 @@ class ReplicaCheck:
             raise PacelineError(
                 f"after step {step} the weights of {name!r} on rank {rank} differ from rank 0's: "
                 f"{len(different)} of {world.size * len(own)} digests differ. Something changes weights on some "
-                "workers only, such as code in the loop's body, which a worker without a share in a step skips: do it in "
+                "workers only, such as code in the loop's body, which a worker without a share skips: do it in "
                 "a hook of trainer.every. Or a device computes wrongly"
             )
 

@@ -30,11 +30,12 @@ class RoundedAddition:
 
     def __init__(self, layout: BucketLayout) -> None:
         self._layout = layout
-        self._anchors = torch.ones(layout.num_blocks, 1, dtype=torch.float64, device=layout.device)
+        self._anchors = torch.ones(len(layout), dtype=torch.float64, device=layout.device)
         self.peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
         self._kernel = _kernel_on(layout.device)
         self._owners = torch.from_numpy(layout.owner_of_block.astype(np.int32)).to(layout.device)
         if layout.device.type == "cpu":
+            self._anchor_of_block = torch.ones(layout.num_blocks, 1, dtype=torch.float64)
             rows = min(CPU_BLOCKS, layout.num_blocks)
             self._scratch = torch.empty(rows, BLOCK_NUMEL, dtype=torch.float64)
             self._magnitudes = torch.empty(rows, BLOCK_NUMEL, dtype=layout.dtype)
@@ -42,8 +43,9 @@ class RoundedAddition:
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """One per parameter of the bucket."""
-        values = torch.from_numpy(np.ascontiguousarray(anchors[self._layout.owner_of_block]))
-        self._anchors.copy_(values[:, None])
+        self._anchors.copy_(torch.from_numpy(anchors))
+        if self._layout.device.type == "cpu":
+            np.take(anchors, self._layout.owner_of_block, out=self._anchor_of_block.numpy()[:, 0])
 
     def add(self, gradient: torch.Tensor, total: torch.Tensor, weight: float, *, first: bool) -> None:
         """`first` overwrites the total instead of adding to it."""
@@ -56,7 +58,8 @@ class RoundedAddition:
         else:
             term = gradient.view(-1, BLOCK_NUMEL).to(torch.float64).mul_(weight)
             self._gather_peaks(term.abs().amax(1))
-            term.add_(self._anchors).sub_(self._anchors)
+            anchors = self._anchors[self._owners][:, None]
+            term.add_(anchors).sub_(anchors)
             whole = total.view(-1, BLOCK_NUMEL)
             whole.copy_(term) if first else whole.add_(term)
 
@@ -70,7 +73,7 @@ class RoundedAddition:
         is_one_pass = gradient.dtype != torch.float64 and _fits_29_bits(weight)
         for start in range(0, len(gradient), CPU_BLOCKS):
             rows = slice(start, start + CPU_BLOCKS)
-            source, sums, anchors = gradient[rows], total[rows], self._anchors[rows]
+            source, sums, anchors = gradient[rows], total[rows], self._anchor_of_block[rows]
             term = sums if first else self._scratch[: len(source)]
             term.copy_(source)
             if is_one_pass:
@@ -99,8 +102,8 @@ class RoundedAddition:
             self._kernel[(-(-num_blocks // _GPU_ROWS),)](
                 gradient,
                 total,
-                self._anchors,
                 self._owners,
+                self._anchors,
                 self.peaks.view(torch.int64),
                 num_blocks,
                 _bits(weight),
@@ -132,7 +135,7 @@ def _tried_kernel(device: torch.device) -> Any:
         bits = double[:1].clone().view(torch.int64)
         with torch.cuda.device(device):
             add_rounded[(1,)](
-                number, double, double + 1, owner, bits, 1, _bits(1.0),
+                number, double, owner, double + 1, bits, 1, _bits(1.0),
                 IS_FIRST=True, ROWS=_GPU_ROWS, BLOCK=BLOCK_NUMEL, enable_fp_fusion=False,
             )  # fmt: skip
     except Exception as error:  # Triton's errors are many: no such package, no compiler, no support for the device
