@@ -189,7 +189,8 @@ class Loop:
             raise MisuseError(
                 "step() was called before backward(): this micro-batch has no gradient"
                 if self._loss is None
-                else "backward() gave none of the run's parameters a gradient: compute the loss with trainer.model"
+                else "backward() gave none of the run's parameters a gradient: compute the loss with trainer.model, "
+                "and do not call zero_grad() before step()"
             )
         if self._loss is None and self.weight:
             if self._loss_scale is not None:
