@@ -46,15 +46,34 @@ if TYPE_CHECKING:
 
 
 class Epoch:
-    """One pass over the data: iterate over it for this worker's micro-batches. `number` counts from 0."""
+    """One pass over the data: iterate over it, once, for this worker's micro-batches. `number` counts from 0."""
 
-    def __init__(self, number: int, loop: Loop) -> None:
+    def __init__(self, number: int, loop: Loop, num_micro_batches: int | None) -> None:
         self.number = number
+        self.was_begun = False
         self._loop = loop
+        self._num_micro_batches = num_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
+        if self.was_begun:
+            raise MisuseError(
+                f"epoch {self.number} was iterated before, and an epoch can be iterated once: "
+                "the next one comes from trainer.epochs(...)"
+            )
+        if self._loop.position.epoch != self.number:
+            raise MisuseError(
+                f"epoch {self.number} cannot be iterated: the run is in epoch {self._loop.position.epoch}. Take each "
+                "epoch from trainer.epochs(...) when it is its turn"
+            )
+        self.was_begun = True
         # Made here, not kept: a `break` then ends the generator at once, and with it the step that was under way.
         return self._loop.micro_batches(self.number)
+
+    def __len__(self) -> int:
+        """The micro-batches of the whole epoch, over all workers; this one gets its share of them."""
+        if self._num_micro_batches is None:
+            raise TypeError("len(epoch) is not known: the data is a stream, which ends when it ends")
+        return self._num_micro_batches
 
 
 class Trainer:
@@ -71,6 +90,7 @@ class Trainer:
         self._config = config
         self._weight_fn = weight_fn
         self._calling = calling or PlainModel()
+        self._is_closed = False
 
     @classmethod
     def setup(
@@ -348,6 +368,22 @@ class Trainer:
         return self._run.loop.position
 
     @property
+    def last_record(self) -> StepRecord | None:
+        """The record of the newest completed step, the same on every worker; None before the first of this process.
+
+        What `step` returns, but also on a worker that had no share in that step and so never came to its loop's body.
+        """
+        return self._run.loop.last_record
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the micro-batches that now come have come before: exact mode had to begin the step again.
+
+        What a loop's body adds up by itself counts them twice then. Records do not: a step has one.
+        """
+        return self._run.loop.is_repeating
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """None where nobody knows beforehand: for a stream, and with a cadence, which decides as it goes."""
         return self._run.steps_per_epoch
@@ -356,13 +392,28 @@ class Trainer:
         """The run's epochs up to number `count`, or until the run has `max_steps` steps; from wherever it stands."""
         if count is None and max_steps is None:
             raise ValueError("epochs() without an end: give the number of epochs, or max_steps")
+        self._check_open()
         loop = self._run.loop
+        loop.begin_next_epoch()  # where the last one was left by `break`
         loop.max_steps = max_steps
         while not loop.is_over and (count is None or self.position.epoch < count):
-            number = self.position.epoch
-            yield Epoch(number, loop)
-            if self.position.epoch == number and not loop.is_over:
-                return  # the epoch was left with `break`
+            begun_at = self.position
+            epoch = Epoch(begun_at.epoch, loop, self._run.micro_batches_per_epoch)
+            yield epoch
+            self._check_open()
+            if loop.begin_next_epoch():
+                if count is None and self.position.step == begun_at.step:
+                    raise MisuseError(
+                        f"epoch {epoch.number} was left without a step, so that max_steps={max_steps} will never be "
+                        "reached: leave it after a step, or give epochs() a number of epochs"
+                    )
+            elif self.position.epoch == epoch.number and not loop.is_over:
+                if epoch.was_begun:
+                    return  # an exception ended it
+                raise MisuseError(
+                    f"epoch {epoch.number} was not iterated, so the next one cannot begin: write "
+                    "`for batch in epoch`, or leave the loop over the epochs with `break`"
+                )
         self._run.keeper.save_last(loop)
 
     def end(self) -> None:
@@ -376,6 +427,13 @@ class Trainer:
                 "trainer.every or trainer.every_epoch, where all of them decide alike"
             )
         self._run.loop.max_steps = self.position.step
+
+    def end_epoch(self) -> None:
+        """Let the epoch end after this step, on all workers; the next one begins. Inside `every` only.
+
+        trainer.every(1, lambda record: trainer.end_epoch() if record.loss < 0.1 else None)
+        """
+        self._run.loop.end_epoch()
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of a micro-batch as the head computes it, in the run's precision; see `setup_head`."""
@@ -598,7 +656,15 @@ class Trainer:
         """
         self._close(has_failed=sys.exception() is not None)
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise MisuseError(
+                "this trainer is closed: call Trainer.setup again to go on, with checkpoints= or the same model"
+            )
+
     def _refuse_inside_epoch(self, call: str) -> None:
+        self._check_open()
+        self._run.loop.settle()
         if self._run.loop.is_inside_epoch:
             raise MisuseError(
                 f"{call} was called inside an epoch's loop, which workers leave at different times: call it between "
@@ -615,8 +681,14 @@ class Trainer:
             return self._calling.predict(model, batch)
 
     def _close(self, *, has_failed: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
-            if not has_failed:
+            if has_failed:
+                self._run.loop.abandon()
+            else:
+                self._run.loop.settle()
                 self._run.keeper.finish(self._run.loop)
         finally:
             self._run.cleanup.close()

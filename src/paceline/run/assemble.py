@@ -47,11 +47,12 @@ from paceline.sync.gradients_first import GradientsFirst
 
 @dataclass(frozen=True)
 class Run:
-    """A run's parts. `cleanup` takes it apart again, in reverse order. `steps_per_epoch`: None if nobody knows."""
+    """A run's parts. `cleanup` takes it apart again, in reverse order. Counts per epoch: None if nobody knows."""
 
     loop: Loop
     steps: Steps
     steps_per_epoch: int | None
+    micro_batches_per_epoch: int | None
     communicator: Communicator
     events: Events
     keeper: Checkpointing | Unsaved
@@ -122,9 +123,20 @@ def assemble(
         loop = Loop(config, world, replica, exchange, feed, planner, events, keeper, average, recorder, collector)
         keeper.load_loop(loop)
         stepping = Stepping(loop, exchange, events, graphs, config)
-        is_known = not isinstance(data, IterableStream) and not isinstance(config.strategy, Cadence)
-        num_steps = steps.num_steps if is_known else None
-        return Run(loop, steps, num_steps, communicator, events, keeper, average, recorder, stepping, stack.pop_all())
+        is_counted = not isinstance(data, IterableStream)
+        return Run(
+            loop,
+            steps,
+            steps.num_steps if is_counted and not isinstance(config.strategy, Cadence) else None,
+            steps.num_micro_batches if is_counted else None,
+            communicator,
+            events,
+            keeper,
+            average,
+            recorder,
+            stepping,
+            stack.pop_all(),
+        )
 
 
 def _check_device(device: torch.device) -> None:

@@ -16,7 +16,7 @@ import torch
 from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.events import Events
 from paceline.core.seeding import Purpose, StepSeeding
-from paceline.core.timing import Timing
+from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.core.world import World
 from paceline.data.feed import Feed, Step
 from paceline.data.sharded import passes
@@ -36,7 +36,7 @@ from paceline.run.stopwatch import stopwatch_for
 from paceline.run.update import Number, Update
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import Numbers
+from paceline.sync.numbers import LEFT, Numbers, left_error
 
 # From how many steps one is measured where nothing depends on it.
 SELDOM_MEASURED = 16
@@ -108,7 +108,13 @@ class Loop:
         self._loss: torch.Tensor | None = None
         self.weight = 0  # of the open micro-batch
         self._is_open = False
+        self._is_last = True  # of this worker's micro-batches of the step
         self.is_inside_epoch = self.is_in_hook = False
+        self._may_end_epoch = False
+        self._left_epoch: int | None = None  # left by `break`, and the next one has not begun
+        self._is_left_open = False  # and what ends every epoch is still to be done
+        self.is_repeating = False  # exact mode had to begin this step again
+        self.last_record: StepRecord | None = None
 
     def micro_batches(self, epoch: int) -> Iterator[Any]:
         """This worker's micro-batches until this epoch ends; `step` must be called after each.
@@ -119,6 +125,7 @@ class Loop:
         self.is_inside_epoch = True
         self._timeline.event("epoch begin", number=epoch)
         self._collector.begin_epoch(self.position.step)
+        begun_at: Position | None = None
         try:
             while self.position.epoch == epoch and not self.is_over:
                 self._keeper.between_steps(self)
@@ -126,6 +133,7 @@ class Loop:
                 mine = self._begin_step()
                 if mine is None:
                     break
+                self.is_repeating, begun_at = begun_at == self.position, self.position
                 for numbers in passes(mine, self._at_once):
                     batch = self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
                     if batch is not None:
@@ -136,15 +144,91 @@ class Loop:
                         raise MisuseError("the next micro-batch was asked for before step() was called for this one")
                 if not mine:
                     self._finish_step()
-            self._watch.flush()
-            self._stopwatch.flush()
-            self._exchange.synchronize()
+            self._complete_epoch()
+        except GeneratorExit:  # left by `break`, or by an exception in the loop's body: here it cannot be told which
+            self._left_epoch, self._is_left_open = epoch, True
+            raise
         finally:
             self._collector.end_epoch()
             self.is_inside_epoch = False
-            if self._is_open:  # left by `break` or an exception
-                self._is_open = False
-                self._exchange.abandon()
+            # On several workers the step stays as it is until the others are told.
+            if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Drop the step that is under way, if one is."""
+        if self._is_step_under_way:
+            self._is_open, self._is_last = False, True
+            self._exchange.abandon()
+
+    def end_epoch(self) -> None:
+        """Let the epoch end after the step whose hook calls this."""
+        if not self._may_end_epoch or self.last_record is None:
+            raise MisuseError(
+                "end_epoch() ends an epoch on all workers after the same step: call it in a hook of trainer.every, "
+                "such as trainer.every(100, lambda record: trainer.end_epoch())"
+            )
+        if self.position.epoch == self.last_record.epoch:  # else that was the epoch's last step
+            self.position = self.position.next_epoch()
+
+    def settle(self) -> None:
+        """An epoch's loop may have been left by `break`: do now what the end of every epoch needs.
+
+        One worker may leave an epoch before its end. Of several none may: on each the loop's body runs for other
+        micro-batches, so they would leave at different steps. That is an error, on all of them.
+        """
+        if not self._is_left_open:
+            return
+        self._is_left_open = False
+        if self.position.epoch == self._left_epoch and not self.is_over and self._world.size > 1:
+            self._tell_left()
+        self._complete_epoch()
+
+    def begin_next_epoch(self) -> bool:
+        """After a `break`, go to the next epoch; False if there was none."""
+        self.settle()
+        left, self._left_epoch = self._left_epoch, None
+        if left != self.position.epoch or self.is_over:
+            return False
+        self.position = self.position.next_epoch()
+        self._end_epoch(left)
+        return True
+
+    def _complete_epoch(self) -> None:
+        self._watch.flush()
+        self._stopwatch.flush()
+        self._exchange.synchronize()
+
+    @property
+    def _is_step_under_way(self) -> bool:
+        """Whether this worker has begun micro-batches of a step that it did not exchange yet."""
+        return self._is_open or not self._is_last
+
+    def _tell_left(self) -> None:
+        """Take part in the others' steps, without a gradient, until all have read that this worker left."""
+        if self._world.device.type != "cpu":  # they read it steps later, and would go on without this worker's part
+            raise left_error([self._world.rank])
+        is_under_way = self._is_step_under_way
+        if self._is_open:
+            self._exchange.end_micro_batch(None)
+        self._is_open, self._is_last = False, True
+        while self.position.epoch == self._left_epoch and not self.is_over:
+            if not is_under_way:
+                self._keeper.between_steps(self)
+                mine = self._begin_step()
+                if mine is None:
+                    break
+                if mine:
+                    self._exchange.begin_micro_batch(mine[-1], 0, is_last=True)
+                    self._exchange.end_micro_batch(None)
+            is_under_way = False
+            self._exchange.send(NOT_MEASURED, LEFT)
+            if (numbers := self._exchange.finish()) is not None:
+                self._keeper.observe(numbers)  # an error, as soon as all have read it
+                self._exchange.complete()
+                self.position = self._feed.after_step(self.position)
+        self._exchange.synchronize()
+        raise left_error([self._world.rank])
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backward of this micro-batch's loss, a mean over its samples. Several calls add up."""
@@ -316,10 +400,13 @@ class Loop:
             norm,
             self._is_loss_known,
         )
+        self.last_record = record
         self.position = self._feed.after_step(position)
+        self._may_end_epoch = True
         for steps, hook in self._hooks:
             if record.step % steps == 0:
                 self._run_hook(hook, record)
+        self._may_end_epoch = False
         if self.position.epoch != position.epoch:
             self._end_epoch(position.epoch)
         return record

@@ -21,7 +21,7 @@ from paceline.plan.shares import Plan
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.guard import DivergenceGuard
 from paceline.sync.meeting import Meeting, Outcome, Round
-from paceline.sync.numbers import LocalNumbers, OneLoss, StepNumbers
+from paceline.sync.numbers import LocalNumbers, OneLoss, StepNumbers, check_nobody_left
 
 logger = logging.getLogger("paceline")
 
@@ -182,6 +182,7 @@ class AveragedReplicas:
 
     def _take_outcome(self) -> None:
         outcome = self._meeting.finish(has_moved_on=self._round.steps > 0)
+        check_nobody_left(outcome.wishes)
         self._timings, self._wishes = outcome.timings, outcome.wishes
         self._interval.observe(outcome)
         if self._guard is not None and self._guard.is_alarmed_by(outcome.drift) and self._interval.steps > 1:

@@ -16,7 +16,26 @@ from typing import ClassVar, Protocol
 
 import torch
 
+from paceline.core.errors import MisuseError
 from paceline.core.timing import Timing
+
+# The wish of a worker that left its epoch's loop. Nobody grants it: all workers end with an error.
+LEFT = 3.0
+
+
+def check_nobody_left(wishes: Sequence[float]) -> None:
+    if LEFT in wishes:
+        raise left_error([rank for rank, wish in enumerate(wishes) if wish == LEFT])
+
+
+def left_error(ranks: Sequence[int]) -> MisuseError:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return MisuseError(
+        f"{who} left the loop of an epoch before its end, by `break` or `return`. Several workers must end an epoch "
+        "after the same step, and the loop's body runs for other micro-batches on each of them: call "
+        "trainer.end_epoch() in a hook of trainer.every (trainer.end() to end the run), or give the number of steps: "
+        "trainer.epochs(max_steps=...)"
+    )
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import OWN, Beginning, HasState
 from paceline.run.saving.state import has_state, random_state, replica_states
 from paceline.run.saving.stopping import Stopped, StopSignals
-from paceline.sync.numbers import Numbers
+from paceline.sync.numbers import Numbers, check_nobody_left
 
 logger = logging.getLogger("paceline")
 
@@ -56,7 +56,9 @@ class Agreement:
     def observe(self, numbers: Numbers) -> None:
         self._unread.append(numbers)
         if len(self._unread) > self._lag_steps:
-            self.wish = max(self._unread.popleft().wishes)
+            wishes = self._unread.popleft().wishes
+            check_nobody_left(wishes)
+            self.wish = max(wishes)
 
     def forget(self) -> None:
         """Whatever was wished for until now is done."""
