@@ -55,6 +55,7 @@ class Epoch:
         self._num_micro_batches = num_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
+        check_open(self._loop)
         if self.was_begun:
             raise MisuseError(
                 f"epoch {self.number} was iterated before, and an epoch can be iterated once: "
@@ -76,6 +77,14 @@ class Epoch:
         return self._num_micro_batches
 
 
+def check_open(loop: Loop) -> None:
+    if loop.is_closed:
+        raise MisuseError(
+            "this trainer is closed, its run has ended: call Trainer.setup again, with the same model, or with "
+            "checkpoints= to go on where it was saved"
+        )
+
+
 class Trainer:
     """A training run whose loop is yours. Make one with `Trainer.setup`."""
 
@@ -90,7 +99,6 @@ class Trainer:
         self._config = config
         self._weight_fn = weight_fn
         self._calling = calling or PlainModel()
-        self._is_closed = False
 
     @classmethod
     def setup(
@@ -109,6 +117,7 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         max_grad_norm: float | None = None,
         fused_optimizers: bool = True,
+        train_mode: bool = True,
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool = False,
@@ -144,10 +153,15 @@ class Trainer:
 
         model: an nn.Module, or a function that builds one; every worker starts with rank 0's weights.
         optimizer: a function from parameters to a torch optimizer, or to a list of them; or, where the model is made
-            already, optimizers over its parameters. scheduler: a function from that to a torch scheduler, or several,
-            stepped after every optimizer step, or with scheduler_every="epoch" at the end of every epoch.
+            already, optimizers over its parameters. A class, such as torch.optim.AdamW, is used with its own default
+            learning rate. scheduler: a function from that to a torch scheduler, or several, or one that was made over
+            such an optimizer; stepped after every optimizer step, or with scheduler_every="epoch" at the end of every
+            epoch.
         fused_optimizers: SGD, Adam and AdamW update all parameters in one kernel, unless they were made with another
             choice (`fused=`, `foreach=`).
+        train_mode: put the model into training mode, as `model.train()` does (models of `from_pretrained` come in
+            evaluation mode). False: every module stays in the mode it is in. To freeze only some, such as BatchNorm
+            layers, call their `eval()` after setup.
         data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
             torch Dataset; a source of `paceline.data`; or a stream, something to iterate over again and again, such as
             a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
@@ -265,6 +279,7 @@ class Trainer:
             start=Start(resume, init_from, tuple(allow), tuple(skip)),
             ema=ema,
             timeline=None if timeline is None else Path(timeline),
+            train_mode=train_mode,
         )
         try:
             announce(run.communicator, quiet=quiet)
@@ -440,17 +455,32 @@ class Trainer:
         with self.autocast():
             return self._calling.loss(self.model, batch)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Backward of a micro-batch's loss, which is a mean over its samples. Several calls add up.
+
+        retain_graph: keep what a second backward through the same graph needs. create_graph is refused: gradients are
+        exchanged as numbers. For a gradient penalty take `torch.autograd.grad(..., create_graph=True)` and add what it
+        gives to the loss.
 
         A bare `loss.backward()` is legal too, except with fp16; the run then does not know the loss.
         """
         if self._config.capture == "on":
             raise MisuseError('capture="on" needs the loss as a function: use trainer.step_with, or capture="auto"')
-        self._run.loop.backward(loss)
+        self._check_open()
+        if create_graph:
+            raise MisuseError(
+                "backward(create_graph=True) would need the graph of gradients that are exchanged as numbers: for a "
+                "gradient penalty call torch.autograd.grad(loss, inputs, create_graph=True), add the penalty to the "
+                "loss and pass the sum to trainer.backward"
+            )
+        self._run.loop.backward(loss, retain_graph=retain_graph)
 
     def step(self) -> StepRecord | None:
-        """End this micro-batch. If it was this worker's last of the step, complete the step and return its record."""
+        """End this micro-batch. If it was this worker's last of the step, complete the step and return its record.
+
+        A worker without a share in a step does not come here: `last_record` has the record on every worker.
+        """
+        self._check_open()
         return self._run.loop.step()
 
     def step_with(self, loss_of: Callable[[Any], torch.Tensor]) -> StepFunction:
@@ -657,10 +687,7 @@ class Trainer:
         self._close(has_failed=sys.exception() is not None)
 
     def _check_open(self) -> None:
-        if self._is_closed:
-            raise MisuseError(
-                "this trainer is closed: call Trainer.setup again to go on, with checkpoints= or the same model"
-            )
+        check_open(self._run.loop)
 
     def _refuse_inside_epoch(self, call: str) -> None:
         self._check_open()
@@ -681,9 +708,9 @@ class Trainer:
             return self._calling.predict(model, batch)
 
     def _close(self, *, has_failed: bool) -> None:
-        if self._is_closed:
+        if self._run.loop.is_closed:
             return
-        self._is_closed = True
+        self._run.loop.is_closed = True
         try:
             if has_failed:
                 self._run.loop.abandon()

@@ -30,6 +30,7 @@ from paceline.run.determinism import process_settings
 from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
 from paceline.run.host_memory import keep_freed_memory, use_huge_pages
 from paceline.run.loop import Loop
+from paceline.run.model_checks import watch_replacement
 from paceline.run.planner import planner_for
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
 from paceline.run.saving.checkpointing import Checkpointing, Subject, Unsaved
@@ -76,6 +77,7 @@ def assemble(
     start: Start | None = None,
     ema: float | None = None,
     timeline: Path | None = None,
+    train_mode: bool = True,
 ) -> Run:
     """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
@@ -92,7 +94,16 @@ def assemble(
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
-        replica = Replica(model, optimizer, scheduler, communicator, config.seed, fused=config.fused_optimizers)
+        replica = Replica(
+            model,
+            optimizer,
+            scheduler,
+            communicator,
+            config.seed,
+            fused=config.fused_optimizers,
+            train_mode=train_mode,
+        )
+        stack.callback(watch_replacement(replica.model, replica.parameters))
         if (
             not isinstance(data, IterableStream)
             and steps.num_samples % steps.micro_batch == 1

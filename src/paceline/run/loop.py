@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +110,7 @@ class Loop:
         self.weight = 0  # of the open micro-batch
         self._is_open = False
         self._is_last = True  # of this worker's micro-batches of the step
-        self.is_inside_epoch = self.is_in_hook = False
+        self.is_inside_epoch = self.is_in_hook = self.is_closed = False
         self._may_end_epoch = False
         self._left_epoch: int | None = None  # left by `break`, and the next one has not begun
         self._is_left_open = False  # and what ends every epoch is still to be done
@@ -230,7 +231,7 @@ class Loop:
         self._exchange.synchronize()
         raise left_error([self._world.rank])
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Backward of this micro-batch's loss, a mean over its samples. Several calls add up."""
         if not self._is_open:
             raise MisuseError("backward() was called outside of a micro-batch: call it inside `for batch in epoch`")
@@ -239,7 +240,8 @@ class Loop:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
-            self._exchange.backward(self._backward, loss if self._loss_scale is None else loss * self._loss_scale.value)
+            run = partial(self._backward, retain_graph=True) if retain_graph else self._backward
+            self._exchange.backward(run, loss if self._loss_scale is None else loss * self._loss_scale.value)
         except torch.OutOfMemoryError as error:
             self.explain(error)
             raise
@@ -380,7 +382,7 @@ class Loop:
             self.update.step()
             self._average.update()
             if self._config.scheduler_every == "step":
-                self.replica.step_schedulers(lambda: numbers.loss)
+                self.replica.step_schedulers(lambda: self._told_loss(numbers))
             is_skipped = False
         else:
             is_skipped = True
@@ -419,6 +421,14 @@ class Loop:
         for epochs, hook in self._epoch_hooks:
             if (number + 1) % epochs == 0:
                 self._run_hook(hook, number)
+
+    def _told_loss(self, numbers: Numbers) -> float:
+        if not self._is_loss_known:
+            raise MisuseError(
+                "ReduceLROnPlateau follows the loss, which a bare loss.backward() keeps from the run: call "
+                "trainer.backward(loss)"
+            )
+        return numbers.loss
 
     def _note_plan(self, step: Step) -> None:
         """A change of the plan is an event, unless it is the epoch's end that makes the step smaller."""

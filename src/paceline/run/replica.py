@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,12 +15,15 @@ from paceline.core.errors import MisuseError
 from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
 from paceline.run.direct_step import DirectStep
 from paceline.run.fused_optimizers import fuse
+from paceline.run.model_checks import check_modules
+from paceline.run.optimizer_kinds import refuse_closures, schedulers_of
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # Made already, over the parameters of a model that is made already; or a function that makes it.
 OptimizerFactory: TypeAlias = Optimizers | Callable[[list[torch.Tensor]], Optimizers]
-# From the optimizer, or from all of them where there are several, to a scheduler or several.
-SchedulerFactory: TypeAlias = Callable[[Any], Any]
+# From the optimizer, or from all of them where there are several, to a scheduler or several; or one made already, over
+# an optimizer that is made already.
+SchedulerFactory: TypeAlias = Callable[[Any], Any] | torch.optim.lr_scheduler.LRScheduler
 
 
 class Replica:
@@ -34,6 +38,7 @@ class Replica:
         seed: int,
         *,
         fused: bool = True,
+        train_mode: bool = True,
     ) -> None:
         device = communicator.world.device
         self.model = build_model(model, device, seed)
@@ -42,15 +47,21 @@ class Replica:
         self._trained = list(self.parameters.values())
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self._check_parameters(device)
-        _check_modules(self.model)
+        check_modules(self.model)
+        if train_mode and isinstance(self.model, nn.Module):
+            self.model.train()
         _share_weights(self.model, self.parameters, communicator)
         made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
         self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
         _check_optimizers(self.optimizers, [*parameters.values()])
+        refuse_closures(self.optimizers)
         if fused:
             fuse(self.optimizers)
         self._direct_steps = [DirectStep(each) for each in self.optimizers] if fused else None
-        self.schedulers: list[Any] = [] if scheduler is None else _as_list(scheduler(only_or_all(self.optimizers)))
+        seen = only_or_all(self.optimizers)
+        self.schedulers: list[Any] = (
+            [] if scheduler is None else _as_list(schedulers_of(scheduler, self.optimizers, seen))
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -70,7 +81,8 @@ class Replica:
             if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step()
             elif loss is not None:
-                scheduler.step(loss())
+                if not math.isnan(value := loss()):  # nobody knows the loss: no reason to lower the rate
+                    scheduler.step(value)
             else:
                 raise MisuseError(
                     "ReduceLROnPlateau needs to be told a value at the end of an epoch: leave scheduler= out, step it "
@@ -175,20 +187,6 @@ def _move(model: Any, device: torch.device) -> Any:
     for parameter in named_parameters(model).values():
         parameter.data = parameter.data.to(device)
     return model
-
-
-def _check_modules(model: Any) -> None:
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise MisuseError(
-                f"{name!r} is a SyncBatchNorm, which exchanges inside forward; micro-batches are independent here. "
-                "Use BatchNorm: its statistics do not depend on the number of workers"
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise MisuseError(
-                f"{name!r} is built with sparse=True; sparse gradients cannot be averaged in a flat buffer: "
-                "build it with sparse=False"
-            )
 
 
 @torch.no_grad()

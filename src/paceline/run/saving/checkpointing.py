@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,14 @@ class Agreement:
         self._unread: deque[Numbers] = deque()
 
 
+def check_registration(name: str, thing: HasState, taken: Collection[str]) -> None:
+    if name in taken or name in OWN:
+        raise ValueError(f"{name!r} is taken: choose another name than {', '.join([*OWN, *taken])}")
+    if not has_state(thing):
+        raise TypeError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict: give both")
+    Component(name, None)  # checks the name
+
+
 class Unsaved:
     """A run that nobody asked to save: all that may happen between its steps is that it ends."""
 
@@ -75,6 +83,7 @@ class Unsaved:
     def __init__(self, device: torch.device) -> None:
         self.wish = NOTHING
         self._agreement = Agreement(device)
+        self._registered: list[str] = []  # the same script runs with checkpoints and without
 
     def observe(self, numbers: Numbers) -> None:
         self._agreement.observe(numbers)
@@ -90,7 +99,8 @@ class Unsaved:
         return
 
     def register(self, name: str, thing: HasState, pattern: Pattern) -> None:
-        raise MisuseError(f"register({name!r}) needs checkpoints: give checkpoints=Checkpoints(folder) to the run")
+        check_registration(name, thing, self._registered)
+        self._registered.append(name)
 
     def save(self, loop: Loop, metrics: Mapping[str, float]) -> None:
         raise MisuseError("save() needs a place: give checkpoints=Checkpoints(folder) to the run")
@@ -181,11 +191,7 @@ class Checkpointing:
     def register(self, name: str, thing: HasState, pattern: Pattern) -> None:
         if self._beginning is None:
             raise MisuseError(f"register({name!r}) came after the first step: register before the first epoch")
-        if name in self._registered or name in OWN:
-            raise ValueError(f"{name!r} is taken: choose another name than {', '.join([*OWN, *self._registered])}")
-        if not has_state(thing):
-            raise TypeError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict: give both")
-        Component(name, None)  # checks the name
+        check_registration(name, thing, self._registered)
         self._beginning.load(name, thing)
         self._registered[name] = (thing, pattern)
 
