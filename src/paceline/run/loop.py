@@ -37,7 +37,7 @@ from paceline.run.stopwatch import stopwatch_for
 from paceline.run.update import Number, Update
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import LEFT, Numbers, left_error
+from paceline.sync.numbers import LEFT, LocalNumbers, Numbers, left_error
 
 # From how many steps one is measured where nothing depends on it.
 SELDOM_MEASURED = 16
@@ -482,16 +482,30 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """The mean over the global batch, before the update.
+        """The mean over the global batch, before the update; the same on every worker.
 
-        NaN if no sample had weight, and where a bare `loss.backward()` kept it from the run.
+        NaN if no sample had weight, and where a bare `loss.backward()` kept it from the run. With `Averaging` workers
+        exchange nothing between two meetings: then it is the mean over all workers' steps up to the last meeting,
+        since the one before; NaN until the first.
         """
-        return self._numbers.loss if self._is_loss_known else math.nan
+        is_own = isinstance(self._numbers, LocalNumbers)  # what this worker was told counts at the next meeting
+        return self._numbers.loss if self._is_loss_known or is_own else math.nan
 
     @property
     def weight(self) -> float:
-        """What the mean was taken over: samples, or what weight_fn counted."""
+        """What the mean was taken over: samples, or what weight_fn counted. With `Averaging`, per step of its mean."""
         return self._numbers.total_weight
+
+    def part_of(self, rank: int) -> tuple[float, float]:
+        """What a worker adds to a sum over steps and workers: its weighted loss, and its weight.
+
+        Of a step that was exchanged rank 0 has it all; the others have nothing.
+        """
+        if self.is_skipped:
+            return 0.0, 0.0
+        if isinstance(self._numbers, LocalNumbers):
+            return self._numbers.own_part
+        return (self.loss * self.weight, self.weight) if rank == 0 and self.weight else (0.0, 0.0)
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -80,7 +80,8 @@ class Numbers(Protocol):
 
     @property
     def loss(self) -> float:
-        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight."""
+        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight. The same on every
+        worker: where steps are not exchanged, what was exchanged last."""
 
     @property
     def total_weight(self) -> float: ...
@@ -249,16 +250,33 @@ class OneLoss:
         return self.losses[0] if self.total_weight else float("nan")
 
 
+class RoundMean(NamedTuple):
+    """What all workers' steps between two meetings came to: their mean loss, and their weight per step."""
+
+    loss: float = math.nan
+    weight: float = 0.0
+
+
 class LocalNumbers:
-    """The numbers of one worker's part of a step that was not exchanged, which begins with micro-batch `first`."""
+    """The numbers of a step that was not exchanged. Of it this worker knows only its own part, from micro-batch
+    `first` on; `loss` and `total_weight` are what all workers know, those of the last meeting (`mean`)."""
 
     def __init__(
-        self, own: StepNumbers | OneLoss, first: int, timings: Sequence[Timing], wishes: Sequence[float]
+        self,
+        own: StepNumbers | OneLoss,
+        first: int,
+        timings: Sequence[Timing],
+        wishes: Sequence[float],
+        mean: RoundMean,
+        *,
+        is_loss_known: bool,
     ) -> None:
         self._own = own
         self._first = first
+        self._is_loss_known = is_loss_known
         self.timings = timings
         self.wishes = wishes
+        self.mean = mean
 
     @property
     def has_arrived(self) -> bool:
@@ -270,11 +288,21 @@ class LocalNumbers:
 
     @property
     def loss(self) -> float:
-        return self._own.loss
+        return self.mean.loss
 
     @property
     def total_weight(self) -> float:
-        return self._own.total_weight
+        return self.mean.weight
+
+    @property
+    def own_part(self) -> tuple[float, float]:
+        """This worker's weighted sum of losses, and their weight; NaN if it was not told a loss."""
+        weight, loss = self._own.total_weight, self._own.loss
+        if not weight:
+            return 0.0, 0.0
+        if not self._is_loss_known:
+            return math.nan, weight
+        return (weight * loss, weight) if math.isfinite(loss) else (0.0, 0.0)  # fp16 skips such a step
 
     def non_finite(self) -> tuple[str, float, int] | None:
         found = self._own.non_finite()
