@@ -599,7 +599,11 @@ class Trainer:
         A value is made of tensors, arrays, numbers, strings, lists, tuples and dicts, and may have another shape on
         every worker. Its tensors arrive on the host.
         """
-        self._refuse_inside_epoch("gather()")
+        self._refuse_inside_epoch(
+            "gather()",
+            " For a loss over more samples than a micro-batch has, such as in-batch negatives, choose a larger "
+            "micro_batch, or see docs/contrastive.md",
+        )
         return collect.gather(value, self._run.communicator)
 
     def reduce(self, value: Any, how: collect.Reduction = "mean") -> Any:
@@ -689,13 +693,13 @@ class Trainer:
     def _check_open(self) -> None:
         check_open(self._run.loop)
 
-    def _refuse_inside_epoch(self, call: str) -> None:
+    def _refuse_inside_epoch(self, call: str, advice: str = "") -> None:
         self._check_open()
         self._run.loop.settle()
         if self._run.loop.is_inside_epoch:
             raise MisuseError(
                 f"{call} was called inside an epoch's loop, which workers leave at different times: call it between "
-                "epochs, or register it with trainer.every(n, lambda record: ...)"
+                f"epochs, or register it with trainer.every(n, lambda record: ...).{advice}"
             )
 
     def _meet(self, call: str) -> None:
