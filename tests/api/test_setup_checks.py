@@ -124,6 +124,12 @@ def test_a_pretrained_model_trains_with_its_dropout() -> None:
             trainer.step()
 
 
+def test_replicas_in_the_users_hands_keep_their_mode() -> None:
+    models = [Dropping(), Dropping().train()]
+    with pl.Ddp.wrap(models):
+        assert [modes_of(model) for model in models] == [{False}, {True}]
+
+
 def test_layers_may_be_kept_in_evaluation_mode() -> None:
     class KeepsItsNormFrozen(Dropping):
         def train(self, mode: bool = True) -> Any:
@@ -258,7 +264,7 @@ def test_a_model_in_training_can_be_copied_and_pickled() -> None:
         train(trainer)
         for other in (copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))):
             assert digest(other.state_dict()) == digest(trainer.model.state_dict())
-            other.load_state_dict(mlp().state_dict())
+            other.load_state_dict(mlp().state_dict(), assign=True)
 
 
 # Arguments of backward.

@@ -601,7 +601,7 @@ class Trainer:
         """
         self._refuse_inside_epoch(
             "gather()",
-            " For a loss over more samples than a micro-batch has, such as in-batch negatives, choose a larger "
+            ". For a loss over more samples than a micro-batch has, such as in-batch negatives, choose a larger "
             "micro_batch, or see docs/contrastive.md",
         )
         return collect.gather(value, self._run.communicator)
@@ -699,7 +699,7 @@ class Trainer:
         if self._run.loop.is_inside_epoch:
             raise MisuseError(
                 f"{call} was called inside an epoch's loop, which workers leave at different times: call it between "
-                f"epochs, or register it with trainer.every(n, lambda record: ...).{advice}"
+                f"epochs, or register it with trainer.every(n, lambda record: ...){advice}"
             )
 
     def _meet(self, call: str) -> None:

@@ -61,14 +61,19 @@ def _loaded(module: str, name: str) -> tuple[type, ...]:
 class ReplacementWatch:
     """Called by torch when a state was loaded: `load_state_dict(assign=True)` puts other parameters into the model.
 
-    An object with nothing but the model's own parameters, so that a model with it can still be copied and pickled.
+    A model with it can be copied and pickled; nobody watches the copy.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> None:
         self._parameters = dict(parameters)
         self._model = model
 
+    def __reduce__(self) -> tuple[type[ReplacementWatch], tuple[Any, ...]]:
+        return ReplacementWatch, ({}, None)
+
     def __call__(self, *_: object) -> None:
+        if self._model is None:
+            return
         now = {id(parameter) for parameter in self._model.parameters()}
         for name, parameter in self._parameters.items():
             if id(parameter) not in now:
