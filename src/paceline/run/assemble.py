@@ -30,9 +30,8 @@ from paceline.run.determinism import process_settings
 from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
 from paceline.run.host_memory import keep_freed_memory, use_huge_pages
 from paceline.run.loop import Loop
-from paceline.run.model_checks import watch_replacement
 from paceline.run.planner import planner_for
-from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
+from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory, watch_replacement
 from paceline.run.saving.checkpointing import Checkpointing, Subject, Unsaved
 from paceline.run.saving.checkpoints import Checkpoints
 from paceline.run.saving.identity import identity

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -15,8 +17,6 @@ from paceline.core.errors import MisuseError
 from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
 from paceline.run.direct_step import DirectStep
 from paceline.run.fused_optimizers import fuse
-from paceline.run.model_checks import check_modules
-from paceline.run.optimizer_kinds import refuse_closures, schedulers_of
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # Made already, over the parameters of a model that is made already; or a function that makes it.
@@ -47,20 +47,20 @@ class Replica:
         self._trained = list(self.parameters.values())
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self._check_parameters(device)
-        check_modules(self.model)
+        _check_modules(self.model)
         if train_mode and isinstance(self.model, nn.Module):
             self.model.train()
         _share_weights(self.model, self.parameters, communicator)
         made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
         self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
         _check_optimizers(self.optimizers, [*parameters.values()])
-        refuse_closures(self.optimizers)
+        _refuse_closures(self.optimizers)
         if fused:
             fuse(self.optimizers)
         self._direct_steps = [DirectStep(each) for each in self.optimizers] if fused else None
         seen = only_or_all(self.optimizers)
         self.schedulers: list[Any] = (
-            [] if scheduler is None else _as_list(schedulers_of(scheduler, self.optimizers, seen))
+            [] if scheduler is None else _as_list(_schedulers_of(scheduler, self.optimizers, seen))
         )
 
     @property
@@ -146,6 +146,45 @@ def _check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> 
                     )
 
 
+def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """An optimizer that calls the loss again by itself would need all of the step's micro-batches each time."""
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}, whose step(closure) computes the loss several times: a "
+                "step here has one gradient, the mean over its micro-batches. Choose an optimizer that steps from "
+                "that, such as torch.optim.AdamW"
+            )
+
+
+def _schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen: Any) -> Any:
+    """What `scheduler=` gives: a function is called with `seen`, the optimizer or all; what is made is checked."""
+    if not callable(scheduler):
+        given = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        for each in given:
+            _check_scheduler(each, "scheduler is")
+            if not any(getattr(each, "optimizer", None) is optimizer for optimizer in optimizers):
+                raise TypeError(
+                    f"scheduler is a {type(each).__name__} over another optimizer than the run's: pass a function, "
+                    f"such as lambda optimizer: {type(each).__name__}(optimizer, ...), or the optimizer that it was "
+                    "made with"
+                )
+        return scheduler
+    made = scheduler(seen)
+    for each in made if isinstance(made, Sequence) else [made]:
+        _check_scheduler(each, "scheduler made")
+    return made
+
+
+def _check_scheduler(scheduler: Any, what: str) -> None:
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"{what} a {type(scheduler).__name__} without step(): pass a function from the optimizer to a torch "
+            "scheduler, such as lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+        )
+
+
 def named_parameters(model: Any) -> dict[str, torch.Tensor]:
     """The parameters of a module, or of any object whose `parameters()` gives tensors or a dict of them.
 
@@ -187,6 +226,93 @@ def _move(model: Any, device: torch.device) -> Any:
     for parameter in named_parameters(model).values():
         parameter.data = parameter.data.to(device)
     return model
+
+
+def _check_modules(model: Any) -> None:
+    """Refuse layers whose gradients or forward passes depend on other workers, or cannot be averaged."""
+    refuse_wrapped(model)
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise MisuseError(
+                f"{name!r} is a SyncBatchNorm, which exchanges inside forward; micro-batches are independent here. "
+                "Use BatchNorm: its statistics do not depend on the number of workers"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise MisuseError(
+                f"{name!r} is built with sparse=True; sparse gradients cannot be averaged in a flat buffer: "
+                "build it with sparse=False"
+            )
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Refuse a model that another library already divides or replicates: DDP, FSDP, DataParallel."""
+    if not isinstance(model, nn.Module):
+        return
+    kinds = (
+        nn.parallel.DistributedDataParallel,
+        nn.DataParallel,
+        *_loaded("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            what = f"its module {name!r}" if name else "the model"
+            raise MisuseError(
+                f"{what} is a {type(module).__name__}, which exchanges or divides by itself, at times that depend on "
+                "the worker's share: give the model that it wraps (its .module). Paceline does the exchange"
+            )
+    sharded = _loaded("torch.distributed.tensor", "DTensor")
+    for name, parameter in model.named_parameters() if sharded else ():
+        if isinstance(parameter, sharded):
+            raise MisuseError(
+                f"parameter {name!r} is a {type(parameter).__name__}, sharded over devices by fully_shard or "
+                "parallelize_module: give the plain model. Every worker holds a whole copy here"
+            )
+
+
+def _loaded(module: str, name: str) -> tuple[type, ...]:
+    """The class, where its module has been imported: a model can only be one then, and importing it takes long."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return (kind,) if isinstance(kind, type) else ()
+
+
+class ReplacementWatch:
+    """Called by torch when a state was loaded: `load_state_dict(assign=True)` puts other parameters into the model.
+
+    A model with it can be copied and pickled; nobody watches the copy.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> None:
+        self._parameters = dict(parameters)
+        self._model = model
+
+    def __reduce__(self) -> tuple[type[ReplacementWatch], tuple[Any, ...]]:
+        return ReplacementWatch, ({}, None)
+
+    def __call__(self, *_: object) -> None:
+        if self._model is None:
+            return
+        now = {id(parameter) for parameter in self._model.parameters()}
+        for name, parameter in self._parameters.items():
+            if id(parameter) not in now:
+                raise MisuseError(
+                    f"load_state_dict(assign=True) replaced parameter {name!r} of the model that is trained; the "
+                    "optimizer still updates the old one. Load without assign=True, which copies the values in, or "
+                    "load before Trainer.setup"
+                )
+
+
+def watch_replacement(model: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    """From now on a load that replaces parameters is an error; returns what ends that."""
+    if not isinstance(model, nn.Module):
+        return lambda: None
+    watch = ReplacementWatch(parameters, model)
+    handles = [module.register_load_state_dict_post_hook(watch) for module in model.modules()]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
 @torch.no_grad()

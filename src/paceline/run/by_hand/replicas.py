@@ -19,8 +19,7 @@ from paceline.core.errors import MisuseError
 from paceline.core.world import World, choose_device
 from paceline.plan.shares import Plan, ranges
 from paceline.run.determinism import process_settings
-from paceline.run.model_checks import refuse_wrapped
-from paceline.run.replica import build_model, named_parameters
+from paceline.run.replica import build_model, named_parameters, refuse_wrapped
 from paceline.sync.replica_gradients import ReplicaGradients
 
 
