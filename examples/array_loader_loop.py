@@ -35,14 +35,18 @@ def main() -> int:
         data=(x[:120], y[:120]),
         global_batch=32,
     ) as trainer:
-        step_sizes, losses = [], []
+        step_sizes: list[int] = []
+        losses: list[float] = []
+
+        def note(record: pl.StepRecord) -> None:
+            step_sizes.append(int(record.weight))
+            losses.append(record.loss)
+
+        trainer.every(1, note)
         for epoch in trainer.epochs(100):
             for batch in epoch:
                 trainer.backward(F.cross_entropy(trainer.model(batch.x), batch.y))
-                record = trainer.step()
-                if record:
-                    step_sizes.append(int(record.weight))
-                    losses.append(record.loss)
+                trainer.step()
         correct = trainer.evaluate((x[120:], y[120:]), accuracy)
 
     print(f"{len(losses)} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}, accuracy on the 30 other rows {correct:.1%}")

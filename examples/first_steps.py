@@ -28,19 +28,19 @@ def main() -> int:
         global_batch=64,
         micro_batch=8,
     )
-    first_loss = 0.0
+    losses: list[float] = []
+    trainer.every(1, lambda record: losses.append(record.loss))  # on every worker, also one without a share of a step
     for epoch in trainer.epochs(3):
         for batch in epoch:
             loss = F.mse_loss(trainer.model(batch.x), batch.y)
             trainer.backward(loss)
-            record = trainer.step()  # None until this micro-batch completes the step
-            first_loss = first_loss or (record.loss if record else 0.0)
+            trainer.step()  # completes the optimizer step when this was its last micro-batch
     last_loss = trainer.evaluate((x, y), lambda model, batch: F.mse_loss(model(batch.x), batch.y))
     trainer.close()
 
     if trainer.is_main:
-        print(f"loss of the first step {first_loss:.3f}, over all samples after 3 epochs {last_loss:.3f}")
-    return 0 if last_loss < 0.1 * first_loss else 1
+        print(f"loss of the first step {losses[0]:.3f}, over all samples after 3 epochs {last_loss:.3f}")
+    return 0 if last_loss < 0.1 * losses[0] else 1
 
 
 if __name__ == "__main__":

@@ -129,8 +129,9 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def with_trainer(name: str) -> str:
     with pl.Trainer.setup(
-        build(name), adam, data=(IMAGES, LABELS), global_batch=12, micro_batch=3, shuffle=False, exact=True
-    ) as trainer:
+        build(name), adam, data=(IMAGES, LABELS), global_batch=12, micro_batch=3, shuffle=False, exact=True,
+        train_mode=False,
+    ) as trainer:  # fmt: skip
         for epoch in trainer.epochs(2):
             for batch in epoch:
                 scale = SCALES[trainer.position.step % len(SCALES)]

@@ -125,7 +125,7 @@ def test_parts_are_refused_where_they_would_change_the_result(model: nn.Module, 
 
 def test_batch_norm_in_evaluation_mode_may_be_run_in_parts() -> None:
     model = nn.Sequential(nn.BatchNorm1d(12), mlp()).eval()
-    with prepare(Limited(model, 3)) as state, pytest.warns(UserWarning, match="do not fit"):
+    with prepare(Limited(model, 3), train_mode=False) as state, pytest.warns(UserWarning, match="do not fit"):
         pl.train(functional.cross_entropy, state)
 
 

@@ -53,25 +53,24 @@ def test_requires_grad_may_be_toggled_within_a_micro_batch() -> None:
         assert trainer.position.epoch == 1
 
 
-def test_leaving_a_step_whose_exchange_has_begun_is_told_at_the_next(pool: WorkerPool) -> None:
-    """Others may have finished it: there is no way back into step for this worker."""
+def test_leaving_a_step_whose_exchange_has_begun_is_told_on_all_workers(pool: WorkerPool) -> None:
 
     def wide() -> nn.Module:  # several buckets: the first leaves during backward
         return nn.Sequential(*(nn.Linear(12, 12) for _ in range(4)), nn.Linear(12, 3_000_000 // 12, bias=False))
 
     def run() -> None:
         with setup(wide, shares="equal", timeout_s=60, micro_batch=4) as trainer:
-            for attempt in range(2):
-                for epoch in trainer.epochs(1):
-                    for batch in epoch:
-                        trainer.backward(loss_of(trainer.model, batch))
-                        if attempt == 0 and trainer.position.step == 1 and trainer.world.rank == 0:
-                            break
-                        trainer.step()
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(loss_of(trainer.model, batch))
+                    if trainer.position.step == 1 and trainer.world.rank == 0:
+                        break
+                    trainer.step()
 
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 2)
-    assert "was left between backward() and step() of a step's last micro-batch" in str(failed.value)
+    assert {type(error) for error in failed.value.errors.values()} == {pl.MisuseError}, failed.value
+    assert all(str(e).startswith("rank 0 left the loop of an epoch") for e in failed.value.errors.values())
 
 
 class Hungry(nn.Module):

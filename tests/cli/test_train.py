@@ -152,3 +152,21 @@ def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) ->
     ]
     assert of_both[0][20] == of_both[1][20]
     assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
+
+
+@pytest.mark.timeout(200)
+def test_averaged_replicas_say_no_loss_before_they_have_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_project(tmp_path / "project", "averaged_parts")
+    strategy = "trainer.strategy={kind: averaging, every: 4}"
+    told = ["trainer.exact=false", "trainer.epochs=1", "loggers=[csv]", strategy]
+    assert main(["train", str(config), "--workers", "2", *told]) == 0
+    assert "nan" not in capfd.readouterr().out
+    (files,) = (RunFiles(path) for path in Path("runs").iterdir())
+    rows = [row for row in read_metrics(files.metrics).rows if "lr" in row]
+    assert ["loss" in row for row in rows] == [False, True, True]
+    header, first, second, *_ = (line.split(",") for line in (files.root / "metrics.csv").read_text().splitlines())
+    assert first[header.index("loss")] == ""
+    assert float(second[header.index("loss")]) == pytest.approx(rows[1]["loss"], rel=1e-3)

@@ -246,13 +246,10 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_sampler(tmp_pat
         with pl.Trainer.setup(
             mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=loader, global_batch=16, exact=True, checkpoints=checkpoints
         ) as trainer:
-            while trainer.position.step < num_steps:
-                for epoch in trainer.epochs(2):
-                    for batch in epoch:
-                        trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
-                        trainer.step()
-                        if trainer.position.step == num_steps:
-                            break
+            for epoch in trainer.epochs(2, max_steps=num_steps):
+                for batch in epoch:
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
             return digest(trainer.model.state_dict())
 
     expected = run(None, 6)

@@ -17,6 +17,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
+from paceline.api.recipe import Recipe, train
 from paceline.sync.guard import DivergenceGuard
 
 X, Y = vectors(64)
@@ -315,3 +316,136 @@ def test_bad_settings(make: Callable[[], object], text: str) -> None:
 
 def test_alone_there_is_nothing_to_average() -> None:
     assert digest(run(pl.Averaging(every=3))) == digest(run("gradients"))
+
+
+# What records say.
+
+
+@pytest.mark.parametrize("shares", [[3, 1], [1, 0], [1, 2, 1], [1, 1, 0]], ids=str)
+def test_the_loss_of_a_step_is_that_of_all_workers_where_they_meet_in_every_step(
+    shares: list[int], pool: WorkerPool
+) -> None:
+    def records(strategy: Any, **settings: Any) -> list[tuple[float, float]]:
+        seen: list[tuple[float, float]] = []
+        run(strategy, hook=lambda _, record: seen.append((record.loss, record.weight)), **settings)
+        return seen
+
+    expected = records("gradients")
+    first, *others = pool.run(lambda: records(pl.Averaging(every=1), shares=shares), len(shares))
+    assert all(other == first for other in others)
+    for (loss, weight), (expected_loss, expected_weight) in zip(first, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-4)
+        assert weight == expected_weight == 8
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("shares", [[3, 1], [1, 0], [1, 0, 2]], ids=str)
+def test_between_meetings_every_worker_has_the_loss_of_the_last(
+    shares: list[int], overlap: bool, pool: WorkerPool
+) -> None:
+    """`every=3` over 8 steps an epoch: meetings after steps 3 and 6, and at the epoch's end."""
+
+    def outcomes() -> tuple[list[str], list[list[tuple[float, float]]], str]:
+        own: list[list[tuple[float, float]]] = [[] for _ in range(8)]
+        seen: list[str] = []
+        with pl.Trainer.setup(
+            mlp, sgd, data=(X, Y), global_batch=8, micro_batch=2, strategy=pl.Averaging(every=3, overlap=overlap),
+            shares=shares,
+        ) as trainer:  # fmt: skip
+            trainer.every(1, lambda record: seen.append(f"{record.loss:.6f} {record.weight}"))
+            for batch in next(trainer.epochs(1)):
+                loss = loss_of(trainer.model, batch)
+                own[trainer.position.step].append((loss.item(), len(batch.x)))
+                trainer.backward(loss)
+                trainer.step()
+            assert trainer.last_record is not None
+            last = f"{trainer.last_record.loss:.6f} {trainer.last_record.weight}"
+        return seen, own, last
+
+    results = pool.run(outcomes, len(shares))
+    seen, _, last = results[0]
+    assert [result[0] for result in results] == [seen] * len(shares)
+    assert {result[2] for result in results} == {last}
+
+    def mean(steps: range) -> str:
+        terms = [term for _, own, _ in results for step in steps for term in own[step]]
+        weight = sum(count for _, count in terms)
+        return f"{sum(loss * count for loss, count in terms) / weight:.6f} {weight / len(steps)}"
+
+    first, second = mean(range(3)), mean(range(3, 6))
+    if overlap:
+        assert seen == ["nan 0.0"] * 5 + [first] * 3
+    else:
+        assert seen == ["nan 0.0"] * 2 + [first] * 3 + [second] * 3
+    assert last == mean(range(6, 8))
+
+
+def test_a_scheduler_that_follows_the_loss_does_so_alike_on_all_workers(pool: WorkerPool) -> None:
+    def rates() -> list[float]:
+        seen: list[float] = []
+
+        def plateau(optimizer: Any) -> Any:
+            return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=0.2)
+
+        run(
+            pl.Averaging(every=2),
+            shares=[2, 1, 0],
+            scheduler=plateau,
+            hook=lambda _, record: seen.append(record.lr),
+            epochs=1,
+        )
+        return seen
+
+    first, *others = pool.run(rates, 3)
+    assert all(other == first for other in others)
+    assert first[:3] == [0.1] * 3  # before the first meeting nobody knows a loss
+    assert first[-1] < 0.1
+
+
+def test_a_loss_that_a_worker_was_not_told_is_unknown_to_all(pool: WorkerPool) -> None:
+    def losses() -> list[float]:
+        seen: list[float] = []
+        with pl.Trainer.setup(
+            mlp, sgd, data=(X, Y), global_batch=8, micro_batch=2, strategy=pl.Averaging(every=2), shares=[1, 1, 0]
+        ) as trainer:
+            trainer.every(1, lambda record: seen.append(record.loss))
+            for batch in next(trainer.epochs(1)):
+                loss = loss_of(trainer.model, batch)
+                is_told = trainer.world.rank != 1 or trainer.position.step > 1
+                trainer.backward(loss) if is_told else loss.backward()
+                trainer.step()
+        return seen
+
+    results = pool.run(losses, 3)
+    assert len({str(result) for result in results}) == 1
+    assert [loss == loss for loss in results[0]] == [False] * 3 + [True] * 5
+
+
+@pytest.mark.parametrize("first_step", [0, 3])
+def test_the_epochs_loss_counts_every_sample_once(first_step: int, pool: WorkerPool) -> None:
+    """With first_step=3 the first three of eight steps are exchanged: every worker knows all of them."""
+
+    def metrics() -> tuple[float, float]:
+        def loss(model: Any, batch: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+            value = loss_of(model, batch)
+            return value, {"own": value.detach()}
+
+        class Post:
+            def send(self, value: dict[str, Any]) -> None:
+                found.append(value)
+
+            def is_stop_asked(self) -> bool:
+                return False
+
+        found: list[dict[str, Any]] = []
+        settings = {
+            "global_batch": 8,
+            "micro_batch": 2,
+            "shares": [3, 1],
+            "strategy": pl.Averaging(every=2, first_step=first_step),
+        }
+        train(Recipe(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, settings), Post())  # type: ignore[arg-type]
+        return found[0]["loss"], found[0]["scalars"]["own"]
+
+    for loss, own in pool.run(metrics, 2):
+        assert loss == pytest.approx(own, rel=1e-6)

@@ -27,7 +27,6 @@ from paceline.run.config import RunConfig
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.launching.background import Background
 from paceline.run.launching.launch import workers_to_start
-from paceline.run.replica import SchedulerFactory
 from paceline.sync.averaging import Averaging
 
 Policy = Literal["sync", "cadence", "async"]
@@ -115,7 +114,7 @@ class Builder:
             raise ValueError(f"max_grad_norm={limit!r} is no bound: choose a number >= 0")
         return self._with(max_grad_norm=float(limit))
 
-    def scheduler(self, factory: SchedulerFactory) -> Builder:
+    def scheduler(self, factory: Callable[[Any], Any]) -> Builder:
         """From the optimizer to a torch scheduler, which is stepped after every optimizer step."""
         return self._with(scheduler=_callable("scheduler", factory))
 

@@ -40,7 +40,7 @@ class Ddp:
         exact: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Ddp:
-        """Take replicas that are built alike. Nothing about them changes until you ask for it.
+        """Take replicas that are built alike. Nothing about them changes until you ask for it, nor their training mode.
 
         models: this process's replicas, at least 2; in a world of several processes (torchrun, `paceline run`,
             `paceline.launch`) 1 or more in each, and "all replicas" are those of all processes. Parameters that are

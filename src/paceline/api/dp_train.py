@@ -61,6 +61,7 @@ def dp_train(
     exact: bool = False,
     workers: int | None = None,
     capture: Capture = "auto",
+    train_mode: bool = True,
 ) -> DpResult:
     """Train `n_gpu` replicas together for `n_iter` optimizer steps; the mean of their gradients is applied to all.
 
@@ -76,6 +77,7 @@ def dp_train(
     lr: Adam's learning rate, unless `optimizer` (a function from parameters to a torch optimizer) is given.
     verbose: print iteration 1 and every so-many; True: each, False or 0: none.
     capture: whether a GPU replays an iteration as a CUDA graph, "auto", "on" or "off"; see docs/capture.md.
+    train_mode: put the model into training mode; False: leave every module in the mode that make_model gave it.
     """
     to_start = workers_to_start(None)
     # A worker of an existing world starts no others; alone it starts one per device. So one of these is 1.
@@ -109,6 +111,7 @@ def dp_train(
         optimizer=optimizer or partial(_adam, lr=lr),
         scheduler=scheduler,
         print_interval=int(verbose),
+        train_mode=train_mode,
     )
     if processes == 1:
         return train(model)
@@ -128,9 +131,10 @@ def _train(
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory | None,
     print_interval: int,
+    train_mode: bool,
 ) -> DpResult:
     world = World.from_environment()
-    run = assemble(config, world, model, optimizer, source, scheduler=scheduler)
+    run = assemble(config, world, model, optimizer, source, scheduler=scheduler, train_mode=train_mode)
     lines = StepLines(n_iter, print_interval if world.is_main else 0, label="iteration")
     history: list[float] = []
     unread: list[StepRecord] = []

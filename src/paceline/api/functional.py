@@ -47,6 +47,7 @@ def prepare_training(
     readers: int | None = None,
     seed: int = 0,
     exact: bool = False,
+    train_mode: bool = True,
     timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> TrainingState:
     """A replica and an optimizer for each device, a loader that feeds them, and memory for the exchange.
@@ -78,7 +79,7 @@ def prepare_training(
     readers: processes that read ahead (default: one; none for arrays and tensors, which are there already).
     forward_fn(model, batch): gives the output and the target that loss_fn takes (default: of pairs, the model applied
         to the first, and the second).
-    shuffle, collate_fn, seed: as in `Trainer.setup`.
+    shuffle, collate_fn, seed, train_mode: as in `Trainer.setup`.
     exact: the weights are bit for bit those of `Trainer.setup(exact=True)` with micro_batch=nsamples and global_batch=
         nsamples * replicas, in however many processes the replicas are.
     timeout_s: how long a process waits for the others before it gives up.
@@ -101,6 +102,7 @@ def prepare_training(
         scheduler=scheduler,
         forward_fn=forward_fn or _apply_to_first,
         exact=exact,
+        train_mode=train_mode,
         timeout_s=timeout_s,
     )
 

@@ -23,7 +23,6 @@ from paceline.run.loop import StepRecord
 from paceline.run.replica import named_parameters
 from paceline.run.saving.state import model_state, optimizer_state
 from paceline.run.saving.stopping import Stopped
-from paceline.sync.averaging import Averaging
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ def train(recipe: Recipe, post: Post) -> TrainedState:
     """One worker's part of the run."""
     with recipe.setup() as trainer:
         run = trainer._run
-        is_averaged = isinstance(recipe.settings.get("strategy"), Averaging) and trainer.world.size > 1
-        tally = Tally(run, is_loss_own=is_averaged)
+        tally = Tally(run)
 
         def after_step(record: StepRecord) -> None:
             tally.add(record)

@@ -46,15 +46,43 @@ if TYPE_CHECKING:
 
 
 class Epoch:
-    """One pass over the data: iterate over it for this worker's micro-batches. `number` counts from 0."""
+    """One pass over the data: iterate over it, once, for this worker's micro-batches. `number` counts from 0."""
 
-    def __init__(self, number: int, loop: Loop) -> None:
+    def __init__(self, number: int, loop: Loop, num_micro_batches: int | None) -> None:
         self.number = number
+        self.was_begun = False
         self._loop = loop
+        self._num_micro_batches = num_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
+        check_open(self._loop)
+        if self.was_begun:
+            raise MisuseError(
+                f"epoch {self.number} was iterated before, and an epoch can be iterated once: "
+                "the next one comes from trainer.epochs(...)"
+            )
+        if self._loop.position.epoch != self.number:
+            raise MisuseError(
+                f"epoch {self.number} cannot be iterated: the run is in epoch {self._loop.position.epoch}. Take each "
+                "epoch from trainer.epochs(...) when it is its turn"
+            )
+        self.was_begun = True
         # Made here, not kept: a `break` then ends the generator at once, and with it the step that was under way.
         return self._loop.micro_batches(self.number)
+
+    def __len__(self) -> int:
+        """The micro-batches of the whole epoch, over all workers; this one gets its share of them."""
+        if self._num_micro_batches is None:
+            raise TypeError("len(epoch) is not known: the data is a stream, which ends when it ends")
+        return self._num_micro_batches
+
+
+def check_open(loop: Loop) -> None:
+    if loop.is_closed:
+        raise MisuseError(
+            "this trainer is closed, its run has ended: call Trainer.setup again, with the same model, or with "
+            "checkpoints= to go on where it was saved"
+        )
 
 
 class Trainer:
@@ -89,6 +117,7 @@ class Trainer:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         max_grad_norm: float | None = None,
         fused_optimizers: bool = True,
+        train_mode: bool = True,
         seed: int = 0,
         shuffle: bool | None = None,
         drop_last: bool = False,
@@ -124,10 +153,15 @@ class Trainer:
 
         model: an nn.Module, or a function that builds one; every worker starts with rank 0's weights.
         optimizer: a function from parameters to a torch optimizer, or to a list of them; or, where the model is made
-            already, optimizers over its parameters. scheduler: a function from that to a torch scheduler, or several,
-            stepped after every optimizer step, or with scheduler_every="epoch" at the end of every epoch.
+            already, optimizers over its parameters. A class, such as torch.optim.AdamW, is used with its own default
+            learning rate. scheduler: a function from that to a torch scheduler, or several, or one that was made over
+            such an optimizer; stepped after every optimizer step, or with scheduler_every="epoch" at the end of every
+            epoch.
         fused_optimizers: SGD, Adam and AdamW update all parameters in one kernel, unless they were made with another
             choice (`fused=`, `foreach=`).
+        train_mode: put the model into training mode, as `model.train()` does (models of `from_pretrained` come in
+            evaluation mode). False: every module stays in the mode it is in. To freeze only some, such as BatchNorm
+            layers, call their `eval()` after setup.
         data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
             torch Dataset; a source of `paceline.data`; or a stream, something to iterate over again and again, such as
             a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
@@ -245,6 +279,7 @@ class Trainer:
             start=Start(resume, init_from, tuple(allow), tuple(skip)),
             ema=ema,
             timeline=None if timeline is None else Path(timeline),
+            train_mode=train_mode,
         )
         try:
             announce(run.communicator, quiet=quiet)
@@ -348,6 +383,22 @@ class Trainer:
         return self._run.loop.position
 
     @property
+    def last_record(self) -> StepRecord | None:
+        """The record of the newest completed step, the same on every worker; None before the first of this process.
+
+        What `step` returns, but also on a worker that had no share in that step and so never came to its loop's body.
+        """
+        return self._run.loop.last_record
+
+    @property
+    def is_repeating(self) -> bool:
+        """Whether the micro-batches that now come have come before: exact mode had to begin the step again.
+
+        What a loop's body adds up by itself counts them twice then. Records do not: a step has one.
+        """
+        return self._run.loop.is_repeating
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """None where nobody knows beforehand: for a stream, and with a cadence, which decides as it goes."""
         return self._run.steps_per_epoch
@@ -356,13 +407,28 @@ class Trainer:
         """The run's epochs up to number `count`, or until the run has `max_steps` steps; from wherever it stands."""
         if count is None and max_steps is None:
             raise ValueError("epochs() without an end: give the number of epochs, or max_steps")
+        self._check_open()
         loop = self._run.loop
+        loop.begin_next_epoch()  # where the last one was left by `break`
         loop.max_steps = max_steps
         while not loop.is_over and (count is None or self.position.epoch < count):
-            number = self.position.epoch
-            yield Epoch(number, loop)
-            if self.position.epoch == number and not loop.is_over:
-                return  # the epoch was left with `break`
+            begun_at = self.position
+            epoch = Epoch(begun_at.epoch, loop, self._run.micro_batches_per_epoch)
+            yield epoch
+            self._check_open()
+            if loop.begin_next_epoch():
+                if count is None and self.position.step == begun_at.step:
+                    raise MisuseError(
+                        f"epoch {epoch.number} was left without a step, so that max_steps={max_steps} will never be "
+                        "reached: leave it after a step, or give epochs() a number of epochs"
+                    )
+            elif self.position.epoch == epoch.number and not loop.is_over:
+                if epoch.was_begun:
+                    return  # an exception ended it
+                raise MisuseError(
+                    f"epoch {epoch.number} was not iterated, so the next one cannot begin: write "
+                    "`for batch in epoch`, or leave the loop over the epochs with `break`"
+                )
         self._run.keeper.save_last(loop)
 
     def end(self) -> None:
@@ -377,22 +443,44 @@ class Trainer:
             )
         self._run.loop.max_steps = self.position.step
 
+    def end_epoch(self) -> None:
+        """Let the epoch end after this step, on all workers; the next one begins. Inside `every` only.
+
+        trainer.every(1, lambda record: trainer.end_epoch() if record.loss < 0.1 else None)
+        """
+        self._run.loop.end_epoch()
+
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of a micro-batch as the head computes it, in the run's precision; see `setup_head`."""
         with self.autocast():
             return self._calling.loss(self.model, batch)
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Backward of a micro-batch's loss, which is a mean over its samples. Several calls add up.
+
+        retain_graph: keep what a second backward through the same graph needs. create_graph is refused: gradients are
+        exchanged as numbers. For a gradient penalty take `torch.autograd.grad(..., create_graph=True)` and add what it
+        gives to the loss.
 
         A bare `loss.backward()` is legal too, except with fp16; the run then does not know the loss.
         """
         if self._config.capture == "on":
             raise MisuseError('capture="on" needs the loss as a function: use trainer.step_with, or capture="auto"')
-        self._run.loop.backward(loss)
+        self._check_open()
+        if create_graph:
+            raise MisuseError(
+                "backward(create_graph=True) would need the graph of gradients that are exchanged as numbers: for a "
+                "gradient penalty call torch.autograd.grad(loss, inputs, create_graph=True), add the penalty to the "
+                "loss and pass the sum to trainer.backward"
+            )
+        self._run.loop.backward(loss, retain_graph=retain_graph)
 
     def step(self) -> StepRecord | None:
-        """End this micro-batch. If it was this worker's last of the step, complete the step and return its record."""
+        """End this micro-batch. If it was this worker's last of the step, complete the step and return its record.
+
+        A worker without a share in a step does not come here: `last_record` has the record on every worker.
+        """
+        self._check_open()
         return self._run.loop.step()
 
     def step_with(self, loss_of: Callable[[Any], torch.Tensor]) -> StepFunction:
@@ -520,7 +608,11 @@ class Trainer:
         A value is made of tensors, arrays, numbers, strings, lists, tuples and dicts, and may have another shape on
         every worker. Its tensors arrive on the host.
         """
-        self._refuse_inside_epoch("gather()")
+        self._refuse_inside_epoch(
+            "gather()",
+            ". For a loss over more samples than a micro-batch has, such as in-batch negatives, choose a larger "
+            "micro_batch, or see docs/contrastive.md",
+        )
         return collect.gather(value, self._run.communicator)
 
     def reduce(self, value: Any, how: collect.Reduction = "mean") -> Any:
@@ -607,11 +699,16 @@ class Trainer:
         """
         self._close(has_failed=sys.exception() is not None)
 
-    def _refuse_inside_epoch(self, call: str) -> None:
+    def _check_open(self) -> None:
+        check_open(self._run.loop)
+
+    def _refuse_inside_epoch(self, call: str, advice: str = "") -> None:
+        self._check_open()
+        self._run.loop.settle()
         if self._run.loop.is_inside_epoch:
             raise MisuseError(
                 f"{call} was called inside an epoch's loop, which workers leave at different times: call it between "
-                "epochs, or register it with trainer.every(n, lambda record: ...)"
+                f"epochs, or register it with trainer.every(n, lambda record: ...){advice}"
             )
 
     def _meet(self, call: str) -> None:
@@ -624,8 +721,14 @@ class Trainer:
             return self._calling.predict(model, batch)
 
     def _close(self, *, has_failed: bool) -> None:
+        if self._run.loop.is_closed:
+            return
+        self._run.loop.is_closed = True
         try:
-            if not has_failed:
+            if has_failed:
+                self._run.loop.abandon()
+            else:
+                self._run.loop.settle()
                 self._run.keeper.finish(self._run.loop)
         finally:
             self._run.cleanup.close()

@@ -80,7 +80,7 @@ class StepView:
     """What is shown of a step. `shares` and `waiting` (parts of the time) have one number per worker, or are empty."""
 
     step: int
-    loss: float
+    loss: float | None  # None while it is not known
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     shares: Sequence[int] = ()

@@ -31,7 +31,7 @@ from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
 from paceline.run.host_memory import keep_freed_memory, use_huge_pages
 from paceline.run.loop import Loop
 from paceline.run.planner import planner_for
-from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
+from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory, watch_replacement
 from paceline.run.saving.checkpointing import Checkpointing, Subject, Unsaved
 from paceline.run.saving.checkpoints import Checkpoints
 from paceline.run.saving.identity import identity
@@ -47,11 +47,12 @@ from paceline.sync.gradients_first import GradientsFirst
 
 @dataclass(frozen=True)
 class Run:
-    """A run's parts. `cleanup` takes it apart again, in reverse order. `steps_per_epoch`: None if nobody knows."""
+    """A run's parts. `cleanup` takes it apart again, in reverse order. Counts per epoch: None if nobody knows."""
 
     loop: Loop
     steps: Steps
     steps_per_epoch: int | None
+    micro_batches_per_epoch: int | None
     communicator: Communicator
     events: Events
     keeper: Checkpointing | Unsaved
@@ -75,6 +76,7 @@ def assemble(
     start: Start | None = None,
     ema: float | None = None,
     timeline: Path | None = None,
+    train_mode: bool = True,
 ) -> Run:
     """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
@@ -91,8 +93,17 @@ def assemble(
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
-        replica = Replica(model, optimizer, scheduler, communicator, config.seed, fused=config.fused_optimizers)
+        replica = Replica(
+            model,
+            optimizer,
+            scheduler,
+            communicator,
+            config.seed,
+            fused=config.fused_optimizers,
+            train_mode=train_mode,
+        )
         stack.callback(replica.close)
+        stack.callback(watch_replacement(replica.model, replica.parameters))
         if (
             not isinstance(data, IterableStream)
             and steps.num_samples % steps.micro_batch == 1
@@ -125,9 +136,20 @@ def assemble(
         )
         keeper.load_loop(loop)
         stepping = Stepping(loop, exchange, events, graphs, config)
-        is_known = not isinstance(data, IterableStream) and not isinstance(config.strategy, Cadence)
-        num_steps = steps.num_steps if is_known else None
-        return Run(loop, steps, num_steps, communicator, events, keeper, average, recorder, stepping, stack.pop_all())
+        is_counted = not isinstance(data, IterableStream)
+        return Run(
+            loop,
+            steps,
+            steps.num_steps if is_counted and not isinstance(config.strategy, Cadence) else None,
+            steps.num_micro_batches if is_counted else None,
+            communicator,
+            events,
+            keeper,
+            average,
+            recorder,
+            stepping,
+            stack.pop_all(),
+        )
 
 
 def _check_device(device: torch.device) -> None:

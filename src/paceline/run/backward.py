@@ -29,16 +29,16 @@ class Backward:
             self._obstacle = f"torch {torch.__version__} has no _engine_run_backward"
         self._is_explained = False
 
-    def __call__(self, loss: torch.Tensor) -> None:
+    def __call__(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         reason = self._obstacle or _oddity(loss)
         if reason is not None:
             self._explain(reason)
-            loss.backward()
+            loss.backward(retain_graph=retain_graph)
             return
         assert _run_engine is not None
-        keep_graph = create_graph = False
+        create_graph = False
         ones = torch.ones_like(loss)
-        _run_engine((loss,), (ones,), keep_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
+        _run_engine((loss,), (ones,), retain_graph, create_graph, (), allow_unreachable=True, accumulate_grad=True)
 
     def _explain(self, reason: str) -> None:
         if not self._is_explained:

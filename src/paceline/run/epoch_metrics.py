@@ -53,13 +53,11 @@ class Tally:
     """Adds up epochs on one worker, one after the other; `end` puts all workers' parts together.
 
     Per epoch: `begin`; per micro-batch `note` its scalars; per completed step `add` its record; `end`.
-    `is_loss_own`: records tell this worker's part of a step, not all of it, as where replicas are averaged.
     """
 
-    def __init__(self, run: Run, *, is_loss_own: bool) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
         self._world = run.communicator.world
-        self._speaks_of_loss = is_loss_own or self._world.is_main
         self._lag_steps = GPU_LAG_STEPS if self._world.device.type == "cuda" else 0
         self._seconds = [0.0] * self._world.size  # per micro-batch, as last measured
         self.begin()
@@ -97,7 +95,7 @@ class Tally:
         """All workers together; the same result on each."""
         while self._unread:
             self._take(self._unread.popleft())
-        loss = self._loss if self._speaks_of_loss else [0.0, 0.0]
+        loss = self._loss
         scalars = {name: [float(total), weight] for name, (total, weight) in self._scalars.items()}
         parts = [
             json.loads(text) for text in gather(json.dumps({"loss": loss, "scalars": scalars}), self._run.communicator)
@@ -121,9 +119,9 @@ class Tally:
         return _ratio(1, self._seconds[rank])
 
     def _take(self, record: StepRecord) -> None:
-        if record.weight and not record.is_skipped:
-            self._loss[0] += record.loss * record.weight
-            self._loss[1] += record.weight
+        loss_sum, weight = record.part_of(self._world.rank)
+        self._loss[0] += loss_sum
+        self._loss[1] += weight
         for rank, (count, timing) in enumerate(zip(record.shares, record.timings, strict=True)):
             self._counts[rank] += count
             # Not every step brings a measurement: replicas that are averaged tell when they meet.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,7 +41,7 @@ from paceline.sync.averaging import Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import Numbers, WorkerMessage
+from paceline.sync.numbers import LEFT, LocalNumbers, Numbers, WorkerMessage, left_error
 
 # From how many steps one is measured where nothing depends on it.
 SELDOM_MEASURED = 16
@@ -123,7 +124,13 @@ class Loop:
         self._loss: torch.Tensor | None = None
         self.weight = 0  # of the open micro-batch
         self._is_open = False
-        self.is_inside_epoch = self.is_in_hook = False
+        self._is_last = True  # of this worker's micro-batches of the step
+        self.is_inside_epoch = self.is_in_hook = self.is_closed = False
+        self._may_end_epoch = False
+        self._left_epoch: int | None = None  # left by `break`, and the next one has not begun
+        self._is_left_open = False  # and what ends every epoch is still to be done
+        self.is_repeating = False  # exact mode had to begin this step again
+        self.last_record: StepRecord | None = None
 
     def micro_batches(self, epoch: int) -> Iterator[Any]:
         """This worker's micro-batches until this epoch ends; `step` must be called after each.
@@ -134,6 +141,7 @@ class Loop:
         self.is_inside_epoch = True
         self._timeline.event("epoch begin", number=epoch)
         self._collector.begin_epoch(self.position.step)
+        begun_at: Position | None = None
         try:
             while self.position.epoch == epoch and not self.is_over:
                 self._keeper.between_steps(self)
@@ -141,6 +149,7 @@ class Loop:
                 mine = self._begin_step()
                 if mine is None:
                     break
+                self.is_repeating, begun_at = begun_at == self.position, self.position
                 for numbers in passes(mine, self._at_once):
                     batch = self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
                     if batch is not None:
@@ -151,17 +160,93 @@ class Loop:
                         raise MisuseError("the next micro-batch was asked for before step() was called for this one")
                 if not mine:
                     self._finish_step()
-            self._watch.flush()
-            self._stopwatch.flush()
-            self._exchange.synchronize()
+            self._complete_epoch()
+        except GeneratorExit:  # left by `break`, or by an exception in the loop's body: here it cannot be told which
+            self._left_epoch, self._is_left_open = epoch, True
+            raise
         finally:
             self._collector.end_epoch()
             self.is_inside_epoch = False
-            if self._is_open:  # left by `break` or an exception
-                self._is_open = False
-                self._exchange.abandon()
+            # On several workers the step stays as it is until the others are told.
+            if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
+                self.abandon()
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def abandon(self) -> None:
+        """Drop the step that is under way, if one is."""
+        if self._is_step_under_way:
+            self._is_open, self._is_last = False, True
+            self._exchange.abandon()
+
+    def end_epoch(self) -> None:
+        """Let the epoch end after the step whose hook calls this."""
+        if not self._may_end_epoch or self.last_record is None:
+            raise MisuseError(
+                "end_epoch() ends an epoch on all workers after the same step: call it in a hook of trainer.every, "
+                "such as trainer.every(100, lambda record: trainer.end_epoch())"
+            )
+        if self.position.epoch == self.last_record.epoch:  # else that was the epoch's last step
+            self.position = self.position.next_epoch()
+
+    def settle(self) -> None:
+        """An epoch's loop may have been left by `break`: do now what the end of every epoch needs.
+
+        One worker may leave an epoch before its end. Of several none may: on each the loop's body runs for other
+        micro-batches, so they would leave at different steps. That is an error, on all of them.
+        """
+        if not self._is_left_open:
+            return
+        self._is_left_open = False
+        if self.position.epoch == self._left_epoch and not self.is_over and self._world.size > 1:
+            self._tell_left()
+        self._complete_epoch()
+
+    def begin_next_epoch(self) -> bool:
+        """After a `break`, go to the next epoch; False if there was none."""
+        self.settle()
+        left, self._left_epoch = self._left_epoch, None
+        if left != self.position.epoch or self.is_over:
+            return False
+        self.position = self.position.next_epoch()
+        self._end_epoch(left)
+        return True
+
+    def _complete_epoch(self) -> None:
+        self._watch.flush()
+        self._stopwatch.flush()
+        self._exchange.synchronize()
+
+    @property
+    def _is_step_under_way(self) -> bool:
+        """Whether this worker has begun micro-batches of a step that it did not exchange yet."""
+        return self._is_open or not self._is_last
+
+    def _tell_left(self) -> None:
+        """Take part in the others' steps, without a gradient, until all have read that this worker left."""
+        if self._world.device.type != "cpu":  # they read it steps later, and would go on without this worker's part
+            raise left_error([self._world.rank])
+        is_under_way = self._is_step_under_way
+        if self._is_open:
+            self._exchange.end_micro_batch(None)
+        self._is_open, self._is_last = False, True
+        while self.position.epoch == self._left_epoch and not self.is_over:
+            if not is_under_way:
+                self._keeper.between_steps(self)
+                mine = self._begin_step()
+                if mine is None:
+                    break
+                if mine:
+                    self._exchange.begin_micro_batch(mine[-1], 0, is_last=True)
+                    self._exchange.end_micro_batch(None)
+            is_under_way = False
+            self._exchange.send(WorkerMessage(wish=LEFT, digest=self._agreement.digest()))
+            if (numbers := self._exchange.finish()) is not None:
+                self._keeper.observe(numbers)  # an error, as soon as all have read it
+                self._exchange.complete()
+                self.position = self._feed.after_step(self.position)
+        self._exchange.synchronize()
+        raise left_error([self._world.rank])
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Backward of this micro-batch's loss, a mean over its samples. Several calls add up."""
         if not self._is_open:
             raise MisuseError("backward() was called outside of a micro-batch: call it inside `for batch in epoch`")
@@ -170,7 +255,8 @@ class Loop:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
-            self._exchange.backward(self._backward, loss if self._loss_scale is None else loss * self._loss_scale.value)
+            run = partial(self._backward, retain_graph=True) if retain_graph else self._backward
+            self._exchange.backward(run, loss if self._loss_scale is None else loss * self._loss_scale.value)
         except torch.OutOfMemoryError as error:
             self.explain(error)
             raise
@@ -357,7 +443,7 @@ class Loop:
             self.update.step()
             self._average.update()
             if self._config.scheduler_every == "step":
-                self.replica.step_schedulers(lambda: numbers.loss)
+                self.replica.step_schedulers(lambda: self._told_loss(numbers))
             is_skipped = False
         else:
             is_skipped = True
@@ -377,11 +463,14 @@ class Loop:
             norm,
             self._is_loss_known,
         )
+        self.last_record = record
         self.position = self._feed.after_step(position)
         self._replica_check.after_step(len(plan[0]), numbers, record.step)
+        self._may_end_epoch = True
         for steps, hook in self._hooks:
             if record.step % steps == 0:
                 self._run_hook(hook, record)
+        self._may_end_epoch = False
         if self.position.epoch != position.epoch:
             self._end_epoch(position.epoch)
         return record
@@ -438,6 +527,14 @@ class Loop:
                 )
         self.replica.set_learning_rate(rate, group)
 
+    def _told_loss(self, numbers: Numbers) -> float:
+        if not self._is_loss_known:
+            raise MisuseError(
+                "ReduceLROnPlateau follows the loss, which a bare loss.backward() keeps from the run: call "
+                "trainer.backward(loss)"
+            )
+        return numbers.loss
+
     def _note_plan(self, step: Step) -> None:
         """A change of the plan is an event, unless it is the epoch's end that makes the step smaller."""
         plan, usual = step.plan, self._usual_plan
@@ -490,16 +587,30 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """The mean over the global batch, before the update.
+        """The mean over the global batch, before the update; the same on every worker.
 
-        NaN if no sample had weight, and where a bare `loss.backward()` kept it from the run.
+        NaN if no sample had weight, and where a bare `loss.backward()` kept it from the run. With `Averaging` workers
+        exchange nothing between two meetings: then it is the mean over all workers' steps up to the last meeting,
+        since the one before; NaN until the first.
         """
-        return self._numbers.loss if self._is_loss_known else math.nan
+        is_own = isinstance(self._numbers, LocalNumbers)  # what this worker was told counts at the next meeting
+        return self._numbers.loss if self._is_loss_known or is_own else math.nan
 
     @property
     def weight(self) -> float:
-        """What the mean was taken over: samples, or what weight_fn counted."""
+        """What the mean was taken over: samples, or what weight_fn counted. With `Averaging`, per step of its mean."""
         return self._numbers.total_weight
+
+    def part_of(self, rank: int) -> tuple[float, float]:
+        """What a worker adds to a sum over steps and workers: its weighted loss, and its weight.
+
+        Of a step that was exchanged rank 0 has it all; the others have nothing.
+        """
+        if self.is_skipped:
+            return 0.0, 0.0
+        if isinstance(self._numbers, LocalNumbers):
+            return self._numbers.own_part
+        return (self.loss * self.weight, self.weight) if rank == 0 and self.weight else (0.0, 0.0)
 
     @property
     def shares(self) -> tuple[int, ...]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,8 +21,9 @@ from paceline.run.fused_optimizers import fuse
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # Made already, over the parameters of a model that is made already; or a function that makes it.
 OptimizerFactory: TypeAlias = Optimizers | Callable[[list[torch.Tensor]], Optimizers]
-# From the optimizer, or from all of them where there are several, to a scheduler or several.
-SchedulerFactory: TypeAlias = Callable[[Any], Any]
+# From the optimizer, or from all of them where there are several, to a scheduler or several; or one made already, over
+# an optimizer that is made already.
+SchedulerFactory: TypeAlias = Callable[[Any], Any] | torch.optim.lr_scheduler.LRScheduler
 
 
 class Replica:
@@ -34,6 +38,7 @@ class Replica:
         seed: int,
         *,
         fused: bool = True,
+        train_mode: bool = True,
     ) -> None:
         device = communicator.world.device
         self.model = build_model(model, device, seed)
@@ -42,17 +47,23 @@ class Replica:
         self._note_parameters(parameters)
         self._check_parameters(device)
         _check_modules(self.model)
+        if train_mode and isinstance(self.model, nn.Module):
+            self.model.train()
         share_weights(self.model, self.parameters, communicator)
         made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
         self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
         _check_optimizers(self.optimizers, [*parameters.values()])
+        _refuse_closures(self.optimizers)
         if fused:
             fuse(self.optimizers)
         self._direct_steps = [DirectStep(each, num_own_hooks=1) for each in self.optimizers] if fused else None
         self._num_parameters = self._count_parameters()
         self._is_stepping = False
         self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
-        self.schedulers: list[Any] = [] if scheduler is None else _as_list(scheduler(only_or_all(self.optimizers)))
+        seen = only_or_all(self.optimizers)
+        self.schedulers: list[Any] = (
+            [] if scheduler is None else _as_list(_schedulers_of(scheduler, self.optimizers, seen))
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -100,7 +111,8 @@ class Replica:
             if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step()
             elif loss is not None:
-                scheduler.step(loss())
+                if not math.isnan(value := loss()):  # nobody knows the loss: no reason to lower the rate
+                    scheduler.step(value)
             else:
                 raise MisuseError(
                     "ReduceLROnPlateau needs to be told a value at the end of an epoch: leave scheduler= out, step it "
@@ -203,6 +215,45 @@ def _check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> 
                     )
 
 
+def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """An optimizer that calls the loss again by itself would need all of the step's micro-batches each time."""
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}, whose step(closure) computes the loss several times: a "
+                "step here has one gradient, the mean over its micro-batches. Choose an optimizer that steps from "
+                "that, such as torch.optim.AdamW"
+            )
+
+
+def _schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen: Any) -> Any:
+    """What `scheduler=` gives: a function is called with `seen`, the optimizer or all; what is made is checked."""
+    if not callable(scheduler):
+        given = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        for each in given:
+            _check_scheduler(each, "scheduler is")
+            if not any(getattr(each, "optimizer", None) is optimizer for optimizer in optimizers):
+                raise TypeError(
+                    f"scheduler is a {type(each).__name__} over another optimizer than the run's: pass a function, "
+                    f"such as lambda optimizer: {type(each).__name__}(optimizer, ...), or the optimizer that it was "
+                    "made with"
+                )
+        return scheduler
+    made = scheduler(seen)
+    for each in made if isinstance(made, Sequence) else [made]:
+        _check_scheduler(each, "scheduler made")
+    return made
+
+
+def _check_scheduler(scheduler: Any, what: str) -> None:
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"{what} a {type(scheduler).__name__} without step(): pass a function from the optimizer to a torch "
+            "scheduler, such as lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+        )
+
+
 def named_parameters(model: Any) -> dict[str, torch.Tensor]:
     """The parameters of a module, or of any object whose `parameters()` gives tensors or a dict of them.
 
@@ -247,6 +298,8 @@ def _move(model: Any, device: torch.device) -> Any:
 
 
 def _check_modules(model: Any) -> None:
+    """Refuse layers whose gradients or forward passes depend on other workers, or cannot be averaged."""
+    refuse_wrapped(model)
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, nn.SyncBatchNorm):
             raise MisuseError(
@@ -258,6 +311,77 @@ def _check_modules(model: Any) -> None:
                 f"{name!r} is built with sparse=True; sparse gradients cannot be averaged in a flat buffer: "
                 "build it with sparse=False"
             )
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Refuse a model that another library already divides or replicates: DDP, FSDP, DataParallel."""
+    if not isinstance(model, nn.Module):
+        return
+    kinds = (
+        nn.parallel.DistributedDataParallel,
+        nn.DataParallel,
+        *_loaded("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            what = f"its module {name!r}" if name else "the model"
+            raise MisuseError(
+                f"{what} is a {type(module).__name__}, which exchanges or divides by itself, at times that depend on "
+                "the worker's share: give the model that it wraps (its .module). Paceline does the exchange"
+            )
+    sharded = _loaded("torch.distributed.tensor", "DTensor")
+    for name, parameter in model.named_parameters() if sharded else ():
+        if isinstance(parameter, sharded):
+            raise MisuseError(
+                f"parameter {name!r} is a {type(parameter).__name__}, sharded over devices by fully_shard or "
+                "parallelize_module: give the plain model. Every worker holds a whole copy here"
+            )
+
+
+def _loaded(module: str, name: str) -> tuple[type, ...]:
+    """The class, where its module has been imported: a model can only be one then, and importing it takes long."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return (kind,) if isinstance(kind, type) else ()
+
+
+class ReplacementWatch:
+    """Called by torch when a state was loaded: `load_state_dict(assign=True)` puts other parameters into the model.
+
+    A model with it can be copied and pickled; nobody watches the copy.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> None:
+        self._parameters = dict(parameters)
+        self._model = model
+
+    def __reduce__(self) -> tuple[type[ReplacementWatch], tuple[Any, ...]]:
+        return ReplacementWatch, ({}, None)
+
+    def __call__(self, *_: object) -> None:
+        if self._model is None:
+            return
+        now = {id(parameter) for parameter in self._model.parameters()}
+        for name, parameter in self._parameters.items():
+            if id(parameter) not in now:
+                raise MisuseError(
+                    f"load_state_dict(assign=True) replaced parameter {name!r} of the model that is trained; the "
+                    "optimizer still updates the old one. Load without assign=True, which copies the values in, or "
+                    "load before Trainer.setup"
+                )
+
+
+def watch_replacement(model: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    """From now on a load that replaces parameters is an error; returns what ends that."""
+    if not isinstance(model, nn.Module):
+        return lambda: None
+    watch = ReplacementWatch(parameters, model)
+    handles = [module.register_load_state_dict_post_hook(watch) for module in model.modules()]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ the result depends on the number of workers (local SGD). Each worker's step is o
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -23,7 +24,15 @@ from paceline.sync.buffers import Buffers
 from paceline.sync.exchange import Accept, GradientExchange
 from paceline.sync.guard import DivergenceGuard
 from paceline.sync.meeting import Meeting, Outcome, Round
-from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, StepNumbers, WorkerMessage
+from paceline.sync.numbers import (
+    SILENCE,
+    LocalNumbers,
+    OneLoss,
+    RoundMean,
+    StepNumbers,
+    WorkerMessage,
+    check_nobody_left,
+)
 
 logger = logging.getLogger("paceline")
 
@@ -95,6 +104,9 @@ class AveragedReplicas:
         self._events = events
         self._meeting = Meeting(parameters, statistics, communicator, TRANSFER_TYPES[settings.transfer], settings.outer)
         self._round = Round()
+        self._mean = RoundMean()
+        self._newest: LocalNumbers | None = None  # of the step that was finished last
+        self._unread: deque[LocalNumbers] = deque()  # of this round, and not in its sums yet
         self._timing = NOT_MEASURED
         self._wish = 0.0
         self._forget_outcome()
@@ -103,18 +115,22 @@ class AveragedReplicas:
         self._plan = plan
         self._mine = plan[self._world.rank]
         self._weight = 0
+        self._is_loss_known = True
         self._local = self._local_of_one if len(self._mine) == 1 else self._local_of_many
         if self._mine:
             self._local.begin_step((range(len(self._mine)),), loss_scale=loss_scale)
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         self._weight += weight
+        self._micro_batch_weight = weight
         self._local.begin_micro_batch(number - self._mine.start, weight, is_last=is_last)
 
     def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
         self._local.backward(run, loss)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
+        if loss is None and self._micro_batch_weight:
+            self._is_loss_known = False
         self._local.end_micro_batch(loss)
 
     def has_gradient(self) -> bool:
@@ -140,14 +156,19 @@ class AveragedReplicas:
     def finish(self, accept: Accept = lambda _: True) -> LocalNumbers:
         timings, wishes = self._timings, self._wishes
         self._forget_outcome()
-        if not self._mine:
-            return LocalNumbers(OneLoss(None, 0.0), 0, timings, wishes)
-        numbers = self._local.finish()
-        assert isinstance(numbers, StepNumbers | OneLoss)
-        return LocalNumbers(numbers, self._mine.start, timings, wishes)
+        own = self._local.finish() if self._mine else OneLoss(None, 0.0)
+        assert isinstance(own, StepNumbers | OneLoss)
+        self._newest = LocalNumbers(
+            own, self._mine.start, timings, wishes, self._mean, is_loss_known=self._is_loss_known
+        )
+        return self._newest
 
     def complete(self) -> None:
         self._local.complete()
+        assert self._newest is not None
+        self._unread.append(self._newest)
+        while self._unread and self._unread[0].has_arrived:
+            self._add_oldest()
         self._round.weight += self._weight
         self._round.steps += 1
         self._round.micro_batches += self._plan[-1].stop
@@ -187,14 +208,25 @@ class AveragedReplicas:
         """Take what the last meeting found, start the next, and wait for that one too unless it may overlap."""
         if self._meeting.is_under_way:
             self._take_outcome()
+        while self._unread:
+            self._add_oldest()
         self._meeting.start(self._round, self._timing, self._wish)
         self._round = Round()
         if is_final or not self._is_overlapping:
             self._take_outcome()
 
+    def _add_oldest(self) -> None:
+        loss_sum, weight = self._unread.popleft().own_part
+        self._round.loss_sum += loss_sum
+        self._round.loss_weight += weight
+
     def _take_outcome(self) -> None:
         outcome = self._meeting.finish(has_moved_on=self._round.steps > 0)
+        check_nobody_left(outcome.wishes)
         self._timings, self._wishes = outcome.timings, outcome.wishes
+        self._mean = outcome.mean
+        if self._newest is not None:  # after its step: nobody has seen its record yet, or the epoch is over
+            self._newest.mean = outcome.mean
         self._interval.observe(outcome)
         if self._guard is not None and self._guard.is_alarmed_by(outcome.drift) and self._interval.steps > 1:
             self._interval.halve()

@@ -13,13 +13,19 @@ import torch
 
 from paceline.comm.base import Communicator, Pending
 from paceline.core.timing import Timing
+from paceline.sync.numbers import RoundMean
 
 
 @dataclass
 class Round:
-    """What happened since the last meeting: this worker's weight, and the steps and micro-batches of all."""
+    """What happened since the last meeting: this worker's weight and losses, and the steps and micro-batches of all.
+
+    `loss_sum` is weighted, by what adds up to `loss_weight`.
+    """
 
     weight: float = 0.0
+    loss_sum: float = 0.0
+    loss_weight: float = 0.0
     steps: int = 0
     micro_batches: int = 0
 
@@ -30,6 +36,7 @@ class Outcome:
     meeting before it took of the worker that came last, who waited for nobody."""
 
     drift: float
+    mean: RoundMean
     timings: tuple[Timing, ...]
     wishes: tuple[float, ...]
     steps: int
@@ -47,6 +54,8 @@ class _Row(NamedTuple):
     micro_batch_s: float
     rest_s: float
     wish: float
+    loss_sum: float
+    loss_weight: float
 
 
 class Meeting:
@@ -91,7 +100,17 @@ class Meeting:
             self._scale = 1.0 / max(own.micro_batches, 1)
             torch.mul(self._change, own.weight * self._scale, out=self._travelling)
             square = own.weight * self._change.norm(dtype=torch.float64).square().item()
-            row = _Row(own.weight, square, round_s, sync_s, timing.micro_batch, timing.rest, wish)
+            row = _Row(
+                own.weight,
+                square,
+                round_s,
+                sync_s,
+                timing.micro_batch,
+                timing.rest,
+                wish,
+                own.loss_sum,
+                own.loss_weight,
+            )
             rank = self._communicator.world.rank
             self._table.zero_()
             self._table.view(-1, len(row))[rank] = torch.tensor(row, dtype=torch.float64)
@@ -118,7 +137,8 @@ class Meeting:
             drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
         timings = tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows)
         round_s, sync_s = max(row.round_s for row in rows), min(row.sync_s for row in rows)
-        return Outcome(drift, timings, tuple(row.wish for row in rows), self._steps, round_s, sync_s)
+        wishes = tuple(row.wish for row in rows)
+        return Outcome(drift, _mean_of(rows, self._steps), timings, wishes, self._steps, round_s, sync_s)
 
     def state_dict(self) -> dict[str, Any]:
         """For when no meeting is under way and nobody has moved on since the last."""
@@ -146,6 +166,12 @@ class Meeting:
         for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
             part = part.view_as(tensor)
             tensor.copy_(part if tensor.is_floating_point() else part.round())
+
+
+def _mean_of(rows: Sequence[_Row], num_steps: int) -> RoundMean:
+    loss_weight = sum(row.loss_weight for row in rows)
+    loss = sum(row.loss_sum for row in rows) / loss_weight if loss_weight else math.nan
+    return RoundMean(loss, sum(row.weight for row in rows) / max(num_steps, 1))
 
 
 class _Clock:

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import numpy as np
 import torch
 
+from paceline.core.errors import MisuseError
 from paceline.core.timing import NOT_MEASURED, Timing
 
 
@@ -38,6 +39,24 @@ SILENCE = WorkerMessage()
 # Numbers travel as float32 where gradients do: what needs more digits is cut into parts that float32 holds.
 _DIGEST_BITS = 24
 _RATE_PARTS = 3
+
+# The wish of a worker that left its epoch's loop. Nobody grants it: all workers end with an error.
+LEFT = 3.0
+
+
+def check_nobody_left(wishes: Sequence[float]) -> None:
+    if LEFT in wishes:
+        raise left_error([rank for rank, wish in enumerate(wishes) if wish == LEFT])
+
+
+def left_error(ranks: Sequence[int]) -> MisuseError:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return MisuseError(
+        f"{who} left the loop of an epoch before its end, by `break` or `return`. Several workers must end an epoch "
+        "after the same step, and the loop's body runs for other micro-batches on each of them: call "
+        "trainer.end_epoch() in a hook of trainer.every (trainer.end() to end the run), or give the number of steps: "
+        "trainer.epochs(max_steps=...)"
+    )
 
 
 @dataclass(frozen=True)
@@ -115,7 +134,8 @@ class Numbers(Protocol):
 
     @property
     def loss(self) -> float:
-        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight."""
+        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight. The same on every
+        worker: where steps are not exchanged, what was exchanged last."""
 
     @property
     def total_weight(self) -> float: ...
@@ -306,19 +326,36 @@ class OneLoss:
         return self.losses[0] if self.total_weight else float("nan")
 
 
+class RoundMean(NamedTuple):
+    """What all workers' steps between two meetings came to: their mean loss, and their weight per step."""
+
+    loss: float = math.nan
+    weight: float = 0.0
+
+
 class LocalNumbers:
-    """The numbers of one worker's part of a step that was not exchanged, which begins with micro-batch `first`."""
+    """The numbers of a step that was not exchanged. Of it this worker knows only its own part, from micro-batch
+    `first` on; `loss` and `total_weight` are what all workers know, those of the last meeting (`mean`)."""
 
     digests: Sequence[int] = ()
     learning_rates: Sequence[tuple[float, int] | None] = ()
 
     def __init__(
-        self, own: StepNumbers | OneLoss, first: int, timings: Sequence[Timing], wishes: Sequence[float]
+        self,
+        own: StepNumbers | OneLoss,
+        first: int,
+        timings: Sequence[Timing],
+        wishes: Sequence[float],
+        mean: RoundMean,
+        *,
+        is_loss_known: bool,
     ) -> None:
         self._own = own
         self._first = first
+        self._is_loss_known = is_loss_known
         self.timings = timings
         self.wishes = wishes
+        self.mean = mean
 
     @property
     def has_arrived(self) -> bool:
@@ -330,11 +367,21 @@ class LocalNumbers:
 
     @property
     def loss(self) -> float:
-        return self._own.loss
+        return self.mean.loss
 
     @property
     def total_weight(self) -> float:
-        return self._own.total_weight
+        return self.mean.weight
+
+    @property
+    def own_part(self) -> tuple[float, float]:
+        """This worker's weighted sum of losses, and their weight; NaN if it was not told a loss."""
+        weight, loss = self._own.total_weight, self._own.loss
+        if not weight:
+            return 0.0, 0.0
+        if not self._is_loss_known:
+            return math.nan, weight
+        return (weight * loss, weight) if math.isfinite(loss) else (0.0, 0.0)  # fp16 skips such a step
 
     def non_finite(self) -> tuple[str, float, int] | None:
         found = self._own.non_finite()

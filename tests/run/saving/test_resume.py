@@ -328,7 +328,7 @@ def test_bad_settings_are_named_before_anything_starts(settings: dict[str, objec
 
 def test_a_run_that_is_not_saved_says_what_saving_needs() -> None:
     with setup(None) as trainer:
-        for call in (trainer.save, trainer.request_save, lambda: trainer.register("a", Average(trainer.model))):
+        for call in (trainer.save, trainer.request_save):
             with pytest.raises(pl.MisuseError, match=r"give checkpoints=Checkpoints\(folder\)"):
                 call()
 

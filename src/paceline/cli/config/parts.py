@@ -33,7 +33,7 @@ _SAME = (
         "drop_last",
     ),
     *("skip_bad_samples", "feed", "readers", "prefetch", "resident", "overlap", "backend", "timeout_s", "threads"),
-    *("fused_optimizers", "garbage_collection", "capture"),
+    *("fused_optimizers", "train_mode", "garbage_collection", "capture"),
 )
 
 

@@ -176,6 +176,7 @@ class Trainer:
     timeout_s: float = setting("how long a worker waits for the others", DEFAULT_TIMEOUT_S, above=0)
     threads: int | None = setting("CPU threads per worker", None, least=1)
     fused_optimizers: bool = setting("update all parameters in one kernel where torch has one", True)
+    train_mode: bool = setting("put the model into training mode; false: as its factory returns it", True)
     garbage_collection: GarbageCollection = setting("when Python collects all of its garbage", "between steps")
     capture: Capture = setting("whether a GPU replays steps as CUDA graphs; by itself where that pays", "auto")
     ema: float | None = setting("decay of averaged weights, such as 0.999", None, above=0, below=1)

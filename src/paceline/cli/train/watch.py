@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -77,7 +78,8 @@ class Watch:
         if is_shown or is_logged or record.step == 1:
             # Only now are numbers read, for which a GPU is waited for.
             self._take_steps()
-            self._loss = record.loss, record.step
+            if (loss := _known(record.loss)) is not None:
+                self._loss = loss, record.step
         if is_logged or record.step == 1:
             self._log(record)
         if is_shown:
@@ -117,9 +119,10 @@ class Watch:
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
         self._rates = rates = self._meter.take()
+        loss = _known(record.loss)
         values: dict[str, Any] = {
             "epoch": record.epoch,
-            "loss": record.loss,
+            **({} if loss is None else {"loss": loss}),
             "lr": record.lr,
             "samples_per_s": round(rates.samples_per_s, 2),
         }
@@ -135,9 +138,8 @@ class Watch:
 
     def _show(self, record: StepRecord) -> None:
         self._rates = rates = self._rates or self._meter.take()
-        self._progress.show(
-            StepView(record.step, record.loss, rates.samples_per_s, rates.tokens_per_s, record.shares, rates.waiting)
-        )
+        loss, shares = _known(record.loss), record.shares
+        self._progress.show(StepView(record.step, loss, rates.samples_per_s, rates.tokens_per_s, shares, rates.waiting))
 
     def _open_control(self) -> None:
         """Let `paceline runs` ask; a run that nobody can ask goes on."""
@@ -215,3 +217,8 @@ def _logger(setting: Any, project: Project, files: RunFiles, step: int) -> Any:
     if isinstance(setting, LoggerSettings):
         return make_logger(setting.name, files, step, plain(project.settings), **(setting.arguments or {}))
     return setting.build()
+
+
+def _known(loss: float) -> float | None:
+    """None for NaN: with averaging nobody knows the loss before the first meeting."""
+    return None if math.isnan(loss) else loss

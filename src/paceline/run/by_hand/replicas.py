@@ -19,7 +19,7 @@ from paceline.core.errors import MisuseError
 from paceline.core.world import World, choose_device
 from paceline.plan.shares import Plan, ranges
 from paceline.run.determinism import process_settings
-from paceline.run.replica import build_model, named_parameters
+from paceline.run.replica import build_model, named_parameters, refuse_wrapped
 from paceline.sync.replica_gradients import ReplicaGradients
 
 
@@ -64,6 +64,8 @@ def join(
     if not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s={timeout_s} is no time-out: choose a finite number of seconds > 0")
     models = tuple(models)
+    for model in models:
+        refuse_wrapped(model)
     _check_number(len(models), World.from_environment("cpu").size)
     _check_parameters(models)
     _check_apart(models)

@@ -53,6 +53,7 @@ class TrainingState:
         scheduler: SchedulerFactory | None,
         forward_fn: Forward,
         exact: bool,
+        train_mode: bool,
         timeout_s: float,
     ) -> None:
         world, self.devices = _places(devices)
@@ -63,7 +64,9 @@ class TrainingState:
             counts = [int(count) for count in gather(str(len(self.devices)), communicator)]
             self.loader = StepLoader(data, reading, self.devices, counts, communicator)
             stack.callback(self.loader.close)
-            self._replicas = _replicas(model, self.devices, optimizer, scheduler, communicator, reading.seed)
+            self._replicas = _replicas(
+                model, self.devices, optimizer, scheduler, communicator, reading.seed, train_mode=train_mode
+            )
             self._watches = [BufferWatch(replica.model) for replica in self._replicas]
             self._exchange = ReplicaSteps(
                 self.models[0],
@@ -241,6 +244,8 @@ def _replicas(
     scheduler: SchedulerFactory | None,
     communicator: Communicator,
     seed: int,
+    *,
+    train_mode: bool,
 ) -> list[Replica]:
     """The first from the user's model, with rank 0's weights, the others as copies of it."""
     if not callable(optimizer):
@@ -248,9 +253,16 @@ def _replicas(
             f"optimizer is a {type(optimizer).__name__}, but every replica needs one of its own: pass a function from "
             "parameters to a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
-    first = Replica(model, optimizer, scheduler, communicator, seed)
+    first = Replica(model, optimizer, scheduler, communicator, seed, train_mode=train_mode)
     others = [
-        Replica(copy.deepcopy(first.model), optimizer, scheduler, SingleCommunicator(World(device=device)), seed)
+        Replica(
+            copy.deepcopy(first.model),
+            optimizer,
+            scheduler,
+            SingleCommunicator(World(device=device)),
+            seed,
+            train_mode=train_mode,
+        )
         for device in devices[1:]
     ]
     return [first, *others]

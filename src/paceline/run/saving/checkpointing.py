@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import OWN, Beginning, HasState
 from paceline.run.saving.state import has_state, random_state, replica_states
 from paceline.run.saving.stopping import Stopped, StopSignals
-from paceline.sync.numbers import Numbers
+from paceline.sync.numbers import Numbers, check_nobody_left
 
 logger = logging.getLogger("paceline")
 
@@ -56,12 +56,22 @@ class Agreement:
     def observe(self, numbers: Numbers) -> None:
         self._unread.append(numbers)
         if len(self._unread) > self._lag_steps:
-            self.wish = max(self._unread.popleft().wishes)
+            wishes = self._unread.popleft().wishes
+            check_nobody_left(wishes)
+            self.wish = max(wishes)
 
     def forget(self) -> None:
         """Whatever was wished for until now is done."""
         self.wish = NOTHING
         self._unread: deque[Numbers] = deque()
+
+
+def check_registration(name: str, thing: HasState, taken: Collection[str]) -> None:
+    if name in taken or name in OWN:
+        raise ValueError(f"{name!r} is taken: choose another name than {', '.join([*OWN, *taken])}")
+    if not has_state(thing):
+        raise TypeError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict: give both")
+    Component(name, None)  # checks the name
 
 
 class Unsaved:
@@ -73,6 +83,7 @@ class Unsaved:
     def __init__(self, device: torch.device) -> None:
         self.wish = NOTHING
         self._agreement = Agreement(device)
+        self._registered: list[str] = []  # the same script runs with checkpoints and without
 
     def observe(self, numbers: Numbers) -> None:
         self._agreement.observe(numbers)
@@ -88,7 +99,8 @@ class Unsaved:
         return
 
     def register(self, name: str, thing: HasState, pattern: Pattern) -> None:
-        raise MisuseError(f"register({name!r}) needs checkpoints: give checkpoints=Checkpoints(folder) to the run")
+        check_registration(name, thing, self._registered)
+        self._registered.append(name)
 
     def save(self, loop: Loop, metrics: Mapping[str, float]) -> None:
         raise MisuseError("save() needs a place: give checkpoints=Checkpoints(folder) to the run")
@@ -179,11 +191,7 @@ class Checkpointing:
     def register(self, name: str, thing: HasState, pattern: Pattern) -> None:
         if self._beginning is None:
             raise MisuseError(f"register({name!r}) came after the first step: register before the first epoch")
-        if name in self._registered or name in OWN:
-            raise ValueError(f"{name!r} is taken: choose another name than {', '.join([*OWN, *self._registered])}")
-        if not has_state(thing):
-            raise TypeError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict: give both")
-        Component(name, None)  # checks the name
+        check_registration(name, thing, self._registered)
         self._beginning.load(name, thing)
         self._registered[name] = (thing, pattern)
 
