@@ -71,9 +71,7 @@ def nothing_is_left_behind(
     yield
     # Ends of processes reach the process table a moment after their parents know.
     deadline = monotonic() + 5
-    while (
-        left := _traces(private_temporary_folder, session_pool, has_own_memory) - before
-    ) and monotonic() < deadline:
+    while (left := _traces(private_temporary_folder, session_pool, has_own_memory) - before) and monotonic() < deadline:
         sleep(0.02)
     assert not left, f"{request.node.nodeid} left behind: {sorted(left)}"
 

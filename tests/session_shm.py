@@ -45,7 +45,7 @@ def entries(*, is_private: bool, mark: str) -> set[str]:
 
 def _is_own(name: str) -> bool:
     with suppress(OSError):
-        return os.stat(name).st_uid == os.geteuid()
+        return Path(name).stat().st_uid == os.geteuid()
     return False  # it is gone
 
 
@@ -58,4 +58,4 @@ def _held_by_others(mark: bytes) -> Iterator[str]:
             for line in (folder / "maps").read_text().splitlines():
                 yield line[line.find(str(SHARED_MEMORY)) :]
             for link in (folder / "fd").iterdir():
-                yield os.readlink(link)
+                yield str(link.readlink())
