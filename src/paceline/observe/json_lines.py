@@ -8,11 +8,11 @@ as text, which every JSON reader takes, and are numbers again when read here.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,14 @@ class LineWriter:
             raise ValueError(f"{self.path} is closed: nothing can be written any more")
         line = f"{to_json(record)}\n".encode()
         size = os.fstat(self._descriptor).st_size
-        if os.write(self._descriptor, line) != len(line):
-            os.ftruncate(self._descriptor, size)
-            raise OSError(errno.ENOSPC, "no space left for a line", str(self.path))
+        try:
+            written = os.write(self._descriptor, line)
+            while written < len(line):  # the disk is full, as the next call says, or a signal came
+                written += os.write(self._descriptor, line[written:])
+        except OSError as error:
+            with suppress(OSError):  # no file that can be cut, such as a device
+                os.ftruncate(self._descriptor, size)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Safe to call twice."""

@@ -24,6 +24,7 @@ from paceline.cli.train.work import Assignment, train
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import is_worker
 from paceline.core.world import device_count
+from paceline.observe.best_effort import attempt
 from paceline.observe.environment import describe_environment
 from paceline.observe.run_files import (
     RunFiles,
@@ -203,8 +204,10 @@ def _try(order: Order) -> int:
 def _train(order: Order, *, quiet: bool) -> int:
     files = order.files
     if not is_worker():
-        files.config.write_text(show(order.project), encoding="utf-8")
-        write_json(files.environment, describe_environment(order.project.folder))
+        with attempt(files.config):
+            files.config.write_text(show(order.project), encoding="utf-8")
+        with attempt(files.environment):
+            write_json(files.environment, describe_environment(order.project.folder))
         if not quiet:
             print(f"run {files.root}", flush=True)
     assignment = Assignment(order.project, files, order.is_resumed, order.checkpoint, _terminal(), quiet)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
@@ -19,6 +19,7 @@ from paceline.cli.config.show import plain
 from paceline.cli.logs.panels import load_runs, make_panels
 from paceline.cli.logs.picture import check_output, draw, write
 from paceline.cli.logs.runs import LogsError
+from paceline.observe.best_effort import BestEffort, attempt, describe, warn
 from paceline.observe.event_log import EventLog
 from paceline.observe.loggers.base import Loggers
 from paceline.observe.loggers.by_name import make_logger
@@ -54,17 +55,19 @@ class Watch:
         step = trainer.position.step
         self._total = total = total_steps(trainer, project)
         with ExitStack() as stack:
-            stream = stack.enter_context(Path(terminal).open("w")) if terminal else sys.stdout
+            stream = stack.enter_context(_opened(terminal))
             self._progress = stack.enter_context(Progress(total, start_step=step, stream=stream, quiet=quiet))
-            self._metrics = MetricsWriter(files.metrics, step)
+            self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
             stack.callback(self._metrics.close)
             self._events = EventLog(files.events)
             stack.callback(self._events.close)
             self._held = stack.pop_all()
-        self.loggers = Loggers([_logger(each, project, files, step) for each in settings.loggers])
+        made = [_logger(each, project, files, step) for each in settings.loggers]
+        self.loggers = Loggers([logger for logger in made if logger is not None])
         self._held.callback(self.loggers.close)
         trainer.listen(self._events.write)
-        note_total_steps(files, total)
+        with attempt(files.status):
+            note_total_steps(files, total)
         self._open_control()
         if trainer.resumed_from is not None:
             self.note(f"going on after step {step}, from {trainer.resumed_from}")
@@ -84,7 +87,7 @@ class Watch:
             self._show(record)
 
     def after_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        self._metrics.log(step, {"eval": dict(values)})
+        self._metrics.use(lambda metrics: metrics.log(step, {"eval": dict(values)}))
         self.loggers.log(step, {"eval": dict(values)})
         self.note(f"step {step}  evaluation  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
@@ -96,7 +99,9 @@ class Watch:
         if self._newest is not None and self._newest.step > self._logged_step:
             self._take_steps()
             self._log(self._newest)
-        write_json(self._files.report, asdict(self._trainer.report()))
+        report = asdict(self._trainer.report())
+        with attempt(self._files.report):
+            write_json(self._files.report, report)
         self._draw()
         if last_words is not None:
             self.note(last_words)
@@ -130,7 +135,7 @@ class Watch:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._metrics.log(record.step, values)
+        self._metrics.use(lambda metrics: metrics.log(record.step, values))
         self.loggers.log(record.step, values)
 
     def _show(self, record: StepRecord) -> None:
@@ -145,8 +150,8 @@ class Watch:
             control = ControlServer(
                 socket_path(self._files.root), self._status, self._ask_to_save, self._ask_to_stop, self._abort
             )
-        except OSError as error:
-            self.note(f"`paceline runs` cannot reach this run: {error}")
+        except Exception as error:
+            self.note(f"`paceline runs` cannot reach this run: {describe(error)}")
         else:
             self._held.enter_context(control)
 
@@ -198,6 +203,8 @@ class Watch:
             write(draw(panels, self._files.root.name), path)
         except LogsError as error:
             self.note(f"no picture: {error}")
+        except Exception as error:
+            self.note(f"the picture cannot be written: {path}: {describe(error)}")
 
 
 def total_steps(trainer: Trainer, project: Project) -> int | None:
@@ -209,9 +216,32 @@ def total_steps(trainer: Trainer, project: Project) -> int | None:
     return min(limits, default=None)
 
 
+@contextmanager
+def _opened(terminal: str | None) -> Iterator[TextIO]:
+    """Where progress is shown: the terminal by its name if it can be opened, else this process's output."""
+    try:
+        file = None if terminal is None else Path(terminal).open("w")  # noqa: SIM115
+    except OSError:
+        file = None
+    if file is None:
+        yield sys.stdout
+        return
+    try:
+        yield file
+    finally:
+        with suppress(OSError):  # the progress that it still holds cannot be written
+            file.close()
+
+
 def _logger(setting: Any, project: Project, files: RunFiles, step: int) -> Any:
-    if isinstance(setting, str):
-        return make_logger(setting, files, step, plain(project.settings))
-    if isinstance(setting, LoggerSettings):
-        return make_logger(setting.name, files, step, plain(project.settings), **(setting.arguments or {}))
-    return setting.build()
+    """None, after a warning, for one whose files or service cannot be reached. What is a mistake is an error."""
+    name = setting if isinstance(setting, str) else getattr(setting, "name", setting)
+    try:
+        if isinstance(setting, str):
+            return make_logger(setting, files, step, plain(project.settings))
+        if isinstance(setting, LoggerSettings):
+            return make_logger(setting.name, files, step, plain(project.settings), **(setting.arguments or {}))
+        return setting.build()
+    except OSError as error:
+        warn(f"the logger {name} cannot be made and is left out; training goes on: {describe(error)}")
+        return None
