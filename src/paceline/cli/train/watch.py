@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -32,6 +33,8 @@ from paceline.run.loop import StepRecord
 
 # Beyond so many workers their shares say little, and fill the lines of metrics.
 MAX_WORKERS_LOGGED = 64
+# Records are added up after so many steps at the latest: by then their numbers have long arrived from a GPU.
+MAX_UNREAD_STEPS = 64
 
 
 class Watch:
@@ -45,7 +48,7 @@ class Watch:
         self._files = files
         self._log_every = settings.trainer.log_every
         self._has_tokens = settings.data.weight is not None
-        self._unread: list[StepRecord] = []
+        self._unread: deque[StepRecord] = deque()
         self._newest: StepRecord | None = None
         self._logged_step = 0
         self._meter = RateMeter(trainer.world.size)
@@ -79,8 +82,10 @@ class Watch:
         is_shown, is_logged = self._progress.is_due(record.step), record.step % self._log_every == 0
         if is_shown or is_logged or record.step == 1:
             # Only now are numbers read, for which a GPU is waited for.
-            self._take_steps()
+            self._take_steps(len(self._unread))
             self._loss = record.loss, record.step
+        elif len(self._unread) >= MAX_UNREAD_STEPS:
+            self._take_steps(MAX_UNREAD_STEPS // 2)
         if is_logged or record.step == 1:
             self._log(record)
         if is_shown:
@@ -97,7 +102,7 @@ class Watch:
     def finish(self, last_words: str | None) -> None:
         """The run is complete: its last step, where its time went, a picture, and what the project says about it."""
         if self._newest is not None and self._newest.step > self._logged_step:
-            self._take_steps()
+            self._take_steps(len(self._unread))
             self._log(self._newest)
         report = asdict(self._trainer.report())
         with attempt(self._files.report):
@@ -112,12 +117,13 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def _take_steps(self) -> None:
-        for record in self._unread:
+    def _take_steps(self, count: int) -> None:
+        """Add up the oldest records."""
+        for _ in range(count):
+            record = self._unread.popleft()
             syncs = [timing.sync for timing in record.timings]
             tokens = record.weight if self._has_tokens else None
             self._meter.add(record.num_samples, record.shares, syncs, tokens)
-        self._unread.clear()
 
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
