@@ -224,7 +224,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """The whole file or, for who reads meanwhile and after a crash, what was there before."""
     beside = path.with_name(f".{path.name}.new")
     try:
-        beside.write_text(f"{to_json(value, indent=2)}\n", encoding="utf-8")
+        beside.write_text(f"{to_json(value, indent=2)}\n", encoding="utf-8", errors="backslashreplace")
         beside.replace(path)
     except OSError:
         beside.unlink(missing_ok=True)
