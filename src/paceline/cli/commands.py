@@ -105,6 +105,15 @@ def reporting(
         except reported as error:
             print(f"paceline {name}: {error}", file=sys.stderr)
             return error.code if isinstance(error, CommandError) else 1
+        except OSError as error:  # a place that was named cannot be used: a name too long, no permission
+            where = "" if error.filename is None else f"{error.filename}: "
+            print(f"paceline {name}: {where}{error.strerror or error}", file=sys.stderr)
+            return 2
+        except ValueError as error:
+            if "null byte" not in str(error) and "null character" not in str(error):
+                raise
+            print(f"paceline {name}: a path cannot hold a null byte", file=sys.stderr)
+            return 2
 
     return run
 

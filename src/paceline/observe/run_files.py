@@ -193,6 +193,8 @@ def mark_ended(files: RunFiles, state: Ending, reason: str | None = None) -> Non
 
 def read_status(files: RunFiles) -> Status | None:
     """The run's own word on how it stands; None if there is none that can be read."""
+    if not files.status.is_file():  # a pipe, say, would be waited for
+        return None
     try:
         found = json.loads(files.status.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -186,6 +186,8 @@ def _reached(metrics: Curves, name: str) -> Reached | None:
 
 def _read_report(files: RunFiles) -> dict[str, Any]:
     """As `Report` of a run has it; empty if the run did not get to write it, or wrote something else."""
+    if not files.report.is_file():
+        return {}
     try:
         report = json.loads(files.report.read_bytes())
         _ = [_times(worker) for worker in report["workers"]], float(report["efficiency"])

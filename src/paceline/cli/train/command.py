@@ -181,6 +181,8 @@ def _to_resume(named: str, output: Path, config_name: str) -> tuple[RunFiles, Pa
 
 
 def _empty(folder: Path) -> Path:
+    if "\0" in str(folder):
+        raise ValueError(f"--run-folder {folder}: a path cannot hold a null byte")
     if RunFiles(folder).is_run:
         raise ValueError(f"--run-folder {folder} holds a run: choose another, or go on with it by --resume {folder}")
     return folder
