@@ -123,7 +123,7 @@ def fill(disk: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_full_disk_under_the_run_folder(
     workers: int, project: Path, undisturbed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +139,34 @@ def test_a_full_disk_under_the_run_folder(
         assert RunFiles(disk / "run").metrics.stat().st_size == 0
     assert weights(checkpoints) == undisturbed
     assert "Traceback" not in output.err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_disk_that_fills_up_during_the_run(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints fail too, and `on_error: continue` goes on without them."""
+    trained: list[str] = []
+    finish, after_step = watch.Watch.finish, watch.Watch.after_step
+
+    def fill_and_go_on(self: watch.Watch, record: Any) -> None:
+        if record.step == 8 and self._files.root.parent.name == "disk":
+            fill(self._files.root.parent)
+        after_step(self, record)
+
+    def finish_and_keep(self: watch.Watch, last_words: str | None) -> None:
+        finish(self, last_words)
+        trained.append(digest(self._trainer.unwrapped_model.state_dict()))
+
+    monkeypatch.setattr(watch.Watch, "finish", finish_and_keep)
+    monkeypatch.setattr(watch.Watch, "after_step", fill_and_go_on)
+    settings = ["checkpoints.every_steps=5", "checkpoints.on_error=continue", "trainer.log_every=1", "trainer.epochs=6"]
+    run_here(project, tmp_path / "enough", *settings)
+    with small_disk(tmp_path / "disk", 400) as disk, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        files = run_here(project, disk / "run", *settings)
+        assert complete_steps(files.checkpoints)
+    about = [str(warning.message) for warning in seen if "metrics.jsonl cannot be written" in str(warning.message)]
+    assert len(about) == 1, [str(warning.message) for warning in seen]
+    assert trained[0] == trained[1]
 
 
 def test_the_status_of_a_run_is_best_effort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
