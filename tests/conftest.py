@@ -10,6 +10,7 @@ from time import monotonic, sleep
 
 import psutil
 import pytest
+import session_shm
 import torch
 from hypothesis import settings
 from worker_pool import WorkerPool
@@ -20,11 +21,15 @@ settings.load_profile("paceline")
 
 torch.set_num_threads(1)
 
+OWN_SHARED_MEMORY = pytest.StashKey[bool]()
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """The same tests everywhere: on the CPU. `pytest -m gpu` runs the GPU's own tests, where there is one."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+    config.stash[OWN_SHARED_MEMORY] = session_shm.make_private()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,23 +66,24 @@ def nothing_is_left_behind(
     request: pytest.FixtureRequest, private_temporary_folder: Path, session_pool: WorkerPool
 ) -> Iterator[None]:
     """Processes, shared memory, listening ports and temporary files: none more after a test than before."""
-    before = _traces(private_temporary_folder, session_pool)
+    has_own_memory = request.config.stash[OWN_SHARED_MEMORY]
+    before = _traces(private_temporary_folder, session_pool, has_own_memory)
     yield
     # Ends of processes reach the process table a moment after their parents know.
     deadline = monotonic() + 5
-    while (left := _traces(private_temporary_folder, session_pool) - before) and monotonic() < deadline:
+    while (left := _traces(private_temporary_folder, session_pool, has_own_memory) - before) and monotonic() < deadline:
         sleep(0.02)
     assert not left, f"{request.node.nodeid} left behind: {sorted(left)}"
 
 
-def _traces(temporary: Path, pool: WorkerPool) -> set[str]:
+def _traces(temporary: Path, pool: WorkerPool, has_own_memory: bool) -> set[str]:
     me = psutil.Process()
     processes = {
         f"process {p.pid} {' '.join(_command(p))}"
         for p in me.children(recursive=True)
         if p.pid not in pool.pids and "resource_tracker" not in " ".join(_command(p))
     }
-    shared_memory = {str(path) for path in Path("/dev/shm").iterdir()}
+    shared_memory = session_shm.entries(is_private=has_own_memory, mark=f"TMPDIR={temporary}")
     ports = {f"port {c.laddr.port}" for c in me.net_connections() if c.status == psutil.CONN_LISTEN}
     files = {str(path) for path in temporary.iterdir()}
     return processes | shared_memory | ports | files

@@ -99,7 +99,7 @@ def test_an_empty_repository_will_do_and_needs_no_cd(
     ("arguments", "code", "text"),
     [
         (["file"], 2, "file is a file: name a new folder, or an empty one"),
-        (["file/inside"], 1, "Not a directory: 'file/inside'"),
+        (["file/inside"], 2, "file/inside: Not a directory"),
         (
             ["new", "--name", "two\nlines"],
             2,

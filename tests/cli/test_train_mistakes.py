@@ -76,7 +76,8 @@ BY_A_WORKER = {
     "no images": ("data.train={kind: images, root: nowhere}", "data.train: there is no folder of images at"),
     "no data set": ("data.train={kind: hf, path: ./nowhere}", "data.train: there is no data set at"),
     "no samples": ("data.train={factory: 'builtins:list'}", "data is empty: there is nothing to train on"),
-    "no model": ("model={factory: 'builtins:int'}", r"the model is a int without a parameters\(\) method"),
+    "no model": ("model={factory: 'torch:Generator'}", r"the model is a Generator without a parameters\(\) method"),
+    "a part of Python": ("model={factory: 'builtins:int'}", "builtins:int is a part of Python itself"),
     "no backend": (
         "trainer.backend=glo",
         "torch.distributed has no backend 'glo': did you mean gloo?",

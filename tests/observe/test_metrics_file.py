@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -133,9 +134,15 @@ def test_a_line_that_does_not_fit_on_the_disk_leaves_nothing_of_itself(
     writer = LineWriter(path)
     writer.write({"step": 1})
     real = os.write
+
+    def write_a_piece(descriptor: int, line: bytes) -> int:
+        if not line.startswith(b"{"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, line[:4])
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", lambda descriptor, line: real(descriptor, line[:4]))
-        with pytest.raises(OSError, match="no space left"):
+        patch.setattr(os, "write", write_a_piece)
+        with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
             writer.write({"step": 2})
     writer.write({"step": 3})
     assert path.read_text() == '{"step":1}\n{"step":3}\n'

@@ -11,6 +11,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +153,48 @@ def test_who_asks_nothing_is_cut_off_and_keeps_nobody_waiting(tmp_path: Path, mo
 
 
 @pytest.mark.usefixtures("run")
-def test_only_so_many_are_heard_at_a_time(tmp_path: Path) -> None:
-    clients = [connect(tmp_path) for _ in range(control.MAX_CLIENTS)]
-    with pytest.raises(NobodyListens, match="the run has ended, or too many ask it"):
-        ask(socket_path(tmp_path), {"command": "stop"})
-    for client in clients:
+def test_only_so_many_may_wait_before_they_ask(tmp_path: Path) -> None:
+    clients = [connect(tmp_path) for _ in range(control.MAX_CLIENTS + 1)]
+    assert receive_all(clients[0]) == b""  # the oldest is cut off
+    for client in clients[1:]:
         client.sendall(b'{"command": "status"}\n')
         assert json.loads(receive_all(client))["ok"]
+    for client in clients:
         client.close()
     assert ask(socket_path(tmp_path), {"command": "status"})["step"] == 12
+
+
+@pytest.mark.usefixtures("run")
+def test_whoever_asks_is_answered_during_many_slow_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients that say nothing, or half a request, or do not read their answer; they come again when cut off."""
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 60.0)  # not what saves the others
+    is_over = threading.Event()
+    openings = [b"", b'{"comm', b'{"command": "status"}\n', b"x" * 3000]
+
+    def be_slow(number: int) -> None:
+        while not is_over.is_set():
+            with suppress(OSError), connect(tmp_path) as connection:
+                connection.sendall(openings[number % len(openings)])
+                connection.settimeout(0.05)
+                while not is_over.is_set():
+                    try:
+                        if number % len(openings) == 2 or not connection.recv(1):
+                            is_over.wait(0.2)
+                            break
+                    except TimeoutError:
+                        pass
+
+    threads = [threading.Thread(target=be_slow, args=(number,)) for number in range(200)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(20):
+            assert ask(socket_path(tmp_path), {"command": "status"}, timeout_s=30)["step"] == 12
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert ask(socket_path(tmp_path), {"command": "status"}, timeout_s=30)["step"] == 12
 
 
 def test_only_the_owner_has_rights_and_nothing_stays(tmp_path: Path) -> None:

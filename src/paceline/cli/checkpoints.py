@@ -154,7 +154,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
 def _finish(parser: argparse.ArgumentParser, name: str, command: Callable[[argparse.Namespace], int]) -> None:
     add_json_option(parser)
     add_runs_option(parser)
-    parser.set_defaults(run=reporting(f"checkpoints {name}", command, LogsError, OSError))
+    parser.set_defaults(run=reporting(f"checkpoints {name}", command, LogsError))
 
 
 # Which checkpoint

@@ -5,13 +5,47 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from paceline.core.errors import PacelineError
 from paceline.observe import formats
 from paceline.observe.run_files import RUNS_FOLDER
+
+
+class EscapingStream:
+    """An output stream on which text from files does no harm: see `formats.printable`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.raw = stream
+
+    def write(self, text: str) -> int:
+        shown = formats.printable(text)
+        encoding = getattr(self.raw, "encoding", None) or "utf-8"
+        self.raw.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+@contextmanager
+def escaped_output() -> Iterator[None]:
+    """While a command that shows what is in files prints."""
+    out, err = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = cast(TextIO, EscapingStream(out)), cast(TextIO, EscapingStream(err))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = out, err
+
+
+def print_raw(text: str) -> None:
+    """Print text that holds sequences of our own for the terminal, such as colours."""
+    stream = sys.stdout.raw if isinstance(sys.stdout, EscapingStream) else sys.stdout
+    stream.write(text)
 
 
 class CommandError(Exception):
@@ -71,12 +105,22 @@ def reporting(
         except reported as error:
             print(f"paceline {name}: {error}", file=sys.stderr)
             return error.code if isinstance(error, CommandError) else 1
+        except OSError as error:  # a place that was named cannot be used: a name too long, no permission
+            where = "" if error.filename is None else f"{error.filename}: "
+            print(f"paceline {name}: {where}{error.strerror or error}", file=sys.stderr)
+            return 2
+        except ValueError as error:
+            if "null byte" not in str(error) and "null character" not in str(error):
+                raise
+            print(f"paceline {name}: a path cannot hold a null byte", file=sys.stderr)
+            return 2
 
     return run
 
 
 def columns(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> str:
     """Aligned; the columns with these `numbers` to the right."""
+    rows = [[formats.one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(commands, "init", "write a small project that trains at once", _EXAMPLE)
     parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
     parser.add_argument("--name", metavar="NAME", help="what the project is called (default: as the folder)")
-    parser.set_defaults(run=reporting("init", init, OSError))
+    parser.set_defaults(run=reporting("init", init))
 
 
 def init(options: argparse.Namespace) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.cli.commands import add_command
+from paceline.cli.commands import add_command, escaped_output
 from paceline.core.errors import WorkerError
 from paceline.run.launching import launch, worker
 from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if others:
         options.overrides += others
-    code: int = options.run(options)
+    # What workers print is theirs; everything else may show what is in somebody's files.
+    with nullcontext() if arguments[0] in ("run", "train") else escaped_output():
+        code: int = options.run(options)
     return code
 
 

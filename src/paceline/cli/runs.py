@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any
@@ -20,6 +19,7 @@ from paceline.cli.commands import (
     add_json_option,
     add_runs_option,
     columns,
+    print_raw,
     reporting,
 )
 from paceline.cli.logs.runs import LogsError, choose_run, find_runs
@@ -164,7 +164,8 @@ def _status(options: argparse.Namespace) -> int:
     while options.watch:
         # On a terminal from the top of an empty screen.
         start, end = ("\x1b[H\x1b[2J", "\n") if sys.stdout.isatty() else ("", "\n\n")
-        print(start + _render(reports, as_json=options.json, indent=None), end=end, flush=True)
+        print_raw(start)
+        print(_render(reports, as_json=options.json, indent=None), end=end, flush=True)
         if all(report["state"] != "live" for report in reports):
             return 0
         sleep(WATCH_S)
@@ -346,7 +347,7 @@ def _state_text(report: Mapping[str, Any]) -> str:
         since = f" for {formats.duration(time() - report['started'])}" if report.get("started") else ""
         return f"live{since}" + (f", process {report['pid']} on {report['host']}" if "pid" in report else "")
     reason = f" ({report['reason']})" if report.get("reason") else ""
-    when = datetime.fromtimestamp(report["ended"]).strftime("%Y-%m-%d %H:%M:%S")
+    when = formats.moment(report["ended"])
     return f"{report['state']}{reason}, {'at' if report['state'] in _ENDED else 'last sign at'} {when}"
 
 

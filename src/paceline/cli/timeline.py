@@ -86,7 +86,7 @@ def _show(options: argparse.Namespace) -> int:
         print(text)
         return 0
     try:
-        output.write_text(text, encoding="utf-8")
+        output.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise CommandError(f"{output} cannot be written ({error.strerror}): name another file with -o") from error
     print(output)

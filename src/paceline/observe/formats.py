@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import math
+import re
+from datetime import datetime
 
+# Of what a terminal obeys or does not show: controls but for tab and newline, marks that turn the direction of text,
+# line and paragraph separators, and bytes of file names that are no UTF-8.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
+)
 _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
+def printable(text: str) -> str:
+    """Text from files, safe for a terminal: control characters as escapes, such as \\x1b and \\u202e."""
+    return _UNPRINTABLE.sub(_escape, text)
+
+
+def one_line(text: str) -> str:
+    """The same for what stands in a line of its own, such as a name: it can begin no other line."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"  # JSON, which has no raw \x1b, stays JSON
+
+
+def moment(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Unix time as date and time; "?" where there is no such date."""
+    try:
+        return datetime.fromtimestamp(unix_time).strftime(form)
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
 def duration(seconds: float) -> str:
-    """ "7.3 s", "3:05" (minutes), "2:03:05" (hours), "3 d 04:00"."""
-    if not math.isfinite(seconds):
+    """ "7.3 s", "3:05" (minutes), "2:03:05" (hours), "3 d 04:00"; "?" beyond a hundred thousand years."""
+    if not abs(seconds) < 1e5 * 365 * 86400:
         return "?"
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s" if seconds < 59.5 else "1:00"
@@ -22,9 +52,11 @@ def duration(seconds: float) -> str:
 
 
 def rate(value: float) -> str:
-    """Three digits: "0.52", "81.3", "812", "52.1k"."""
+    """Three digits: "0.52", "81.3", "812", "52.1k", "1e+30"."""
     if not math.isfinite(value):
         return "?"
+    if abs(value) >= 1e15:
+        return f"{value:.3g}"
     for factor, prefix in _PREFIXES:
         if abs(value) >= 0.9995 * factor:
             return f"{_three_digits(value / factor)}{prefix}"

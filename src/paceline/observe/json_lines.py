@@ -8,17 +8,20 @@ as text, which every JSON reader takes, and are numbers again when read here.
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 _BLOCK_BYTES = 1 << 16
+_READ_BYTES = 1 << 20
+# A longer line was not written here.
+MAX_LINE_BYTES = 16 << 20
 
 
 class LineWriter:
@@ -33,11 +36,17 @@ class LineWriter:
         """Append one line, or nothing: what does not fit on the disk is taken back before the error is raised."""
         if self._descriptor is None:
             raise ValueError(f"{self.path} is closed: nothing can be written any more")
-        line = f"{to_json(record)}\n".encode()
+        # What UTF-8 lacks, such as a byte of a file name, is an escape that JSON readers undo.
+        line = f"{to_json(record)}\n".encode("utf-8", "backslashreplace")
         size = os.fstat(self._descriptor).st_size
-        if os.write(self._descriptor, line) != len(line):
-            os.ftruncate(self._descriptor, size)
-            raise OSError(errno.ENOSPC, "no space left for a line", str(self.path))
+        try:
+            written = os.write(self._descriptor, line)
+            while written < len(line):  # the disk is full, as the next call says, or a signal came
+                written += os.write(self._descriptor, line[written:])
+        except OSError as error:
+            with suppress(OSError):  # no file that can be cut, such as a device
+                os.ftruncate(self._descriptor, size)
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -68,6 +77,49 @@ class LineReader:
         return records
 
 
+class Blocks:
+    """A file's lines as JSON values, a block of lines at a time. `num_unreadable`: those that are no JSON, or longer
+    than `MAX_LINE_BYTES`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_unreadable = 0
+
+    def parsed(self, containing: bytes = b"") -> Iterator[list[Any]]:
+        """Each block's values; of lines that do not contain these bytes, none."""
+        for lines in self._whole_lines():
+            if containing in lines:
+                if containing:
+                    lines = b"".join(line for line in lines.splitlines(keepends=True) if containing in line)
+                values = _parse_lines(lines)
+                readable = [value for value in values if value is not None]
+                self.num_unreadable += len(values) - len(readable)
+                yield readable
+
+    def _whole_lines(self) -> Iterator[bytes]:
+        rest = b""
+        with self._path.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                end = block.rfind(b"\n") + 1
+                if end:
+                    yield rest + block[:end]
+                    rest = block[end:]
+                elif len(rest) + len(block) <= MAX_LINE_BYTES:
+                    rest += block
+                else:
+                    rest = block[:0]
+                    self.num_unreadable += 1
+                    _skip_line(file)
+
+
+def _skip_line(file: BinaryIO) -> None:
+    while block := file.read(_READ_BYTES):
+        if (end := block.find(b"\n")) >= 0:
+            file.seek(end + 1 - len(block), os.SEEK_CUR)
+            return
+
+
 def read_last_lines(path: Path) -> list[dict[str, Any]]:
     """The objects in the last lines of a file, however long it is."""
     with path.open("rb") as file:
@@ -90,6 +142,14 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 
 def _parse(text: bytes) -> list[dict[str, Any]]:
     """The objects in whole lines; other lines are left out."""
+    records = _parse_lines(text)
+    if b'NaN"' in text or b'Infinity"' in text:
+        records = [_restored(record) for record in records]
+    return [record for record in records if isinstance(record, dict)]
+
+
+def _parse_lines(text: bytes) -> list[Any]:
+    """The value of each line, None for one that is no JSON."""
     num_lines = text.count(b"\n")
     try:
         # One call for all is several times faster than one for each.
@@ -98,9 +158,7 @@ def _parse(text: bytes) -> list[dict[str, Any]]:
         records = None
     if records is None or len(records) != num_lines:
         records = [_parse_one(line) for line in text.split(b"\n")[:-1]]
-    if b'NaN"' in text or b'Infinity"' in text:
-        records = [_restored(record) for record in records]
-    return [record for record in records if isinstance(record, dict)]
+    return list(records)
 
 
 def _parse_one(line: bytes) -> Any:
@@ -130,6 +188,15 @@ def _spelled_out(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_spelled_out(item) for item in value]
     return value if value is None or isinstance(value, str | int) else _spelled_out(_known_to_json(value))
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number that a metric may have."""
+    return isinstance(value, float) or is_count(value) or (type(value) is int and 0 < -value < 1 << 63)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _restored(value: Any) -> Any:

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.observe.json_lines import LineReader, LineWriter, read_last_lines
-
-RESUMED_FROM = "resumed_from"
+from paceline.observe.curves import RESUMED_FROM, read_curves
+from paceline.observe.json_lines import LineReader, LineWriter, is_count, is_number, read_last_lines
 
 Row = dict[str, Any]
 
@@ -35,11 +34,14 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
-        known = read_metrics(path).rows if path.exists() else []
-        times = [row["time"] for row in known if row["step"] <= start_step and _is_number(row.get("time"))]
+        is_known = path.exists() and read_curves(path, lambda _: False).num_lines > 0
+        before_s = 0.0
+        if is_known:
+            times = read_curves(path, lambda name: name == "time", last_step=start_step).series("time")[1]
+            before_s = float(max(times, default=0.0))
         self._lines = LineWriter(path)
-        self._began = monotonic() - max(times, default=0.0)
-        if known:
+        self._began = monotonic() - before_s
+        if is_known:
             self._lines.write({RESUMED_FROM: start_step})
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
@@ -81,7 +83,7 @@ class Metrics:
         steps, values = [], []
         for row in self.rows:
             value = _pick(row, name)
-            if _is_number(value):
+            if is_number(value):
                 steps.append(row["step"])
                 values.append(value)
         return np.array(steps, np.int64), np.array(values, np.float64)
@@ -90,7 +92,7 @@ class Metrics:
         """The newest number of this name."""
         for row in reversed(self.rows):
             value = _pick(row, name)
-            if _is_number(value):
+            if is_number(value):
                 return float(value)
         return None
 
@@ -124,7 +126,7 @@ class MetricsReader:
 
     def _take(self, record: Row) -> None:
         step: Any = record.get("step", record.get(RESUMED_FROM))
-        if not _is_count(step):
+        if not is_count(step):
             self._num_strange += 1
         elif "step" in record:
             earlier = self._rows.get(step)
@@ -159,12 +161,12 @@ def flat_items(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _number(value: Any) -> float | None:
-    if not _is_number(value):
+    if not is_number(value):
         try:
             value = value.item()
         except (AttributeError, ValueError, RuntimeError):  # no scalar
             return None
-    return value if _is_number(value) else None
+    return value if is_number(value) else None
 
 
 def _pick(row: Row, name: str) -> Any:
@@ -194,11 +196,3 @@ def _merged(earlier: Row, later: Row) -> Row:
         if isinstance(value, dict) and isinstance(later.get(name), dict):
             both[name] = value | later[name]
     return both
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float) or _is_count(value) or (type(value) is int and 0 < -value < 1 << 63)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63

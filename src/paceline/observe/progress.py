@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from paceline.observe import formats
+from paceline.observe.best_effort import SafeStream
 
 LIVE_INTERVAL_S = 0.1
 BAR_WIDTH = 30
@@ -37,7 +38,7 @@ class StepLines:
         self._total = total
         self._interval = interval
         self._label = label
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = SafeStream(sys.stdout if stream is None else stream)
         self._is_live = bool(interval) and self._stream.isatty()
         self._started = self._drawn = monotonic()
 
@@ -112,7 +113,7 @@ class Progress:
         self._first_step = start_step + 1
         self._every_steps = every_steps
         self._quiet = quiet
-        self._stream = sys.stdout if stream is None else stream
+        self._stream = SafeStream(sys.stdout if stream is None else stream)
         self._is_live = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._shown_at = -math.inf
         # Where the time of a step is measured from: the first one shown, since the first step takes longer than others.

@@ -26,6 +26,7 @@ from pathlib import Path
 from time import time
 from typing import Any, Literal
 
+from paceline.observe.best_effort import attempt
 from paceline.observe.json_lines import to_json
 
 RUNS_FOLDER = "runs"
@@ -162,10 +163,11 @@ def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
     """Around a run, in the process that leads it: its status says "running", and afterwards how it ended.
 
     An exception is a failure, with its text as the reason; Ctrl-C and the exit code of a run that was asked to stop
-    (75) are "stopped". A process that is killed writes nothing, which `state_of` finds out.
+    (75) are "stopped". A process that is killed writes nothing, which `state_of` finds out. A status that cannot be
+    written is a warning.
     """
     status = _begun(files, total_steps)
-    write_json(files.status, asdict(status))
+    _write_status(files, status)
     try:
         yield
     except BaseException as error:
@@ -179,7 +181,7 @@ def note_total_steps(files: RunFiles, total_steps: int | None) -> None:
     """How many steps the run has: known only when its parts are built, after it was begun."""
     status = read_status(files)
     if status is not None:
-        write_json(files.status, asdict(replace(status, total_steps=total_steps)))
+        _write_status(files, replace(status, total_steps=total_steps))
 
 
 def mark_ended(files: RunFiles, state: Ending, reason: str | None = None) -> None:
@@ -191,6 +193,8 @@ def mark_ended(files: RunFiles, state: Ending, reason: str | None = None) -> Non
 
 def read_status(files: RunFiles) -> Status | None:
     """The run's own word on how it stands; None if there is none that can be read."""
+    if not files.status.is_file():  # a pipe, say, would be waited for
+        return None
     try:
         found = json.loads(files.status.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -221,8 +225,12 @@ def last_sign(files: RunFiles) -> float:
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """The whole file or, for who reads meanwhile and after a crash, what was there before."""
     beside = path.with_name(f".{path.name}.new")
-    beside.write_text(f"{to_json(value, indent=2)}\n", encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(f"{to_json(value, indent=2)}\n", encoding="utf-8", errors="backslashreplace")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _begun(files: RunFiles, total_steps: int | None) -> Status:
@@ -240,7 +248,12 @@ def _begun(files: RunFiles, total_steps: int | None) -> Status:
 
 def _end(files: RunFiles, status: Status, state: Ending, reason: str | None) -> None:
     status = read_status(files) or status  # which knows the total by now
-    write_json(files.status, asdict(replace(status, state=state, ended=round(time(), 3), reason=reason)))
+    _write_status(files, replace(status, state=state, ended=round(time(), 3), reason=reason))
+
+
+def _write_status(files: RunFiles, status: Status) -> None:
+    with attempt(files.status):
+        write_json(files.status, asdict(status))
 
 
 def _ending_of(error: BaseException) -> tuple[Ending, str | None]:

@@ -6,14 +6,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from time import time
 from typing import Any
 
 import numpy as np
 
 from paceline.observe import formats
-from paceline.observe.metrics import Metrics, read_metrics, read_newest_metrics
+from paceline.observe.curves import Curves, read_curves
+from paceline.observe.metrics import Metrics, read_newest_metrics
 from paceline.observe.run_files import RunFiles, State, Status, last_sign, read_status, state_of
 
 # Of numbers with such names the highest says nothing.
@@ -107,7 +107,7 @@ def started_at(files: RunFiles, status: Status | None) -> float | None:
 
 def summarize(files: RunFiles) -> Summary:
     status = read_status(files)
-    metrics = read_metrics(files.metrics) if files.metrics.is_file() else Metrics()
+    metrics = read_curves(files.metrics, _is_summed_up) if files.metrics.is_file() else Curves()
     report = _read_report(files)
     names = metrics.names()
     state = state_of(files, status)
@@ -128,8 +128,8 @@ def summarize(files: RunFiles) -> Summary:
             for name in names
             if name.startswith("eval/") and (reached := _reached(metrics, name)) is not None
         },
-        samples_per_s=_mean_rate(metrics, "samples_per_s"),
-        tokens_per_s=_mean_rate(metrics, "tokens_per_s"),
+        samples_per_s=metrics.mean("samples_per_s"),
+        tokens_per_s=metrics.mean("tokens_per_s"),
         efficiency=report.get("efficiency"),
         workers=_reported_workers(report) or _observed_workers(metrics),
         num_checkpoints=_count_checkpoints(files),
@@ -144,7 +144,7 @@ def text(summary: Summary) -> str:
     rows: list[tuple[str, str]] = [("run", summary.name), ("state", _state(summary))]
     if summary.started is not None:
         times = "" if summary.num_starts == 1 else f", started {summary.num_starts} times"
-        rows.append(("started", f"{datetime.fromtimestamp(summary.started):%Y-%m-%d %H:%M:%S}{times}"))
+        rows.append(("started", f"{formats.moment(summary.started)}{times}"))
     rows.append(("steps", _steps(summary)))
     if summary.train_loss is not None:
         rows.append(("loss", _reached_text("loss", summary.train_loss)))
@@ -157,11 +157,16 @@ def text(summary: Summary) -> str:
     rows += [("plot", path) for path in summary.plots]
     rows.append(("folder", summary.folder))
     rows += [("note", note) for note in summary.notes]
+    rows = [(formats.one_line(name), formats.one_line(value)) for name, value in rows]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def _reached(metrics: Metrics, name: str) -> Reached | None:
+def _is_summed_up(name: str) -> bool:
+    return name in ("loss", "time", "epoch", "samples_per_s", "tokens_per_s") or name.startswith("eval/")
+
+
+def _reached(metrics: Curves, name: str) -> Reached | None:
     steps, values = metrics.series(name)
     if not len(values):
         return None
@@ -179,14 +184,10 @@ def _reached(metrics: Metrics, name: str) -> Reached | None:
     )
 
 
-def _mean_rate(metrics: Metrics, name: str) -> float | None:
-    _, values = metrics.series(name)
-    values = values[np.isfinite(values)]
-    return float(np.mean(values)) if len(values) else None
-
-
 def _read_report(files: RunFiles) -> dict[str, Any]:
     """As `Report` of a run has it; empty if the run did not get to write it, or wrote something else."""
+    if not files.report.is_file():
+        return {}
     try:
         report = json.loads(files.report.read_bytes())
         _ = [_times(worker) for worker in report["workers"]], float(report["efficiency"])
@@ -209,35 +210,27 @@ def _reported_workers(report: Mapping[str, Any]) -> list[WorkerTime]:
     return workers
 
 
-def _observed_workers(metrics: Metrics) -> list[WorkerTime]:
+def _observed_workers(metrics: Curves) -> list[WorkerTime]:
     """From the lines: what a run that goes on, or was broken off, has told so far."""
-    rows = [row for row in metrics.rows if _is_numbers(row.get("shares"))]
-    if not rows:
+    if metrics.num_workers is None:
         return []
-    rows = [row for row in rows if len(row["shares"]) == len(rows[-1]["shares"])]  # as many workers as now
-    shares = np.array([row["shares"] for row in rows], np.float64).sum(axis=0)
-    waits = [row["waiting"] for row in rows if _is_numbers(row.get("waiting")) and len(row["waiting"]) == len(shares)]
-    waiting = np.array(waits, np.float64).mean(axis=0) if waits else [None] * len(shares)
+    shares, waited, num_told = metrics.workers[metrics.num_workers]  # of the lines with as many workers as now
     whole = float(shares.sum()) or 1.0
     return [
-        WorkerTime(rank, float(share) / whole, None if waited is None else float(waited))
-        for rank, (share, waited) in enumerate(zip(shares, waiting, strict=True))
+        WorkerTime(rank, float(share) / whole, float(waited[rank]) / num_told if num_told else None)
+        for rank, share in enumerate(shares)
     ]
-
-
-def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) in (int, float) for item in value)
 
 
 def _count_checkpoints(files: RunFiles) -> int:
     return sum(1 for path in files.checkpoints.glob("step-*") if path.is_dir())
 
 
-def _notes(files: RunFiles, state: State, metrics: Metrics) -> list[str]:
+def _notes(files: RunFiles, state: State, metrics: Curves) -> list[str]:
     notes = []
     if not files.metrics.is_file():
         notes.append("there is no metrics.jsonl yet" if state == "live" else "there is no metrics.jsonl")
-    elif not metrics.rows:
+    elif not metrics.num_lines:
         notes.append("metrics.jsonl has no step yet" if state == "live" else "metrics.jsonl has no step")
     if metrics.num_unreadable:
         notes.append(f"left out, since they cannot be read: {metrics.num_unreadable} lines of metrics.jsonl")

@@ -41,7 +41,12 @@ MAX_REQUEST_BYTES = 4096
 MAX_ANSWER_BYTES = 1 << 20
 # Who has not asked by then, or does not take the answer, is cut off.
 REQUEST_TIMEOUT_S = 2.0
-MAX_CLIENTS = 32
+# Connections that have not asked yet; each holds a descriptor, which the run may need. One more cuts off the oldest.
+MAX_CLIENTS = 64
+# Accepted at a time, before any of them is read: fewer, so that whoever asks at once is heard.
+_ACCEPTED_AT_ONCE = 16
+_MAX_PENDING = 1024
+_RETRY_S = 0.01
 # What fits into a socket's address, a closing zero byte included.
 _MAX_ADDRESS_BYTES = 108
 _FOLDER_PREFIX = "paceline-control-"
@@ -86,7 +91,7 @@ class ControlServer:
         self._functions: dict[str, Callable[[], Mapping[str, Any] | None]]
         self._functions = {"status": status, "save": save, "stop": stop, "abort": lambda: None}
         self._abort = abort
-        self._num_clients = 0
+        self._silent: dict[asyncio.Task[Any], None] = {}  # those who have not asked yet, the oldest first
         _make_private(path.parent)
         _remove(path)
         self._listener = _listen(path)
@@ -120,17 +125,24 @@ class ControlServer:
             self._runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_unix_server(self._meet, sock=self._listener, limit=MAX_REQUEST_BYTES)
+        server = await asyncio.start_unix_server(
+            self._meet, sock=self._listener, limit=MAX_REQUEST_BYTES, backlog=_ACCEPTED_AT_ONCE
+        )
+        self._listener.listen(_MAX_PENDING)  # asyncio has set what it accepts at once
         await self._closing.wait()
         server.close()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_clients += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._silent[task] = None
+        if len(self._silent) > MAX_CLIENTS:
+            next(iter(self._silent)).cancel()
         try:
-            if self._num_clients > MAX_CLIENTS:  # each holds a descriptor, which the run may need
-                return
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                command, answer = self._answer(_peer_user(writer), await _read_line(reader))
+                line = await _read_line(reader)
+                self._silent.pop(task, None)
+                command, answer = self._answer(_peer_user(writer), line)
                 writer.write(f"{to_json(answer)}\n".encode())
                 await writer.drain()
             if command == "abort":
@@ -138,7 +150,7 @@ class ControlServer:
         except (OSError, TimeoutError):
             return  # it is gone, or too slow
         finally:
-            self._num_clients -= 1
+            self._silent.pop(task, None)
             writer.close()
 
     def _answer(self, user: int, line: bytes) -> tuple[str | None, dict[str, Any]]:
@@ -164,8 +176,7 @@ def ask(path: Path, request: Mapping[str, Any], timeout_s: float = 5.0) -> dict[
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_s)
         try:
-            with _address(path) as address:
-                connection.connect(address)
+            _connect(connection, path, deadline_s)
             connection.sendall(f"{json.dumps(request)}\n".encode())
             line = _receive_line(connection, deadline_s)
         except TimeoutError:
@@ -228,7 +239,7 @@ def _bind(path: Path) -> socket.socket:
         with _address(path) as address:
             listener.bind(address)
         path.chmod(0o600)
-        listener.listen(MAX_CLIENTS)
+        listener.listen(_MAX_PENDING)
     except BaseException:
         listener.close()
         raise
@@ -282,6 +293,18 @@ def _command(line: bytes) -> str:
 
 def _refusal(error: str) -> dict[str, Any]:
     return {"ok": False, "error": error}
+
+
+def _connect(connection: socket.socket, path: Path, deadline_s: float) -> None:
+    """Also to a run that is asked by so many at this moment that the kernel lets nobody wait in line."""
+    while True:
+        try:
+            with _address(path) as address:
+                return connection.connect(address)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise TimeoutError from None
+            time.sleep(_RETRY_S)
 
 
 def _receive_line(connection: socket.socket, deadline_s: float) -> bytes:

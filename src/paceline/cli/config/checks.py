@@ -19,6 +19,8 @@ COMPONENTS = (*OWN, "loggers", "early_stopping")
 
 # For checks that need a number of samples and do not depend on it.
 _MANY = 1 << 40
+# A step keeps some numbers of each of its micro-batches.
+MAX_MICRO_BATCHES = 1_000_000
 
 
 def contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
@@ -102,6 +104,14 @@ def _batches(trainer: schema.Trainer) -> Iterator[tuple[str, str]]:
             "trainer.global_batch",
             "is missing: give the samples per optimizer step, or micro_batch and micro_batches_per_worker",
         )
+    elif trainer.global_batch is not None and trainer.micro_batch is not None:
+        count = trainer.global_batch // trainer.micro_batch
+        if count > MAX_MICRO_BATCHES:
+            yield (
+                "trainer.global_batch",
+                f"is {trainer.global_batch}, {count} micro-batches of {trainer.micro_batch}: a step has at most "
+                f"{MAX_MICRO_BATCHES}, choose a smaller global_batch or a larger micro_batch",
+            )
 
 
 def _run_config(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.cli.config import schema
+from paceline.cli.config.factories import Factory, Reference
 from paceline.cli.config.schema import Settings
 from paceline.plan.cadence import Cadence
 from paceline.run.config import Strategy
@@ -122,12 +123,20 @@ def scheduler(settings: Settings, steps_per_epoch: int | None) -> Callable[..., 
     `steps_per_epoch`, None if it is not known, decides the horizon only where neither schedule_steps nor max_steps do.
     """
     if settings.scheduler is not None:
-        made: Callable[..., Any] = settings.scheduler.as_function()
-        return made
+        return partial(_made_scheduler, settings.scheduler)
     trainer = settings.trainer
     if trainer.schedule in (None, "constant") and not trainer.warmup_steps:
         return None
     return partial(LambdaLR, lr_lambda=_rate(trainer, horizon(trainer, steps_per_epoch)))
+
+
+def _made_scheduler(part: Reference | Factory, optimizer: Any) -> Any:
+    made = part.as_function()(optimizer)
+    for each in made if isinstance(made, list | tuple) else [made]:
+        if not callable(getattr(each, "step", None)) or not callable(getattr(each, "state_dict", None)):
+            kind = type(each).__name__
+            raise part.site.fail(f"{part.target} made a {kind}: return a scheduler of torch.optim.lr_scheduler")
+    return made
 
 
 def horizon(trainer: schema.Trainer, steps_per_epoch: int | None) -> int | None:

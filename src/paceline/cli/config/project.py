@@ -49,8 +49,13 @@ class Project:
             raise fail(self.origin(key), f"{key}: {error}") from error
 
     def check_names(self) -> None:
-        """Raise `ConfigError` if Python that the settings name is not there. Imports it, and builds nothing."""
+        """Raise `ConfigError` if Python that the settings name is not there, or is no such part. Imports it, and
+        calls nothing.
+        """
+        from paceline.cli.config.callables import check_parts  # which imports torch
+
         check_names(self.settings)
+        check_parts(self.settings)
 
     def resolve(self, num_workers: int, global_batch: int | None = None) -> Project:
         """The project for so many workers: what was given per worker becomes a global batch.

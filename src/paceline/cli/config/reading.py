@@ -35,8 +35,14 @@ def read_file(path: Path) -> Node:
     """What a file says; a mapping, empty if the file is."""
     start = Origin(str(path), 1, 1)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise fail(
+                Origin(str(path)), "the file cannot be read: it is a pipe or a device; save the project in a file"
+            )
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise fail(Origin(str(path)), f"the file cannot be read: {reason}") from None

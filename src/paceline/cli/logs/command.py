@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.commands import add_command, add_runs_option, reporting
+from paceline.cli.commands import add_command, add_runs_option, print_raw, reporting
 from paceline.cli.logs.panels import Panel, load_runs, make_panels
 from paceline.cli.logs.picture import check_output, draw, write
 from paceline.cli.logs.runs import LogsError, choose_run, choose_runs, find_runs
@@ -189,7 +189,7 @@ def _plot(options: argparse.Namespace) -> int:
     if picture is not None:
         check_output(picture)
     panels = make_panels(
-        load_runs(runs),
+        load_runs(runs, is_smoothed=options.smooth > 1),
         metrics=options.metrics,
         # As text one panel after the other would run out of the screen.
         only_loss=options.loss_curves or (picture is None and not options.metrics),
@@ -226,7 +226,7 @@ def _print_plots(panels: Sequence[Panel], runs: Sequence[RunFiles]) -> None:
     )
     print(", ".join(files.root.name for files in runs))
     for panel in panels:
-        print(f"\n{text_plot(panel, style)}")
+        print_raw(f"\n{text_plot(panel, style)}\n")
 
 
 def _open(picture: Path) -> int:

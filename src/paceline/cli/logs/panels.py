@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.cli.logs.runs import LogsError
-from paceline.observe.metrics import Metrics, read_metrics
+from paceline.observe.curves import Curves, read_curves
 from paceline.observe.run_files import RunFiles
 
 Numbers = npt.NDArray[np.float64]
@@ -41,7 +41,7 @@ class LoadedRun:
     """A run's metrics, and what it is called among the others."""
 
     label: str
-    metrics: Metrics
+    metrics: Curves
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,14 @@ class Panel:
     is_log: bool = False
 
 
-def load_runs(runs: Sequence[RunFiles]) -> list[LoadedRun]:
+def load_runs(runs: Sequence[RunFiles], *, is_smoothed: bool = False) -> list[LoadedRun]:
+    """is_smoothed: a mean over neighbours needs all of them, where otherwise thinned curves do."""
     loaded = []
     for files, label in zip(runs, short_labels(runs), strict=True):
-        metrics = read_metrics(files.metrics) if files.metrics.is_file() else Metrics()
-        if not metrics.rows:
+        metrics = Curves()
+        if files.metrics.is_file():
+            metrics = read_curves(files.metrics, is_whole=lambda name: is_smoothed and name not in NEVER_SMOOTHED)
+        if not metrics.num_lines:
             raise LogsError(f"{files.root.name} has no metrics yet: there is nothing to plot")
         loaded.append(LoadedRun(label, metrics))
     return loaded
@@ -121,15 +124,29 @@ def moving_mean(values: Numbers, window: int) -> Numbers:
     """
     reach = min(window // 2, len(values) - 1)
     finite = np.isfinite(values)
-    total = _window_sums(np.where(finite, values, 0.0), reach)
-    count = _window_sums(finite.astype(np.float64), reach)
-    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    known = np.where(finite, values, 0.0)
+    unit = max(float(np.abs(known).max()) / 1e290, 1.0)  # else a sum of numbers near 1e308 would be infinite
+    total = _window_sums(known / unit, reach)
+    count = np.round(_window_sums(finite.astype(np.float64), reach))
+    return np.where(count > 0, total / np.maximum(count, 1) * unit, np.nan)
 
 
 def _window_sums(values: Numbers, reach: int) -> Numbers:
-    """Summed anew for each window: running sums would carry a spike's rounding into everything after it."""
-    sums = np.convolve(values, np.ones(2 * reach + 1))[reach : reach + len(values)]
-    sums[:reach] = [values[: 2 * i + 1].sum() for i in range(reach)]
+    """The sum of each window, over nothing but its own values: running sums would carry a spike's rounding into
+    everything after it.
+
+    The values are cut into blocks of a window's length. A window is the end of one block and the beginning of the next.
+    """
+    length = 2 * reach + 1
+    num_blocks = -(-(len(values) + length - 1) // length) + 1
+    padded = np.zeros(num_blocks * length)
+    padded[reach : reach + len(values)] = values
+    blocks = padded.reshape(num_blocks, length)
+    heads = blocks.cumsum(axis=1).ravel()
+    tails = blocks[:, ::-1].cumsum(axis=1)[:, ::-1].ravel()
+    starts = np.arange(len(values))
+    sums: Numbers = heads[starts + length - 1] + np.where(starts % length == 0, 0.0, tails[starts])
+    sums[:reach] = values.cumsum()[np.minimum(2 * starts[:reach], len(values) - 1)]
     return sums
 
 
@@ -189,7 +206,7 @@ def _is_positive(panel: Panel) -> bool:
 
 
 def _series(run: LoadedRun, name: str, label: str, color: int, scale: _XScale, smooth: int) -> Iterable[Series]:
-    steps, values = _values(run.metrics, name)
+    steps, values = run.metrics.series(name)
     if not np.isfinite(values).any():
         return
     x = scale.at(run.metrics, steps)
@@ -200,20 +217,6 @@ def _series(run: LoadedRun, name: str, label: str, color: int, scale: _XScale, s
     else:
         x, values = _thinned(x, values)
         yield Series(label, x, values, None, color, is_sparse)
-
-
-def _values(metrics: Metrics, name: str) -> tuple[npt.NDArray[np.int64], Numbers]:
-    """A metric's; `samples_per_s@1` is the part of it that worker 1 did."""
-    whole, _, rank = name.partition("@")
-    if not rank:
-        return metrics.series(name)
-    steps, values = [], []
-    for row in metrics.rows:
-        total, shares = row.get(whole), row.get("shares")
-        if isinstance(total, int | float) and isinstance(shares, list) and int(rank) < len(shares) and sum(shares):
-            steps.append(row["step"])
-            values.append(total * shares[int(rank)] / sum(shares))
-    return np.array(steps, np.int64), np.array(values, np.float64)
 
 
 def _thinned(*columns: Numbers) -> tuple[Numbers, ...]:
@@ -243,7 +246,7 @@ class _XScale:
             self._unit_s, unit = next((size, unit) for least, size, unit in _TIME_UNITS if longest_s >= least)
             self.label = f"time of training ({unit})"
 
-    def at(self, metrics: Metrics, steps: npt.NDArray[np.int64]) -> Numbers:
+    def at(self, metrics: Curves, steps: npt.NDArray[np.int64]) -> Numbers:
         if self._axis == "step" or not len(steps):
             return steps.astype(np.float64)
         known_steps, known = metrics.series(self._axis)

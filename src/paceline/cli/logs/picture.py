@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from paceline.cli.logs.panels import Panel, Series
 from paceline.cli.logs.runs import LogsError
+from paceline.observe import formats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +24,7 @@ COLORS = ("#0b5394", "#b45309", "#1a7f4b", "#a3195b", "#5b3fa0", "#0e7c86", "#8a
 INK, FAINT = "#333333", "#e4e4e4"
 LABEL_POINTS = 8.5
 _LINE_HEIGHT = 1.2
+_LARGEST = 1e300
 # What titles, ticks and labels take of a panel's height, about.
 _AROUND_AXES_INCHES = 0.8
 # From a name to the end of its line, where the two are not beside each other.
@@ -72,7 +75,7 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
         rows = (len(panels) + 1) // 2
         size = (8.0, 4.5) if len(panels) == 1 else (11.0, 0.6 + 3.1 * rows)
         figure = Figure(figsize=size, layout="constrained")
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
+        figure.suptitle(formats.printable(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         for panel, axes in zip(panels, _places(figure, len(panels)), strict=True):
             _draw_panel(axes, panel)
             if len(panel.series) > 1:
@@ -109,7 +112,7 @@ def _places(figure: Figure, count: int) -> list[Axes]:
 
 
 def _draw_panel(axes: Axes, panel: Panel) -> None:
-    for series in panel.series:
+    for series in map(_drawable, panel.series):
         color = COLORS[series.color % len(COLORS)]
         if series.raw is not None:
             axes.plot(series.x, series.raw, color=color, linewidth=0.8, alpha=0.25, label="_raw")
@@ -127,11 +130,17 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         )
     if panel.is_log:
         _make_log(axes)
-    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.set(xlabel=panel.x_label, ylabel=formats.printable(panel.y_label))
     axes.margins(x=0.01)
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _drawable(series: Series) -> Series:
+    """Within what matplotlib can lay out: the margins of an axis to 1e308 would be infinite."""
+    raw = None if series.raw is None else np.clip(series.raw, -_LARGEST, _LARGEST)
+    return replace(series, y=np.clip(series.y, -_LARGEST, _LARGEST), raw=raw, label=formats.printable(series.label))
 
 
 def _make_log(axes: Axes) -> None:
@@ -147,6 +156,7 @@ def _make_log(axes: Axes) -> None:
 
 def _label_ends(axes: Axes, series: Sequence[Series], height_points: float) -> None:
     """Each line's name beside its last point, moved up or down where names would lie over one another."""
+    series = [_drawable(one) for one in series]
     last = [np.flatnonzero(np.isfinite(one.y))[-1] for one in series]
     ends = [(float(one.x[i]), float(one.y[i])) for one, i in zip(series, last, strict=True)]
     axes.get_ylim()  # settles what the axis spans, which the transformation needs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import datetime
 
 from paceline.cli.commands import columns
 from paceline.observe import formats
@@ -60,7 +59,7 @@ def _markdown(summaries: Sequence[Summary]) -> str:
             _evaluation(summary) or "-",
             "-" if summary.samples_per_s is None else formats.rate(summary.samples_per_s),
         ]
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+        lines.append(f"| {' | '.join(formats.one_line(cell).replace('|', '/') for cell in cells)} |")
     return "\n".join(lines)
 
 
@@ -73,7 +72,7 @@ def _line(summary: Summary) -> str:
     if summary.samples_per_s is not None:
         parts.append(f"{formats.rate(summary.samples_per_s)} samples/s")
     parts.append(formats.duration(summary.training_s))
-    return ", ".join(parts)
+    return formats.one_line(", ".join(parts))
 
 
 def _evaluation(summary: Summary) -> str:
@@ -85,4 +84,4 @@ def _steps(step: int, total: int | None) -> str:
 
 
 def _when(started: float | None) -> str:
-    return "-" if started is None else f"{datetime.fromtimestamp(started):%Y-%m-%d %H:%M}"
+    return "-" if started is None else formats.moment(started, "%Y-%m-%d %H:%M")

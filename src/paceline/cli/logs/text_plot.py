@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.cli.logs.panels import Numbers, Panel, Series
 from paceline.observe import formats
+from paceline.observe.formats import printable
 
 HEIGHT = 12
 MIN_WIDTH = 30
@@ -38,7 +39,7 @@ def text_plot(panel: Panel, style: TextStyle) -> str:
     """A few lines, no wider than the style says."""
     scale = _Scale(panel)
     gutter = max(len(scale.top), len(scale.bottom))
-    names = [_shortened(f"{one.label} {formats.loss(_last(one))}", _MAX_LABEL) for one in panel.series]
+    names = [_shortened(printable(f"{one.label} {formats.loss(_last(one))}"), _MAX_LABEL) for one in panel.series]
     columns = style.width - gutter - 3 - max(map(len, names)) - 1
     if columns < MIN_WIDTH // 2:  # too narrow for names beside the curve
         names, columns = ["" for _ in names], max(style.width - gutter - 3, 8)
@@ -53,7 +54,7 @@ def text_plot(panel: Panel, style: TextStyle) -> str:
     middle = panel.x_label.center(max(columns - len(begin) - len(end), 0))
     return "\n".join(
         [
-            f"{panel.y_label}{' (log)' if panel.is_log else ''}",
+            f"{printable(panel.y_label)}{' (log)' if panel.is_log else ''}",
             *lines,
             f"{'':>{gutter}} {corner}{bar * columns}",
             f"{'':>{gutter}}  {begin}{middle}{end}"[: style.width].rstrip(),
@@ -76,8 +77,11 @@ class _Scale:
         return (values - self.x_low) / ((self.x_high - self.x_low) or 1.0)
 
     def y(self, values: Numbers) -> Numbers:
-        numbers = np.log(values) if self._is_log else values
-        return (numbers - self._low) / (self._high - self._low) if self._high > self._low else np.full_like(values, 0.5)
+        if not self._high > self._low:
+            return np.full_like(values, 0.5)
+        # Halves: the difference of two numbers near 1e308 may be infinite.
+        numbers = (np.log(values) if self._is_log else values) / 2
+        return np.clip((numbers - self._low / 2) / (self._high / 2 - self._low / 2), 0.0, 1.0)
 
     def _of(self, value: float) -> float:
         return math.log(value) if self._is_log else value

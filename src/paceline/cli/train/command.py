@@ -24,6 +24,8 @@ from paceline.cli.train.work import Assignment, train
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import is_worker
 from paceline.core.world import device_count
+from paceline.observe import formats
+from paceline.observe.best_effort import attempt
 from paceline.observe.environment import describe_environment
 from paceline.observe.run_files import (
     RunFiles,
@@ -87,10 +89,10 @@ def run(options: argparse.Namespace) -> int:
     try:
         order = _order(options)
     except (LogsError, ValueError) as error:
-        print(f"paceline train: {error}", file=sys.stderr)
+        _say(error)
         return 2
     except OSError as error:
-        print(f"paceline train: the run's folder cannot be made: {error.filename}: {error.strerror}", file=sys.stderr)
+        _say(f"the run's folder cannot be made: {error.filename}: {error.strerror}")
         return 2
     if options.dry_run:
         return _try(order)
@@ -179,6 +181,8 @@ def _to_resume(named: str, output: Path, config_name: str) -> tuple[RunFiles, Pa
 
 
 def _empty(folder: Path) -> Path:
+    if "\0" in str(folder):
+        raise ValueError(f"--run-folder {folder}: a path cannot hold a null byte")
     if RunFiles(folder).is_run:
         raise ValueError(f"--run-folder {folder} holds a run: choose another, or go on with it by --resume {folder}")
     return folder
@@ -196,17 +200,19 @@ def _try(order: Order) -> int:
     try:
         return dry_run(order.project, order.num_workers)
     except Told as error:
-        print(f"paceline train: {error}", file=sys.stderr)
+        _say(error)
         return 2
 
 
 def _train(order: Order, *, quiet: bool) -> int:
     files = order.files
     if not is_worker():
-        files.config.write_text(show(order.project), encoding="utf-8")
-        write_json(files.environment, describe_environment(order.project.folder))
+        with attempt(files.config):
+            files.config.write_text(show(order.project), encoding="utf-8")
+        with attempt(files.environment):
+            write_json(files.environment, describe_environment(order.project.folder))
         if not quiet:
-            print(f"run {files.root}", flush=True)
+            print(f"run {formats.one_line(str(files.root))}", flush=True)
     assignment = Assignment(order.project, files, order.is_resumed, order.checkpoint, _terminal(), quiet)
     try:
         with running(files):
@@ -224,16 +230,21 @@ def _train(order: Order, *, quiet: bool) -> int:
     except (WorkerError, Told) as error:
         return _failed(order, error)
     except CheckpointError as error:
-        print(f"paceline train: {error}", file=sys.stderr)
+        _say(error)
         return 1
     if not quiet:
-        print(f"\n{render([summarize(files)], 'text')}", flush=True)
+        with attempt("the summary"):
+            print(f"\n{render([summarize(files)], 'text')}", flush=True)
     return 0
+
+
+def _say(text: object) -> None:
+    print(f"paceline train: {formats.printable(str(text))}", file=sys.stderr)
 
 
 def _failed(order: Order, error: WorkerError | Told) -> int:
     reason = told(error)
-    print(f"paceline train: {reason or error}", file=sys.stderr)
+    _say(reason or error)
     if not isinstance(reason, Mistake):
         return 1
     if order.has_new_folder:  # else a later --resume would take it for the newest run

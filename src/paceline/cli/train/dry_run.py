@@ -28,7 +28,7 @@ def dry_run(project: Project, num_workers: int) -> int:
     with ExitStack() as stack:
         with noticing_mistakes():
             trainer, data, evaluation = _prepare(project, stack)
-        loss, seconds = _try(trainer, project)
+            loss, seconds = _try(trainer, project)
         lines = {
             "project": str(project.path),
             "model": _model(trainer),

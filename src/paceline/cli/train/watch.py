@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
@@ -20,6 +21,7 @@ from paceline.cli.config.show import plain
 from paceline.cli.logs.panels import load_runs, make_panels
 from paceline.cli.logs.picture import check_output, draw, write
 from paceline.cli.logs.runs import LogsError
+from paceline.observe.best_effort import BestEffort, attempt, describe, warn
 from paceline.observe.event_log import EventLog
 from paceline.observe.loggers.base import Loggers
 from paceline.observe.loggers.by_name import make_logger
@@ -32,6 +34,8 @@ from paceline.run.loop import StepRecord
 
 # Beyond so many workers their shares say little, and fill the lines of metrics.
 MAX_WORKERS_LOGGED = 64
+# Records are added up after so many steps at the latest: by then their numbers have long arrived from a GPU.
+MAX_UNREAD_STEPS = 64
 
 
 class Watch:
@@ -45,7 +49,7 @@ class Watch:
         self._files = files
         self._log_every = settings.trainer.log_every
         self._has_tokens = settings.data.weight is not None
-        self._unread: list[StepRecord] = []
+        self._unread: deque[StepRecord] = deque()
         self._newest: StepRecord | None = None
         self._logged_step = 0
         self._meter = RateMeter(trainer.world.size)
@@ -55,17 +59,19 @@ class Watch:
         step = trainer.position.step
         self._total = total = total_steps(trainer, project)
         with ExitStack() as stack:
-            stream = stack.enter_context(Path(terminal).open("w")) if terminal else sys.stdout
+            stream = stack.enter_context(_opened(terminal))
             self._progress = stack.enter_context(Progress(total, start_step=step, stream=stream, quiet=quiet))
-            self._metrics = MetricsWriter(files.metrics, step)
+            self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
             stack.callback(self._metrics.close)
             self._events = EventLog(files.events)
             stack.callback(self._events.close)
             self._held = stack.pop_all()
-        self.loggers = Loggers([_logger(each, project, files, step) for each in settings.loggers])
+        made = [_logger(each, project, files, step) for each in settings.loggers]
+        self.loggers = Loggers([logger for logger in made if logger is not None])
         self._held.callback(self.loggers.close)
         trainer.listen(self._events.write)
-        note_total_steps(files, total)
+        with attempt(files.status):
+            note_total_steps(files, total)
         self._open_control()
         if trainer.resumed_from is not None:
             self.note(f"going on after step {step}, from {trainer.resumed_from}")
@@ -77,16 +83,18 @@ class Watch:
         is_shown, is_logged = self._progress.is_due(record.step), record.step % self._log_every == 0
         if is_shown or is_logged or record.step == 1:
             # Only now are numbers read, for which a GPU is waited for.
-            self._take_steps()
+            self._take_steps(len(self._unread))
             if (loss := _known(record.loss)) is not None:
                 self._loss = loss, record.step
+        elif len(self._unread) >= MAX_UNREAD_STEPS:
+            self._take_steps(MAX_UNREAD_STEPS // 2)
         if is_logged or record.step == 1:
             self._log(record)
         if is_shown:
             self._show(record)
 
     def after_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        self._metrics.log(step, {"eval": dict(values)})
+        self._metrics.use(lambda metrics: metrics.log(step, {"eval": dict(values)}))
         self.loggers.log(step, {"eval": dict(values)})
         self.note(f"step {step}  evaluation  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
@@ -96,9 +104,11 @@ class Watch:
     def finish(self, last_words: str | None) -> None:
         """The run is complete: its last step, where its time went, a picture, and what the project says about it."""
         if self._newest is not None and self._newest.step > self._logged_step:
-            self._take_steps()
+            self._take_steps(len(self._unread))
             self._log(self._newest)
-        write_json(self._files.report, asdict(self._trainer.report()))
+        report = asdict(self._trainer.report())
+        with attempt(self._files.report):
+            write_json(self._files.report, report)
         self._draw()
         if last_words is not None:
             self.note(last_words)
@@ -109,12 +119,13 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def _take_steps(self) -> None:
-        for record in self._unread:
+    def _take_steps(self, count: int) -> None:
+        """Add up the oldest records."""
+        for _ in range(count):
+            record = self._unread.popleft()
             syncs = [timing.sync for timing in record.timings]
             tokens = record.weight if self._has_tokens else None
             self._meter.add(record.num_samples, record.shares, syncs, tokens)
-        self._unread.clear()
 
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
@@ -133,7 +144,7 @@ class Watch:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._metrics.log(record.step, values)
+        self._metrics.use(lambda metrics: metrics.log(record.step, values))
         self.loggers.log(record.step, values)
 
     def _show(self, record: StepRecord) -> None:
@@ -147,8 +158,8 @@ class Watch:
             control = ControlServer(
                 socket_path(self._files.root), self._status, self._ask_to_save, self._ask_to_stop, self._abort
             )
-        except OSError as error:
-            self.note(f"`paceline runs` cannot reach this run: {error}")
+        except Exception as error:
+            self.note(f"`paceline runs` cannot reach this run: {describe(error)}")
         else:
             self._held.enter_context(control)
 
@@ -200,6 +211,8 @@ class Watch:
             write(draw(panels, self._files.root.name), path)
         except LogsError as error:
             self.note(f"no picture: {error}")
+        except Exception as error:
+            self.note(f"the picture cannot be written: {path}: {describe(error)}")
 
 
 def total_steps(trainer: Trainer, project: Project) -> int | None:
@@ -211,12 +224,35 @@ def total_steps(trainer: Trainer, project: Project) -> int | None:
     return min(limits, default=None)
 
 
+@contextmanager
+def _opened(terminal: str | None) -> Iterator[TextIO]:
+    """Where progress is shown: the terminal by its name if it can be opened, else this process's output."""
+    try:
+        file = None if terminal is None else Path(terminal).open("w")  # noqa: SIM115
+    except OSError:
+        file = None
+    if file is None:
+        yield sys.stdout
+        return
+    try:
+        yield file
+    finally:
+        with suppress(OSError):  # the progress that it still holds cannot be written
+            file.close()
+
+
 def _logger(setting: Any, project: Project, files: RunFiles, step: int) -> Any:
-    if isinstance(setting, str):
-        return make_logger(setting, files, step, plain(project.settings))
-    if isinstance(setting, LoggerSettings):
-        return make_logger(setting.name, files, step, plain(project.settings), **(setting.arguments or {}))
-    return setting.build()
+    """None, after a warning, for one whose files or service cannot be reached. What is a mistake is an error."""
+    name = setting if isinstance(setting, str) else getattr(setting, "name", setting)
+    try:
+        if isinstance(setting, str):
+            return make_logger(setting, files, step, plain(project.settings))
+        if isinstance(setting, LoggerSettings):
+            return make_logger(setting.name, files, step, plain(project.settings), **(setting.arguments or {}))
+        return setting.build()
+    except OSError as error:
+        warn(f"the logger {name} cannot be made and is left out; training goes on: {describe(error)}")
+        return None
 
 
 def _known(loss: float) -> float | None:

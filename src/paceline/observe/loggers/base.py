@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from paceline.observe.best_effort import describe, warn
 from paceline.observe.metrics import flat_items
 
 
@@ -56,7 +56,11 @@ class Loggers:
         self._active.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: logger.state_dict() for name, logger in self._active.items() if isinstance(logger, Stateful)}
+        states: dict[str, Any] = {}
+        for name, logger in list(self._active.items()):
+            if isinstance(logger, Stateful):
+                self._call(name, partial(_keep_state, states, name, logger), "saving its state")
+        return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """A logger that the state does not know begins anew, and so does one that cannot take it."""
@@ -71,11 +75,14 @@ class Loggers:
             if self._strict:
                 raise
             self._active.pop(name, None)
-            warnings.warn(
-                f"the logger {name} failed {when} and is switched off; training goes on: "
-                f"{type(error).__name__}: {error}",
-                stacklevel=3,
+            warn(
+                f"the logger {name} failed {when} and is switched off; training goes on: {describe(error)}",
+                stacklevel=4,
             )
+
+
+def _keep_state(states: dict[str, Any], name: str, logger: Stateful) -> None:
+    states[name] = logger.state_dict()
 
 
 def _distinct_names(loggers: Sequence[Logger]) -> list[str]:

@@ -6,14 +6,14 @@ samples of the system: one line, by one system call, so that a process that is k
 
 from __future__ import annotations
 
+import errno
 import gc
-import logging
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, time
@@ -21,18 +21,19 @@ from typing import Any, Protocol
 
 from paceline.core.events import Event, Events
 from paceline.core.world import World
+from paceline.observe.best_effort import describe, warn
 from paceline.observe.json_lines import LineWriter
 from paceline.observe.system_samples import SystemSampler
 from paceline.observe.timeline.condensing import condense_file
 from paceline.observe.timeline.layout import VERSION
-
-logger = logging.getLogger("paceline")
 
 INTERVAL_S = 1.0
 DEFAULT_MAX_BYTES = 16 << 20
 # What waits to be written while a disk does not answer; beyond that the oldest is given up.
 MAX_WAITING = 100_000
 NOTED_GARBAGE_S = 0.01
+# Not the folder's fault: the disk is full or fails, or the process has too many files open.
+_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 class Recorder(Protocol):
@@ -84,13 +85,16 @@ class TimelineRecorder:
         self._max_bytes = max_bytes
         self._waiting: deque[tuple[str, Any]] = deque(maxlen=MAX_WAITING)
         self._path = folder / f"rank-{world.rank}.jsonl"
+        self._lines: LineWriter | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lines: LineWriter | None = LineWriter(self._path)
+            self._lines = LineWriter(self._path)
         except OSError as error:
-            raise ValueError(
-                f"timeline={str(folder)!r} cannot be written to ({error.strerror}): choose another folder"
-            ) from error
+            if error.errno not in _PASSING:
+                raise ValueError(
+                    f"timeline={str(folder)!r} cannot be written to ({error.strerror}): choose another folder"
+                ) from error
+            self._give_up(error)
         self._sampler = SystemSampler(world.device, whole_host=world.local_rank == 0)
         self._origin = self._sampled = perf_counter()
         self._write({"session": _session(world, time())})
@@ -132,7 +136,8 @@ class TimelineRecorder:
         self._flush()
         self._write({"end": self._microseconds(perf_counter())})
         if self._lines is not None:
-            self._lines.close()
+            with suppress(OSError):
+                self._lines.close()
 
     def _take_event(self, event: Event) -> None:
         self.event(event.name, **event.details)
@@ -154,13 +159,19 @@ class TimelineRecorder:
             self._flush()
 
     def _flush(self) -> None:
+        try:
+            self._write_block()
+            self._condense()
+        except Exception as error:
+            self._give_up(error)
+
+    def _write_block(self) -> None:
         block: dict[str, list[Any]] = {}
         for _ in range(len(self._waiting)):
             name, item = self._waiting.popleft()
             block.setdefault(name, []).append(self._encoded(*item) if name == "steps" else item)
         block["samples"] = [self._sample()]
         self._write(block)
-        self._condense()
 
     def _encoded(self, step: int, moments: Sequence[float]) -> list[int]:
         """Rounded before they are subtracted, so that the step's end is not off by the sum of its roundings."""
@@ -177,24 +188,20 @@ class TimelineRecorder:
             return
         try:
             self._lines.write(record)
-        except OSError as error:
+        except Exception as error:
             self._give_up(error)
 
     def _condense(self) -> None:
-        if self._lines is None:
-            return
-        try:
-            if self._path.stat().st_size > self._max_bytes:
-                self._lines.close()
-                condense_file(self._path, self._max_bytes)
-                self._lines = LineWriter(self._path)
-        except OSError as error:
-            self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        logger.warning("the timeline ends here, training goes on: %s: %s", self._path, error.strerror)
-        if self._lines is not None:
+        if self._lines is not None and self._path.stat().st_size > self._max_bytes:
             self._lines.close()
+            condense_file(self._path, self._max_bytes)
+            self._lines = LineWriter(self._path)
+
+    def _give_up(self, error: Exception) -> None:
+        warn(f"the timeline ends here, training goes on: {self._path}: {describe(error)}")
+        if self._lines is not None:
+            with suppress(OSError):
+                self._lines.close()
         self._lines = None
 
 

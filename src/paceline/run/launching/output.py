@@ -51,9 +51,13 @@ class _Followed:
         self._file = file
         self._file.seek(0, 2)  # what is there is of an earlier run
         self._stream = stream
+        self._has_failed = False
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def copy(self) -> None:
-        if new := self._file.read():
-            self._stream.write(self._decode(new))
-            self._stream.flush()
+        if (new := self._file.read()) and not self._has_failed:
+            try:
+                self._stream.write(self._decode(new))
+                self._stream.flush()
+            except (OSError, ValueError):  # whoever read it is gone, or its disk is full: the run goes on
+                self._has_failed = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import io
 import json
 import linecache
 import os
@@ -139,7 +140,24 @@ def _write_to_files(folder: Path, rank: int, num_restarts: int) -> None:
         stream.flush()
         os.dup2(file, stream.fileno())
         os.close(file)
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a crash leaves all lines before it
+        # Line by line: a crash leaves all lines before it.
+        text = io.TextIOWrapper(
+            io.BufferedWriter(_Output(stream.fileno())), "utf-8", "backslashreplace", line_buffering=True
+        )
+        setattr(sys, "stdout" if name == "out" else "stderr", text)
+
+
+class _Output(io.FileIO):
+    """A worker's output file. On a full disk output is lost; a print must not end the run."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
 
 
 def _answer_stack_requests(folder: Path, rank: int) -> None:

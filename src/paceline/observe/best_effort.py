@@ -1,0 +1,125 @@
+"""Outputs that must not end a run: files of metrics and events, loggers, the terminal."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from os import PathLike
+from typing import Any, Generic, TextIO, TypeVar
+
+logger = logging.getLogger("paceline")
+
+T = TypeVar("T")
+
+
+def warn(text: str, stacklevel: int = 3) -> None:
+    """A warning that never raises, also where warnings are errors."""
+    try:
+        warnings.warn(text, stacklevel=stacklevel)
+    except Warning:
+        logger.warning(text)
+
+
+def describe(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def attempt(name: str | PathLike[str]) -> Iterator[None]:
+    """Write something once: a failure of the block is a warning that names it."""
+    try:
+        yield
+    except Exception as error:
+        warn(f"{name} cannot be written, training goes on: {describe(error)}", stacklevel=5)
+
+
+class BestEffort(Generic[T]):
+    """An output that is used as long as it works.
+
+    The first failure is a warning that names the output and the error. Each later `use` tries again, so that a disk
+    with space again gets what comes then. `close` warns about what was lost.
+
+    open_output: makes what `use` hands on; called at once, and again at each `use` until it succeeds.
+    """
+
+    def __init__(
+        self, name: str | PathLike[str], open_output: Callable[[], T], close_output: Callable[[T], object]
+    ) -> None:
+        self._name = name
+        self._open_output = open_output
+        self._close_output = close_output
+        self._output: T | None = None
+        self._num_used = self._num_lost = 0
+        self._is_warned = self._is_closed = False
+        self._try(lambda _: None)
+
+    def use(self, action: Callable[[T], object]) -> None:
+        """Write one record. Does nothing after `close`."""
+        if self._is_closed:
+            return
+        self._num_used += 1
+        if not self._try(action):
+            self._num_lost += 1
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._output is not None:
+            self._try(self._close_output)
+        if self._num_lost:
+            warn(f"{self._name}: {self._num_lost} of {self._num_used} records were lost")
+
+    def _try(self, action: Callable[[T], object]) -> bool:
+        try:
+            if self._output is None:
+                self._output = self._open_output()
+            action(self._output)
+        except Exception as error:
+            if not self._is_warned:
+                self._is_warned = True
+                warn(f"{self._name} cannot be written, training goes on: {describe(error)}", stacklevel=5)
+            return False
+        return True
+
+
+class SafeStream:
+    """A text stream whose failures do not end the run: after the first one, nothing more is written.
+
+    Characters that the stream's encoding lacks are written as escapes.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream: TextIO | None = stream
+        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+
+    def write(self, text: str) -> int:
+        shown = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
+        self._try(lambda stream: stream.write(shown))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        with suppress(ValueError):  # it is closed
+            return self._stream is not None and self._stream.isatty()
+        return False
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise OSError("the stream failed")
+        return self._stream.fileno()
+
+    def _try(self, action: Callable[[TextIO], Any]) -> None:
+        if self._stream is None:
+            return
+        try:
+            action(self._stream)
+        except (OSError, ValueError) as error:
+            self._stream = None
+            warn(f"progress cannot be shown any more, training goes on: {describe(error)}", stacklevel=5)
