@@ -13,6 +13,7 @@ from paceline.data.arrow_batches import FileBatches
 from paceline.data.arrow_index import DataFile, index_files
 from paceline.data.arrow_rows import as_rows, gather, read_columns
 from paceline.data.errors import naming_sample, suggestion
+from paceline.data.fingerprint import Facts, file_facts
 from paceline.data.joining import join
 from paceline.data.seeded import Seeded
 from paceline.data.sources import Indices, Read, collate, counted
@@ -73,6 +74,11 @@ class ArrowSource(Seeded):
 
     def __len__(self) -> int:
         return int(self._batches.starts[-1])
+
+    def fingerprint(self) -> Facts:
+        """The files, in their order, and some of what they hold; see `paceline.data.fingerprint`."""
+        files = self._batches.files
+        return file_facts([file.path for file in files], [file.content for file in files])
 
     @property
     def batch_starts(self) -> Indices:

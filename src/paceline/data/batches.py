@@ -7,9 +7,10 @@ from typing import Any
 
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.rows import count_rows
 from paceline.data.sources import Indices, Pair, Read
-from paceline.data.streams import IterableStream, seeded
+from paceline.data.streams import IterableStream, seeded, stream_facts
 
 
 class Batches:
@@ -59,6 +60,9 @@ class BatchStream(IterableStream):
     def num_shards(self) -> int:
         return len(self._iterables)
 
+    def fingerprint(self) -> Facts:
+        return stream_facts(self._iterables)
+
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         assert num_shards == self.num_shards
         batches = self._iterables[shard]
@@ -83,6 +87,9 @@ class WholeBatches:
 
     def __len__(self) -> int:
         return len(self._items)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._items)
 
     @property
     def counts_samples(self) -> bool:
@@ -131,6 +138,11 @@ class _Called:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())
+
+    @property
+    def fingerprint(self) -> Any:
+        """That of the function, if it was given one."""
+        return facts_of(self._make)
 
 
 def _restartable(iterable: Any, name: str) -> Iterable[Any]:

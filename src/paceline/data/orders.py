@@ -18,6 +18,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.sources import Indices, Source
 from paceline.plan.order import EpochOrder
 from paceline.plan.steps import Position, Steps
@@ -125,9 +126,8 @@ class Visited:
     def __len__(self) -> int:
         return self.num_samples
 
-    @property
-    def fingerprint(self) -> Any:
-        return getattr(self.source, "fingerprint", None)
+    def fingerprint(self) -> Facts:
+        return facts_of(self.source)
 
 
 @dataclass(frozen=True)
@@ -155,10 +155,9 @@ class Sampled:
         except (TypeError, NotImplementedError):
             return len(self.draw(0))
 
-    @property
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> Facts:
         """With another sampler the data is another."""
-        return f"{getattr(self.source, 'fingerprint', 'data')} in the order of {type(self.sampler).__name__}"
+        return facts_of(self.source) | {"order": type(self.sampler).__name__}
 
     def draw(self, epoch: int) -> list[Any]:
         """What the sampler gives for this epoch, whatever it gave before."""

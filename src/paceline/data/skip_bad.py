@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.sources import CountedSource, Indices, Read, Source
 
 
@@ -40,6 +41,9 @@ class SkipBad:
 
     def __len__(self) -> int:
         return len(self._source)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._source)
 
     def with_seed(self, seed: int) -> SkipBad:
         """This source for a run with that seed."""

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.fingerprint import Facts, facts_of, tensor_facts
 from paceline.data.joining import join
 from paceline.data.rows import count_rows
 
@@ -31,7 +32,8 @@ class Pair(NamedTuple):
 class Source(Protocol):
     """Samples with numbers. What `read` returns depends on its arguments alone, whoever calls it and when.
 
-    A source may also have `may_read_in_thread`: True where reading waits for something and runs no code of the user's.
+    A source may also have `may_read_in_thread`: True where reading waits for something and runs no code of the user's;
+    be a `CountedSource`; and have a `fingerprint`, see `paceline.data.fingerprint.HasFingerprint`.
     """
 
     def __len__(self) -> int: ...
@@ -104,6 +106,10 @@ class Columns:
     def __len__(self) -> int:
         return len(self._tensors[0])
 
+    def fingerprint(self) -> Facts:
+        """What the columns hold; see `paceline.data.fingerprint`."""
+        return tensor_facts(dict(zip(self._names or map(str, range(len(self._tensors))), self._tensors, strict=True)))
+
     def on(self, device: torch.device) -> Columns:
         """The same columns, all of them on this device."""
         return Columns(self._pack([t.to(device) for t in self._tensors]))
@@ -159,6 +165,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self._samples)
 
+    def fingerprint(self) -> Facts:
+        """What the samples are, as far as it can be told without running code of the user's."""
+        return facts_of(self._samples)
+
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         return self._read(indices, epoch, position)[0]
 
@@ -205,6 +215,9 @@ class Cycle:
 
     def __len__(self) -> int:
         return self._length
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._items)
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         (index,) = indices.tolist()

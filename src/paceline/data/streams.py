@@ -6,13 +6,14 @@ each the next `micro_batch` samples of its shard. A shard that has ended leaves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 from paceline.core.mixing import mix64
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.fingerprint import Facts, facts_of_several
 from paceline.data.joining import join
 from paceline.data.sources import Read, collate, counted
 
@@ -40,6 +41,9 @@ class IterableStream:
         self._samples = samples
         self._seed = seed
 
+    def fingerprint(self) -> Facts:
+        return stream_facts([self._samples])
+
     @property
     def num_own_shards(self) -> int:
         """Into how many parts the samples can divide themselves; 1 if they cannot."""
@@ -53,6 +57,13 @@ class IterableStream:
         if num_shards > 1 and self.num_own_shards % num_shards == 0:
             samples, shard, num_shards = samples.shard(num_shards=num_shards, index=shard), 0, 1  # type: ignore[attr-defined]
         return islice(seeded(samples, self._seed, epoch), shard, None, num_shards)
+
+
+def stream_facts(iterables: Sequence[Iterable[Any]]) -> Facts:
+    """What is known of what samples come from; reading some of them could take any time."""
+    facts = facts_of_several(iterables)
+    is_unknown = all(key.rpartition(".")[2] == "type" for key in facts)
+    return facts | {"unchecked": "a stream without a fingerprint"} if is_unknown else facts
 
 
 def seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:

@@ -34,7 +34,7 @@ from paceline.run.planner import planner_for
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory
 from paceline.run.saving.checkpointing import Checkpointing, Subject, Unsaved
 from paceline.run.saving.checkpoints import Checkpoints
-from paceline.run.saving.identity import identity
+from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import load_weights
 from paceline.sync.averaging import AveragedReplicas, Averaging
@@ -102,7 +102,8 @@ def assemble(
         if config.physical_batch is not None:
             _refuse_batch_norm(replica.model)
         events = Events()
-        own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None)
+        facts = None if checkpoints is None else data_facts(data, communicator)
+        own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
         recorder = NoTimeline() if timeline is None else TimelineRecorder(timeline, world, events)
         stack.callback(recorder.close)

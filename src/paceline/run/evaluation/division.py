@@ -42,7 +42,7 @@ class Division:
 
     @torch.no_grad()
     def visit(self, model: Any, numbers: range, handle: Callable[[Read], T]) -> list[T]:
-        """`handle(read)` of each of these micro-batches, which are on the host; of one, collate_fn may have left nothing.
+        """`handle(read)` of each of these micro-batches, which are on the host; one may have no batch.
 
         The model is in evaluation mode meanwhile. Random numbers belong to the micro-batch, and torch's streams go on
         afterwards as if nothing had been drawn.
