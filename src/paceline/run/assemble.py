@@ -37,12 +37,20 @@ from paceline.run.saving.checkpoints import Checkpoints
 from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import load_weights
+from paceline.run.saving.state import plain_model
 from paceline.sync.averaging import AveragedReplicas, Averaging
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.direct_gradients import DirectGradients
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.gradients import BucketedGradients
 from paceline.sync.gradients_first import GradientsFirst
+
+
+@dataclass(frozen=True)
+class WeightByModel:
+    """Instead of a weight_fn: how to find it, once the model is made; None for samples."""
+
+    find: Callable[[Any], Callable[[Any], int] | None]
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class Run:
     average: Average
     timeline: Recorder
     stepping: Stepping
+    weight_fn: Callable[[Any], int] | None
     cleanup: ExitStack
 
 
@@ -69,7 +78,7 @@ def assemble(
     data: NumberedData | IterableStream,
     *,
     scheduler: SchedulerFactory | None = None,
-    weight_fn: Callable[[Any], int] | None = None,
+    weight_fn: Callable[[Any], int] | WeightByModel | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     checkpoints: Checkpoints | None = None,
     start: Start | None = None,
@@ -92,6 +101,8 @@ def assemble(
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)
         replica = Replica(model, optimizer, scheduler, communicator, config.seed, fused=config.fused_optimizers)
+        if isinstance(weight_fn, WeightByModel):
+            weight_fn = weight_fn.find(plain_model(replica.model))
         if (
             not isinstance(data, IterableStream)
             and steps.num_samples % steps.micro_batch == 1
@@ -125,7 +136,8 @@ def assemble(
         stepping = Stepping(loop, exchange, events, graphs, config)
         is_known = not isinstance(data, IterableStream) and not isinstance(config.strategy, Cadence)
         num_steps = steps.num_steps if is_known else None
-        return Run(loop, steps, num_steps, communicator, events, keeper, average, recorder, stepping, stack.pop_all())
+        parts = (loop, steps, num_steps, communicator, events, keeper, average, recorder, stepping, weight_fn)
+        return Run(*parts, stack.pop_all())
 
 
 def _check_device(device: torch.device) -> None:
