@@ -92,7 +92,7 @@ NUM_SHIFTED = sum(int((s["labels"][1:] != -100).sum()) for s in ragged())
 NUM_LABELS = sum(int((s["labels"] != -100).sum()) for s in ragged())
 MODELS = {
     "GPT2": NUM_SHIFTED, "Llama": NUM_SHIFTED, "Bert masked": NUM_LABELS, "Bert tokens": NUM_LABELS,
-    "Llama tokens": NUM_LABELS, "T5": NUM_LABELS, "Bart": NUM_LABELS,
+    "Llama tokens": NUM_LABELS, "T5": NUM_LABELS, "Bart": NUM_LABELS, "Bart decoder": NUM_LABELS,
 }  # fmt: skip
 
 
@@ -125,7 +125,6 @@ def test_evaluation_weighs_as_training_does(pool: WorkerPool) -> None:
 
 def test_what_is_given_or_cannot_be_told_stays() -> None:
     assert weight_fn_of(build("Bert sequences")) is None  # a mean over samples
-    assert weight_fn_of(build("Bart decoder")) is None  # one of the few decoders that do not shift
     assert weight_fn_of(torch.nn.Linear(2, 2)) is None
     assert gradients("Llama", weight_fn=lambda batch: len(batch["labels"]))[1] == [24]
 

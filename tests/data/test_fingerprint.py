@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, StackDataset, Subset, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    StackDataset,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 import paceline as pl
 from paceline.data.adopt import Wishes, adopt
@@ -224,3 +232,13 @@ def test_streams_say_what_they_declare() -> None:
     assert "content" in facts_of(adopt(pl.Batches(list(X.split(4))), Wishes(batches_per_step=1), 0).data)
     both = facts_of(adopt(pl.PerWorker([list(X), list(changed(X))]), Wishes(batches_per_step=2), 0).data)
     assert both["0.content"] != both["1.content"]
+
+
+def test_the_order_of_a_sampler_is_told_beside_the_data() -> None:
+    def order(**settings: Any) -> Any:
+        loader = DataLoader(TensorDataset(X), **settings)
+        return facts_of(adopt(loader, Wishes(batches_per_step=1), 0).data).get("order")
+
+    assert order(batch_size=2, shuffle=True) is None  # a permutation of Paceline's own
+    assert order(batch_size=2, sampler=SubsetRandomSampler([1, 2])) == "SubsetRandomSampler"
+    assert order(batch_sampler=[[0, 1], [2]]) != order(batch_sampler=[[2, 1], [0]])

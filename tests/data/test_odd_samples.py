@@ -71,6 +71,23 @@ def stop(_: Any) -> Any:
     return next(iter([]))
 
 
+class Unready(IterableDataset):
+    is_ready = True  # making a stream asks whether it starts again
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.is_ready:
+            raise StopIteration
+        self.is_ready = False
+        return iter([])
+
+
+class UnreadySampler(Unready):
+    is_ready = False
+
+    def __len__(self) -> int:
+        return 20
+
+
 READING = [{}, {"readers": 1}, {"feed": "dispatched"}, {"feed": "dispatched", "readers": 1}]
 
 
@@ -92,6 +109,10 @@ def test_stop_iteration_in_other_code_of_the_user(settings: dict[str, Any]) -> N
         train(RaisingSource(), **settings)
     with pytest.raises(SampleError, match="weight_fn raised StopIteration"):
         train(torch.zeros(20, 3), weight_fn=stop, **settings)
+    with pytest.raises(SampleError, match="starting the stream in epoch 0 raised StopIteration"):
+        train(Unready(), **settings)
+    with pytest.raises(SampleError, match="starting the sampler UnreadySampler in epoch 0 raised StopIteration"):
+        train(DataLoader(torch.zeros(20, 3), 2, sampler=UnreadySampler()), **settings | {"micro_batch": None})
 
 
 @pytest.mark.parametrize("size", [2, 3])

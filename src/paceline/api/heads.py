@@ -14,8 +14,8 @@ from paceline.data.sources import Pair
 
 # Labels that no loss of transformers counts.
 IGNORED = -100
-# Heads whose loss is a plain mean over all labels, where they compute it themselves.
-_OVER_LABELS = ("ForMaskedLM", "ForTokenClassification")
+# Heads whose loss is a plain mean over all labels, where they compute it themselves; decoders such as Bart's too.
+_OVER_LABELS = ("ForMaskedLM", "ForTokenClassification", "ForCausalLM")
 
 
 class Calling(Protocol):

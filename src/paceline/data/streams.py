@@ -69,7 +69,10 @@ def stream_facts(iterables: Sequence[Iterable[Any]]) -> Facts:
 def seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
     """The samples, each produced with the random generators seeded for it; inside `host_randomness`."""
     _seed_for(seed, epoch, -1)
-    iterator = iter(samples)
+    try:
+        iterator = iter(samples)
+    except StopIteration as error:
+        raise ended_by_stop_iteration(f"starting the stream in epoch {epoch}") from error
     for position in count():
         _seed_for(seed, epoch, position)
         try:
