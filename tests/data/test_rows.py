@@ -186,6 +186,8 @@ BOXES = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 0, 
         ((pad_sequence(C, batch_first=True), [5, 2, 9, 4]), C, 4),
         (pack_sequence(C, enforce_sorted=False), C, 4),
         (Two(B, B), [*A], 3),
+        ((torch.zeros(9, 4), torch.zeros(4)), [*A], 4),  # (time, samples) and targets
+        ((torch.zeros(3, 4), torch.zeros(3)), [*A], 3),
         (Custom(B, B), [*A], 3),
         (Record(B), [*A], 3),
         (np.zeros((3, 2)), [*A], 3),
@@ -207,6 +209,14 @@ def test_rows_of_what_collate_functions_return(batch: Any, samples: list[Any], c
     [
         ((B, torch.zeros(4)), "(batch[0]: shape (3, 7), batch[1]: shape (4,)): give weight_fn"),
         ({"x": torch.zeros(5), "y": B}, "made of 4 samples by collate_fn, differ in their number of rows"),
+        (
+            torch.zeros(9, 4),
+            "in the first or the second dimension cannot be seen (batch: shape (9, 4)): give weight_fn",
+        ),
+        (
+            (torch.zeros(9, 4, 2), torch.zeros(9, 4)),
+            "whether a batch, made of 4 samples by collate_fn, has its samples",
+        ),
         ({"edges": torch.zeros(2, 9), "y": torch.zeros(4)}, "batch['edges']: shape (2, 9), batch['y']: shape (4,)"),
         ("text", "cannot be seen: it is a str without rows: give weight_fn"),
         (object(), "cannot be seen: it is a object without rows"),

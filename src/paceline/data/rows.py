@@ -24,27 +24,29 @@ class _Part(NamedTuple):
     """A part of a batch that has rows: where it is, what it is, and how many.
 
     `or_items`: of a list of things that have equally many rows, how many things there are: each may be a row itself.
+    `num_columns`: the second dimension of a tensor or array, if it has one.
     """
 
     where: str
     shown: str
     num_rows: int
     or_items: int | None = None
+    num_columns: int | None = None
 
 
 def count_rows(batch: Any, samples: Sequence[Any] | None = None) -> int:
     """The rows of a batch, which all of its tensors, arrays and lists must agree on; else an error asks for weight_fn.
 
     `samples`: what the batch was made of, if it is known. If some parts have a row for each of them, the others may
-    have one row for all, or more than one for each (tokens, nodes, offsets): no sample was left out then.
+    have one row for all, or more than one for each (tokens, nodes, offsets): no sample was left out then. If all have
+    a column for each of them instead, it may be a batch of (time, samples), and is refused.
     """
     parts = list(_parts(batch, "", _identities(samples)))
-    sizes = _sizes(parts)
-    if len(sizes) == 1:
-        return sizes.pop()
-    asked = None if samples is None else len(samples)
+    sizes, asked = _sizes(parts), 0 if samples is None else len(samples)
     if asked in sizes and all(size == 1 or size >= asked for size in sizes):
         return asked
+    if len(sizes) == 1 and not (asked > 1 and all(part.num_columns == asked for part in parts)):
+        return sizes.pop()
     raise TypeError(
         f"{_problem(batch, parts, asked)}: give weight_fn, from a batch to the number its loss is a mean over"
     )
@@ -62,7 +64,8 @@ def _sizes(parts: Sequence[_Part]) -> set[int]:
 def _parts(value: Any, where: str, samples: frozenset[int], depth: int = 0) -> Iterator[_Part]:
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim:
-            yield _Part(where, f"shape {tuple(value.shape)}", len(value))
+            num_columns = value.shape[1] if value.ndim > 1 else None
+            yield _Part(where, f"shape {tuple(value.shape)}", len(value), num_columns=num_columns)
     elif isinstance(value, PackedSequence):
         yield _Part(where, "a PackedSequence", int(value.batch_sizes[0]))
     elif type(value) in (list, tuple):
@@ -130,10 +133,14 @@ def _kind(item: Any) -> Any:
     return (type(item), item.dtype, item.ndim) if isinstance(item, torch.Tensor | np.ndarray) else type(item)
 
 
-def _problem(batch: Any, parts: Sequence[_Part], asked: int | None) -> str:
+def _problem(batch: Any, parts: Sequence[_Part], asked: int) -> str:
     if not parts:
         return f"how many samples a batch holds cannot be seen: it is a {type(batch).__name__} without rows"
     shown = ", ".join(f"batch{part.where}: {part.shown}" for part in parts[:_SHOWN])
     more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-    made = "" if asked is None else f", made of {asked} samples by collate_fn,"
+    made = f", made of {asked} samples by collate_fn," if asked else ""
+    if len(_sizes(parts)) == 1:
+        return (
+            f"whether a batch{made} has its samples in the first or the second dimension cannot be seen ({shown}{more})"
+        )
     return f"the parts of a batch{made} differ in their number of rows ({shown}{more})"
