@@ -178,7 +178,11 @@ BOXES = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 0, 
         (A, [*A], 4),
         (B, [*A], 3),
         ((B, torch.zeros(3, 1)), [*A], 3),
-        ([torch.zeros(1, 7), torch.zeros(1, 1)], [*A[:2]], 1),  # as many fields as samples
+        ([torch.zeros(1, 7), torch.zeros(1).long()], [*A[:2]], 1),  # as many fields as samples
+        ([torch.zeros(9), torch.zeros(9), torch.zeros(9), torch.zeros(9)], [*A], 4),
+        ([[1, 2, 3, 4, 5]] * 4, list("abcd"), 4),
+        ((torch.zeros(30, 8), torch.zeros(30, 1)), [*A] * 8, 30),
+        ([list(range(100_000))] * 2, [list(range(100_000))] * 2, 2),
         ({"x": A, "in": {"y": torch.zeros(4), "count": torch.tensor(31), "who": None, "step": 3}}, [*A], 4),
         ({"ids": torch.zeros(4, 9), "places": torch.zeros(1, 9), "tokens": torch.zeros(25)}, [*A], 4),
         ((torch.zeros(37), torch.zeros(4), torch.zeros(4)), [*A], 4),  # EmbeddingBag: tokens, labels, offsets
@@ -211,13 +215,14 @@ def test_rows_of_what_collate_functions_return(batch: Any, samples: list[Any], c
         ({"x": torch.zeros(5), "y": B}, "made of 4 samples by collate_fn, differ in their number of rows"),
         (
             torch.zeros(9, 4),
-            "in the first or the second dimension cannot be seen (batch: shape (9, 4)): give weight_fn",
+            "are its samples cannot be seen (batch: shape (9, 4)): give weight_fn",
         ),
         (
             (torch.zeros(9, 4, 2), torch.zeros(9, 4)),
-            "whether a batch, made of 4 samples by collate_fn, has its samples",
+            "whether the rows of a batch, made of 4 samples by collate_fn, are its samples cannot",
         ),
         ({"edges": torch.zeros(2, 9), "y": torch.zeros(4)}, "batch['edges']: shape (2, 9), batch['y']: shape (4,)"),
+        ([torch.zeros(1, 7)] * 4, "batch[0]: shape (1, 7), batch[1]: shape (1, 7), "),
         ("text", "cannot be seen: it is a str without rows: give weight_fn"),
         (object(), "cannot be seen: it is a object without rows"),
         (torch.tensor(3), "cannot be seen: it is a Tensor without rows"),

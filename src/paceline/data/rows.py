@@ -18,6 +18,8 @@ from torch.nn.utils.rnn import PackedSequence
 _SHOWN = 8
 # Objects of the user's may hold each other.
 _MAX_DEPTH = 8
+# A sample of more items is a list of numbers, such as tokens.
+_MAX_PARTS = 64
 
 
 class _Part(NamedTuple):
@@ -46,7 +48,11 @@ def count_rows(batch: Any, samples: Sequence[Any] | None = None) -> int:
     if asked in sizes and all(size == 1 or size >= asked for size in sizes):
         return asked
     if len(sizes) == 1 and not (asked > 1 and all(part.num_columns == asked for part in parts)):
-        return sizes.pop()
+        (size,) = sizes
+        if not _is_list_of(asked, batch):
+            return size
+        if size > asked:
+            return asked  # a list of samples, each with rows of its own
     raise TypeError(
         f"{_problem(batch, parts, asked)}: give weight_fn, from a batch to the number its loss is a mean over"
     )
@@ -101,12 +107,14 @@ def _parts_of_sequence(
     if any(id(item) in samples for item in value):
         yield as_rows  # they were only put together
         return
-    parts = [part for i, item in enumerate(value) for part in _parts(item, f"{where}[{i}]", samples, depth)]
+    is_plain = bool(value) and isinstance(value[0], str | bytes | int | float)  # as all are: not looked at one by one
+    items = () if is_plain else enumerate(value)
+    parts = [part for i, item in items for part in _parts(item, f"{where}[{i}]", samples, depth)]
     if not parts:
         # Plain values: a list of texts, or labels. A tuple of numbers may as well be a size.
         if value and (isinstance(value, list) or all(isinstance(item, str) for item in value)):
             yield as_rows
-    elif where and len({_kind(item) for item in value}) == 1:  # a whole batch that is a list holds its parts
+    elif where and _is_of_one_kind(value):  # a whole batch that is a list holds its parts
         sizes = _sizes(parts)
         if len(sizes) > 1:
             yield as_rows  # such as sequences that were not padded
@@ -117,6 +125,11 @@ def _parts_of_sequence(
         yield from parts
 
 
+def _is_list_of(count: int, batch: Any) -> bool:
+    """Whether a batch is a list of so many things of one kind, each of which may be a sample."""
+    return type(batch) in (list, tuple) and 1 < len(batch) == count and _is_of_one_kind(batch)
+
+
 def _identities(samples: Sequence[Any] | None) -> frozenset[int]:
     """Of the samples, and of their parts that are no plain values: an equal text or number may be anything."""
     found: list[Any] = []
@@ -124,9 +137,13 @@ def _identities(samples: Sequence[Any] | None) -> frozenset[int]:
         found.append(sample)
         if isinstance(sample, Mapping):
             found += sample.values()
-        elif isinstance(sample, list | tuple):
+        elif isinstance(sample, list | tuple) and len(sample) <= _MAX_PARTS:
             found += sample
     return frozenset(id(item) for item in found if not isinstance(item, str | bytes | Number | None))
+
+
+def _is_of_one_kind(items: Sequence[Any]) -> bool:
+    return len({_kind(item) for item in items}) == 1
 
 
 def _kind(item: Any) -> Any:
@@ -140,7 +157,5 @@ def _problem(batch: Any, parts: Sequence[_Part], asked: int) -> str:
     more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
     made = f", made of {asked} samples by collate_fn," if asked else ""
     if len(_sizes(parts)) == 1:
-        return (
-            f"whether a batch{made} has its samples in the first or the second dimension cannot be seen ({shown}{more})"
-        )
+        return f"whether the rows of a batch{made} are its samples cannot be seen ({shown}{more})"
     return f"the parts of a batch{made} differ in their number of rows ({shown}{more})"
