@@ -354,7 +354,8 @@ def loader(**settings: Any) -> DataLoader:
         (loader(num_workers=2), {"readers": 1}, "readers=1 contradicts the DataLoader's num_workers=2"),
         (loader(collate_fn=list), {"collate_fn": tuple},
          "collate_fn=<class 'tuple'> contradicts the DataLoader's collate_fn=<class 'list'>"),
-        (loader(), {"batches_per_step": 2}, "batches_per_step=2 is for data that comes as whole batches"),
+        (loader(), {"batches_per_step": 2}, "global_batch=8 and batches_per_step=2 both say how large a step is"),
+        (loader(), {"batches_per_step": 0, "global_batch": None}, "batches_per_step=0: choose at least 1 batch"),
         (loader(), {"shuffle_buffer": 5}, "shuffle_buffer and num_shards are for streams"),
         (loader(sampler=DistributedSampler(TENS, 2, 0)), {},
          "DistributedSampler gives each worker a part of the data, but Paceline divides the data itself"),
@@ -376,6 +377,20 @@ def loader(**settings: Any) -> DataLoader:
 def test_what_contradicts_itself_names_both_sides(data: Any, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         train(data, **{"global_batch": 8, **settings})
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler, RandomSampler])
+def test_batches_per_step_with_torchs_own_batch_sampler(sampler: Any, pool: WorkerPool) -> None:
+    def outcome() -> Any:
+        batches = BatchSampler(sampler(range(50)), 4, drop_last=False)
+        return train(DataLoader(TensorDataset(X, Y), batch_sampler=batches), batches_per_step=3)
+
+    whole = train(TensorDataset(X, Y), global_batch=12, micro_batch=4, shuffle=sampler is RandomSampler)
+    assert whole[1] == [12, 12, 12, 12, 2] * 2
+    assert outcome() == whole
+    assert train(DataLoader(TensorDataset(X, Y), 4, shuffle=sampler is RandomSampler), batches_per_step=3) == whole
+    for size in (2, 3):
+        assert pool.run(outcome, size) == [whole] * size
 
 
 def test_a_loader_with_an_iteration_of_its_own_is_refused() -> None:

@@ -157,12 +157,13 @@ class Records:
     ("batch", "count"),
     [
         (torch.zeros(3, 2), 3),
-        ([torch.zeros(4), torch.zeros(2)], 4),
+        ([torch.zeros(4), torch.zeros(4, 2)], 4),
+        ((torch.zeros(4), ["a", "b", "c", "d"]), 4),
         ({"text": ["a", "b"], "ids": np.zeros((2, 5))}, 2),
         (Records("x", torch.zeros(6)), 6),
     ],
 )
-def test_a_batch_weighs_the_rows_of_its_first_tensor(batch: Any, count: int) -> None:
+def test_a_batch_weighs_its_rows(batch: Any, count: int) -> None:
     assert num_samples_of(batch) == count
 
 
@@ -183,9 +184,10 @@ def test_the_user_may_weigh_batches_that_hold_no_tensor() -> None:
 @pytest.mark.parametrize(
     ("batches", "error", "text"),
     [
-        (["ab"], TypeError, "a batch is a str without a tensor, but how many samples it holds is read from the rows"),
-        ([torch.tensor(3)], TypeError, "a batch is one that begins with a single number"),
-        ([torch.zeros(0, 2)], ValueError, "a batch has no sample: its first tensor has no rows"),
+        (["ab"], TypeError, "how many samples a batch holds cannot be seen: it is a str without rows: give weight_fn"),
+        ([torch.tensor(3)], TypeError, "cannot be seen: it is a Tensor without rows"),
+        ([(torch.zeros(9), torch.zeros(2))], TypeError, r"differ in their number of rows \(batch.x: shape \(9,\), "),
+        ([torch.zeros(0, 2)], ValueError, "a batch has no sample, since its tensors have no rows"),
         ([], ValueError, "epoch 0 of the data has no sample: there is nothing to train on"),
     ],
 )

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from paceline.data.device import to_device
 from paceline.data.orders import SeededEpochs
-from paceline.data.sharded import ShardedFeed, checked_weight
+from paceline.data.sharded import ShardedFeed, weight_of
 from paceline.data.sources import as_source
 from paceline.plan.steps import Position, Steps
 
@@ -114,9 +114,9 @@ def test_the_user_weighs_on_the_host() -> None:
 
 @pytest.mark.parametrize("value", [3, 3.0, np.int64(3), np.float32(3), torch.tensor(3), torch.tensor([3.0])])
 def test_whole_numbers_are_weights(value: Any) -> None:
-    assert checked_weight(value) == 3
-    assert type(checked_weight(value)) is int
-    assert checked_weight(0 * value) == 0
+    assert weight_of(None, lambda _: value) == 3
+    assert type(weight_of(None, lambda _: value)) is int
+    assert weight_of(None, lambda _: 0 * value) == 0
 
 
 @pytest.mark.parametrize(

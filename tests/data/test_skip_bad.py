@@ -53,7 +53,7 @@ def test_bad_samples_are_left_out_and_recorded(kind: Any) -> None:
     skipped: list[Skipped] = []
     source = SkipBad(as_source(kind({2, 5})), skipped.append)
     assert len(source) == 12
-    batch, count, skipped = source.read_counted(indices(1, 5, 9, 2, 0), 0, 0)
+    batch, count, skipped, _ = source.read_counted(indices(1, 5, 9, 2, 0), 0, 0)
     source.tell(skipped)
     assert batch[:, 0].tolist() == [1, 9, 0]
     assert count == 3
@@ -70,7 +70,7 @@ def test_good_samples_are_read_once() -> None:
             return super().__getitem__(index)
 
     data = Counting({7})
-    batch, count, _ = SkipBad(as_source(data)).read_counted(indices(0, 1, 2), 0, 0)
+    batch, count, *_ = SkipBad(as_source(data)).read_counted(indices(0, 1, 2), 0, 0)
     assert (batch[:, 0].tolist(), count, data.reads) == ([0, 1, 2], 3, 3)
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from paceline.core.errors import MisuseError
 from paceline.data.sources import Pair
+
+# Labels that no loss of transformers counts.
+IGNORED = -100
+# Heads whose loss is a plain mean over all labels, where they compute it themselves; decoders such as Bart's too.
+_OVER_LABELS = ("ForMaskedLM", "ForTokenClassification", "ForCausalLM")
 
 
 class Calling(Protocol):
@@ -60,3 +67,69 @@ class Head:
 
 def _call(model: Any, batch: Any) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(batch)
+
+
+@dataclass(frozen=True)
+class CountedLabels:
+    """A `weight_fn` for a model of transformers: the labels that its loss is a mean over.
+
+    `is_shifted`: the model predicts each label from what comes before it, so that a sequence's first does not count.
+    """
+
+    model_name: str
+    is_shifted: bool
+
+    def __call__(self, batch: Any) -> int:
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if labels is None:
+            raise ValueError(
+                f"a batch for {self.model_name} has no labels, over which its loss is a mean: put them in, or give "
+                "weight_fn, from a batch to the number its loss is a mean over"
+            )
+        if self.is_shifted:
+            # Where they are given shifted, the model takes these.
+            labels = batch["shift_labels"] if batch.get("shift_labels") is not None else labels[..., 1:]
+        return int((labels != IGNORED).sum())
+
+
+def weight_fn_of(model: Any) -> Callable[[Any], int] | None:
+    """What a micro-batch of this head weighs, where that can be told from its code; None: its samples.
+
+    transformers' models call `self.loss_function`, which says whether it shifts, or compute the loss in `forward`.
+    """
+    if type(model).__module__.partition(".")[0] == "peft":
+        model = model.get_base_model()
+    forward = getattr(type(model), "forward", None)
+    if not _is_of_transformers(model) or forward is None or callable(getattr(model, "compute_loss", None)):
+        return None
+    forward = inspect.unwrap(forward)
+    if forward.__module__.partition(".")[0] != "transformers":
+        return None  # the user's own
+    code, model_name = forward.__code__, type(model).__name__
+    names = _names(code)
+    ignores_others = "ignore_index" in names and IGNORED not in code.co_consts
+    if ignores_others or any("shift_labels" in name or "codebook" in name for name in names):
+        return None  # it does something of its own with them
+    if "loss_function" in names:
+        loss = model.loss_function
+        is_known = getattr(loss, "__module__", "").partition(".")[0] == "transformers"
+        shifts = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
+        is_shifted = shifts.get(loss.__name__) if is_known else None
+        return None if is_shifted is None else CountedLabels(model_name, is_shifted)
+    is_plain_mean = model_name.endswith(_OVER_LABELS) or (
+        model_name.endswith("ForConditionalGeneration") and model.config.is_encoder_decoder
+    )
+    return CountedLabels(model_name, is_shifted=False) if "CrossEntropyLoss" in names and is_plain_mean else None
+
+
+def _is_of_transformers(model: Any) -> bool:
+    """Found without importing the package."""
+    return any(
+        (c.__module__, c.__name__) == ("transformers.modeling_utils", "PreTrainedModel") for c in type(model).__mro__
+    )
+
+
+def _names(code: Any) -> set[str]:
+    """Names that a function uses: variables, attributes, and keywords of its calls."""
+    keywords = (name for constant in code.co_consts if isinstance(constant, tuple) for name in constant)
+    return {*code.co_names, *code.co_varnames, *(name for name in keywords if isinstance(name, str))}

@@ -77,6 +77,7 @@ class DataParallelDataLoader:
             seed,
             adopted.shuffle,
             readers=_default_readers(adopted) if readers is None else adopted.readers,
+            weight_fn=lambda _: 1,  # nobody weighs these batches
             collate_fn=adopted.collate_fn,
         )
         alone = SingleCommunicator(World(device=torch.device("cpu")))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from paceline.api.ddp_config import DdpConfig
-from paceline.api.heads import Calling, Head, PlainModel
+from paceline.api.heads import Calling, Head, PlainModel, weight_fn_of
 from paceline.api.summary import announce, is_quiet
 from paceline.checkpoint.manifest import Pattern
 from paceline.comm.base import DEFAULT_TIMEOUT_S
@@ -24,7 +24,7 @@ from paceline.data.bring import Way
 from paceline.data.skip_bad import Skipped
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
-from paceline.run.assemble import Run, assemble
+from paceline.run.assemble import Run, WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.collector import GarbageCollection
 from paceline.run.config import Capture, Precision, RunConfig, SchedulerInterval, Strategy
@@ -286,7 +286,7 @@ class Trainer:
         except BaseException:
             run.cleanup.close()
             raise
-        return cls(run, config, weight_fn)
+        return cls(run, config, run.weight_fn)
 
     @classmethod
     def setup_with(
@@ -317,7 +317,10 @@ class Trainer:
             with the entries of a batch that is a dict, labels among them, and whose output has the loss. From a local
             folder: `lambda: AutoModelForSequenceClassification.from_pretrained(folder)`. Its `predict(batch)`, if it
             has one, is what `trainer.predict` calls; its `tokenizer` is saved with it by `trainer.save_pretrained`.
+        Without a weight_fn, a micro-batch of a language model of transformers weighs the labels that its loss is a mean
+        over: for causal ones, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
         """
+        settings["weight_fn"] = settings.get("weight_fn") or WeightByModel(weight_fn_of)
         plain = cls.setup(head, optimizer, data=data, **settings)
         return cls(plain._run, plain._config, plain._weight_fn, Head())
 
@@ -326,6 +329,7 @@ class Trainer:
         cls, config: DdpConfig, head: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
     ) -> Trainer:
         """`setup_head` with El Che, as `setup_with` is `setup` with it."""
+        settings["weight_fn"] = settings.get("weight_fn") or WeightByModel(weight_fn_of)
         plain = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
         return cls(plain._run, plain._config, plain._weight_fn, Head())
 

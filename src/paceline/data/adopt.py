@@ -161,6 +161,15 @@ def _adopt_loader(loader: DataLoader[Any], wishes: Wishes, seed: int) -> Adopted
 
 def _with_batch_size(wishes: Wishes, batch_size: int) -> Wishes:
     """A loader's batch is what a step takes, as in a loop without us; a micro-batch where the step's size is given."""
+    if wishes.batches_per_step is not None:
+        if wishes.global_batch is not None:
+            raise ValueError(
+                f"global_batch={wishes.global_batch} and batches_per_step={wishes.batches_per_step} both say how large "
+                "a step is: leave one of them out"
+            )
+        if type(wishes.batches_per_step) is not int or wishes.batches_per_step < 1:
+            raise ValueError(f"batches_per_step={wishes.batches_per_step!r}: choose at least 1 batch per step")
+        wishes = replace(wishes, global_batch=wishes.batches_per_step * batch_size, batches_per_step=None)
     if wishes.global_batch is None and not wishes.has_steps_of_its_own:
         return replace(wishes, global_batch=batch_size, micro_batch=wishes.micro_batch or batch_size)
     micro_batch = _agreed("micro_batch", wishes.micro_batch, "batch_size", batch_size)

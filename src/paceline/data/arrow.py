@@ -13,9 +13,10 @@ from paceline.data.arrow_batches import FileBatches
 from paceline.data.arrow_index import DataFile, index_files
 from paceline.data.arrow_rows import as_rows, gather, read_columns
 from paceline.data.errors import naming_sample, suggestion
+from paceline.data.fingerprint import Facts, file_facts
 from paceline.data.joining import join
 from paceline.data.seeded import Seeded
-from paceline.data.sources import Indices, collate
+from paceline.data.sources import Indices, Read, collate, counted
 
 StrPath = str | os.PathLike[str]
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".pq")
@@ -74,15 +75,33 @@ class ArrowSource(Seeded):
     def __len__(self) -> int:
         return int(self._batches.starts[-1])
 
+    def fingerprint(self) -> Facts:
+        """The files, in their order, and some of what they hold; see `paceline.data.fingerprint`."""
+        files = self._batches.files
+        return file_facts([file.path for file in files], [file.content for file in files])
+
     @property
     def batch_starts(self) -> Indices:
         """The first row of each record batch or row group, and the number of rows: what an order that is kind to
         Parquet would keep together."""
         return self._batches.starts
 
+    @property
+    def counts_samples(self) -> bool:
+        """Whether a micro-batch may hold fewer samples than it was made of, or more: as collate_fn decides."""
+        return self._collate is not None
+
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         if self._transform is None and self._collate is None:
             return read_columns(self._batches, indices, indices)
+        return self._joined(indices, epoch, position)[0]
+
+    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
+        batch, samples = self._joined(indices, epoch, position)
+        return counted(batch, samples, is_weighed=is_weighed)
+
+    def _joined(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
+        """The micro-batch, and the samples that it was made of."""
         samples, wanted = as_rows(gather(self._batches, indices)), indices.tolist()
         with host_randomness() as randomness:
             if self._transform is not None:
@@ -90,7 +109,7 @@ class ArrowSource(Seeded):
                     randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
                     samples[place] = self._transformed(samples[place], index)
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position))
-            return join(self._collate or collate, samples, wanted)
+            return join(self._collate or collate, samples, wanted), samples
 
     def _transformed(self, row: dict[str, Any], index: int) -> Any:
         assert self._transform is not None

@@ -25,7 +25,7 @@ class FileBatches:
     """
 
     def __init__(self, files: Sequence[DataFile], columns: Sequence[str], max_decoded_bytes: int) -> None:
-        self._files = files
+        self.files = files
         self._columns = columns
         self._max_decoded_bytes = max_decoded_bytes
         self._first_numbers = np.cumsum([0, *(len(file.batch_rows) for file in files)])
@@ -38,7 +38,7 @@ class FileBatches:
         self._lock = Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FileBatches, (self._files, self._columns, self._max_decoded_bytes)
+        return FileBatches, (self.files, self._columns, self._max_decoded_bytes)
 
     def file_of(self, row: int) -> str:
         """The path of the file that holds a row."""
@@ -66,7 +66,7 @@ class FileBatches:
     def _file_number(self, number: int) -> tuple[DataFile, int]:
         """The file a batch is in, and its number there."""
         file = int(np.searchsorted(self._first_numbers, number, side="right")) - 1
-        return self._files[file], number - int(self._first_numbers[file])
+        return self.files[file], number - int(self._first_numbers[file])
 
     def _load(self, number: int) -> Any:
         """Reads a batch, and with it others of its file where they cannot be read alone."""

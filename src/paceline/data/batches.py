@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.fingerprint import Facts, facts_of
+from paceline.data.rows import count_rows
 from paceline.data.sources import Indices, Pair, Read
-from paceline.data.streams import IterableStream, seeded
+from paceline.data.streams import IterableStream, seeded, stream_facts
 
 
 class Batches:
@@ -19,7 +18,7 @@ class Batches:
 
     Each item is one micro-batch, in the order they come; `batches_per_step` of them make a step. Rank 0 reads and
     sends every worker its own, unless `feed="sharded"` lets every worker read everything and keep its own. A batch
-    weighs its samples, the rows of the first tensor or array in it, unless a `weight_fn` says otherwise.
+    weighs its samples, the rows that its tensors, arrays and lists agree on, unless a `weight_fn` says otherwise.
 
     Args:
         iterable: something that starts again whenever it is iterated over, or a function that returns an iterator.
@@ -61,6 +60,9 @@ class BatchStream(IterableStream):
     def num_shards(self) -> int:
         return len(self._iterables)
 
+    def fingerprint(self) -> Facts:
+        return stream_facts(self._iterables)
+
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         assert num_shards == self.num_shards
         batches = self._iterables[shard]
@@ -72,8 +74,7 @@ class BatchStream(IterableStream):
     def as_read(self, batch: Any, *, is_weighed: bool) -> Read:
         """A batch as it is trained, with the number of its samples; where the user weighs it, 1 will do for unknown."""
         batch = as_pair(batch if self._convert is None else self._convert(batch))
-        is_known = not is_weighed or next(_arrays(batch), None) is not None
-        return Read(batch, num_samples_of(batch) if is_known else 1)
+        return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
 
 
 class WholeBatches:
@@ -87,16 +88,25 @@ class WholeBatches:
     def __len__(self) -> int:
         return len(self._items)
 
-    def read(self, indices: Indices, epoch: int, position: int) -> Any:
-        return self.read_counted(indices, epoch, position).batch
+    def fingerprint(self) -> Facts:
+        return facts_of(self._items)
 
-    def read_counted(self, indices: Indices, epoch: int, position: int) -> Read:
+    @property
+    def counts_samples(self) -> bool:
+        return True
+
+    def read(self, indices: Indices, epoch: int, position: int) -> Any:
+        return self.read_counted(indices, epoch, position, is_weighed=True).batch
+
+    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
         (index,) = indices.tolist()
         with host_randomness() as randomness:
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
             try:
                 batch = as_pair(self._convert(self._items[index]))
-                return Read(batch, num_samples_of(batch))
+                return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
+            except StopIteration as error:
+                raise ended_by_stop_iteration(f"reading batch {index} of the data set") from error
             except Exception as error:
                 error.add_note(f"while reading batch {index} of the data set")
                 raise
@@ -107,32 +117,17 @@ def as_pair(batch: Any) -> Any:
     return Pair._make(batch) if type(batch) in (list, tuple) and len(batch) == 2 else batch
 
 
-def num_samples_of(batch: Any) -> int:
-    """The rows of the first tensor or array in a nested batch."""
-    found = next(_arrays(batch), None)
-    if found is None or found.ndim == 0:
-        what = f"a {type(batch).__name__} without a tensor" if found is None else "one that begins with a single number"
-        raise TypeError(
-            f"a batch is {what}, but how many samples it holds is read from the rows of its first tensor: put one "
-            "first, or give a weight_fn"
-        )
-    if not len(found):
-        raise ValueError("a batch has no sample: its first tensor has no rows; leave such batches out")
-    return len(found)
-
-
-def _arrays(value: Any) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _arrays(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _arrays(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for part in dataclasses.fields(value):
-            yield from _arrays(getattr(value, part.name))
+def num_samples_of(batch: Any, *, is_weighed: bool = False) -> int:
+    """The rows of a batch that was made elsewhere; where the user weighs it, 1 will do for unknown."""
+    try:
+        num_rows = count_rows(batch)
+    except TypeError:
+        if not is_weighed:
+            raise
+        return 1
+    if not num_rows:
+        raise ValueError("a batch has no sample, since its tensors have no rows: leave such batches out")
+    return num_rows
 
 
 class _Called:
@@ -143,6 +138,11 @@ class _Called:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())
+
+    @property
+    def fingerprint(self) -> Any:
+        """That of the function, if it was given one."""
+        return facts_of(self._make)
 
 
 def _restartable(iterable: Any, name: str) -> Iterable[Any]:

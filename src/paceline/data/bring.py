@@ -20,7 +20,7 @@ from paceline.data.feed import Feed, PlanStep
 from paceline.data.orders import Epochs, NumberedData, epochs_of, num_left, source_of
 from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
 from paceline.data.resident import resident
-from paceline.data.sharded import ShardedFeed, reader_of
+from paceline.data.sharded import ShardedFeed, counts_samples, reader_of
 from paceline.data.sources import Read, Source, as_source
 from paceline.data.streams import IterableStream, Slot, StreamReader
 from paceline.data.together import Course, Inline, OwnParts, Planned, ReadByOne, TogetherFeed
@@ -90,7 +90,7 @@ def make_feed(
         source = resident(source, communicator.world.device)
     epochs = epochs_of(data, steps, communicator, seed=settings.seed, shuffle=settings.shuffle)
     if settings.way == "dispatched":
-        numbered = _NumberedParts(source, epochs)
+        numbered = _NumberedParts(source, epochs, is_weighed=settings.weight_fn is not None)
         return _together(numbered, source, _SizedCourse(epochs), settings, plan_step, communicator.world, connect)
     return ShardedFeed(
         source,
@@ -136,7 +136,7 @@ def _together(
             world.rank,
             world.device,
             ahead=AHEAD if runs_beside else 0,
-            knows_weights=not hasattr(data, "read_counted"),
+            knows_weights=not counts_samples(data),
             weight_fn=settings.weight_fn,
             tell=getattr(data, "tell", None),
         )
@@ -167,8 +167,8 @@ class Parts(Protocol):
 
 
 class _NumberedParts:
-    def __init__(self, source: Source, epochs: Epochs) -> None:
-        self.read = reader_of(source)
+    def __init__(self, source: Source, epochs: Epochs, *, is_weighed: bool) -> None:
+        self.read = reader_of(source, is_weighed=is_weighed)
         self._epochs = epochs
 
     def requests(self, planned: Planned, numbers: range, num_readers: int) -> list[tuple[Any, int | None]]:
@@ -269,6 +269,7 @@ def stream_reader(stream: IterableStream, settings: DataSettings, steps: Steps) 
         seed=settings.seed,
         shuffle_buffer=settings.shuffle_buffer,
         collate_fn=settings.collate_fn,
+        is_weighed=settings.weight_fn is not None,
     )
 
 

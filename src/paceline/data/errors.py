@@ -35,6 +35,14 @@ def naming_sample(index: int, file: str | None = None) -> Iterator[None]:
         ) from error
 
 
+def ended_by_stop_iteration(what: str) -> SampleError:
+    """For code of the user's that raises StopIteration: passed on, it would end whatever loop is outside of it."""
+    return SampleError(
+        f"{what} raised StopIteration, which means the end of an iteration and not that of an epoch: return "
+        "something, or raise another error (a next() in it may have run out: give it a default, or start it again)"
+    )
+
+
 def check_range(indices: npt.NDArray[np.int64], length: int) -> None:
     """Every index is a sample's number: NumPy would take negative ones from the end."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < length:

@@ -10,6 +10,7 @@ import torch
 
 from paceline.data.arrow_batches import TableBatches
 from paceline.data.arrow_rows import read_columns
+from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.sources import Indices, Samples, Source
 
 
@@ -46,6 +47,9 @@ class HfTable:
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._dataset)
 
     def read(self, indices: Indices, epoch: int, position: int) -> dict[str, Any]:
         rows = indices if self._rows is None else self._rows[indices].astype(np.int64)

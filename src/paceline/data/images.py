@@ -16,6 +16,7 @@ import torch
 from paceline.core.optional import optional
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import check_range, naming_sample, suggestion
+from paceline.data.fingerprint import Facts, file_facts, value_facts
 from paceline.data.seeded import Seeded
 from paceline.data.sources import Indices, Pair
 
@@ -83,6 +84,13 @@ class ImageFolder(Seeded):
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def fingerprint(self) -> Facts:
+        """Classes and names of files, some of what they hold, and how images are cut."""
+        shown = (
+            f"{self._size} pixels, {'random crops' if self._train else 'centres'}, mean {self._mean}, std {self._std}"
+        )
+        return {"images": shown, "classes": value_facts(self.classes)["content"]} | file_facts(self._files)
 
     def read(self, indices: Indices, epoch: int, position: int) -> Pair:
         check_range(indices, len(self))

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from paceline.data.errors import ended_by_stop_iteration
+
 
 class Mismatch(NamedTuple):
     """Two samples, by their places in the micro-batch, that differ in shape somewhere inside."""
@@ -23,7 +25,16 @@ def join(collate: Callable[[list[Any]], Any], samples: list[Any], indices: Seque
     """The samples as one micro-batch. Where `collate` fails because shapes differ, the error names them."""
     try:
         return collate(samples)
+    except StopIteration as error:
+        raise ended_by_stop_iteration(f"joining samples {list(indices)} of the data set to a micro-batch") from error
     except Exception as error:
+        nothing = [index for index, sample in zip(indices, samples, strict=False) if sample is None]
+        if nothing:
+            raise ValueError(
+                f"sample {nothing[0]} of the data set is None, which cannot be joined to a micro-batch: return a "
+                "sample, give a collate_fn that leaves None out, or raise an error in the data set and set "
+                "skip_bad_samples=True"
+            ) from error
         mismatch = find_mismatch(samples)
         if mismatch is None:
             error.add_note(f"while joining samples {list(indices)} of the data set to a micro-batch")

@@ -18,6 +18,8 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.sources import Indices, Source
 from paceline.plan.order import EpochOrder
 from paceline.plan.steps import Position, Steps
@@ -125,9 +127,8 @@ class Visited:
     def __len__(self) -> int:
         return self.num_samples
 
-    @property
-    def fingerprint(self) -> Any:
-        return getattr(self.source, "fingerprint", None)
+    def fingerprint(self) -> Facts:
+        return facts_of(self.source)
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,10 @@ class Sampled:
         except (TypeError, NotImplementedError):
             return len(self.draw(0))
 
-    @property
-    def fingerprint(self) -> Any:
+    def fingerprint(self) -> Facts:
         """With another sampler the data is another."""
-        return f"{getattr(self.source, 'fingerprint', 'data')} in the order of {type(self.sampler).__name__}"
+        name, known = type(self.sampler).__name__, facts_of(self.sampler).get("content", "")
+        return facts_of(self.source) | {"order": f"{name} {known}".strip()}
 
     def draw(self, epoch: int) -> list[Any]:
         """What the sampler gives for this epoch, whatever it gave before."""
@@ -171,7 +172,11 @@ class Sampled:
                 if hasattr(sampler, "set_epoch"):
                     sampler.set_epoch(epoch)
             randomness.seed(seed)
-            drawn = list(self.sampler)
+            try:
+                drawn = list(self.sampler)
+            except StopIteration as error:
+                name = type(self.sampler).__name__
+                raise ended_by_stop_iteration(f"starting the sampler {name} in epoch {epoch}") from error
         return drawn[: len(drawn) // self.whole * self.whole]
 
 

@@ -9,11 +9,12 @@ import torch
 
 from paceline.data.blocks import Blocks, blocks_of
 from paceline.data.device import DeviceCopier
+from paceline.data.errors import ended_by_stop_iteration
 from paceline.data.feed import PlanStep, Step
 from paceline.data.orders import CutEpoch, Epoch, Epochs, Request, num_left
 from paceline.data.prefetch import Prefetcher
 from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
-from paceline.data.sources import Read, Source
+from paceline.data.sources import CountedSource, Read, Source
 from paceline.plan.shares import Plan
 from paceline.plan.steps import Position
 
@@ -44,11 +45,11 @@ class ShardedFeed:
         self._rank = rank
         self._weight_fn = weight_fn
         self._at_once = at_once
-        self._read = reader_of(source)
+        self._read = reader_of(source, is_weighed=weight_fn is not None)
         self._to_device = DeviceCopier(device)
         self._prefetcher = _prefetcher(source, self._read, readers, prefetch)
-        # Weights that are known before reading save a pass over all gradients; bad samples that are left out are not.
-        self._knows_weights = weight_fn is None and not hasattr(source, "read_counted")
+        # Weights that are known before reading save a pass over all gradients; samples that are left out are not.
+        self._knows_weights = weight_fn is None and not counts_samples(source)
         self._epoch: Epoch | None = None
         self._plan: Plan = ()
         self._blocks: Blocks | None = None
@@ -81,7 +82,7 @@ class ShardedFeed:
         if batch is None:
             return None, 0
         # Weighed on the host: asking a GPU would wait for it.
-        weight = num_samples if self._weight_fn is None else checked_weight(self._weight_fn(batch))
+        weight = num_samples if self._weight_fn is None else weight_of(batch, self._weight_fn)
         return self._to_device(batch), weight
 
     def after_step(self, position: Position) -> Position:
@@ -143,11 +144,27 @@ class ShardedFeed:
                 plan = self._plan_step(num_left(epoch, position))
 
 
-def reader_of(source: Source) -> Callable[[Request], Read]:
-    """Reads requests from this source; one that may leave samples out says how many it read."""
-    if hasattr(source, "read_counted"):
-        return lambda asked: source.read_counted(asked.indices, asked.epoch, asked.position)
-    return lambda asked: Read(source.read(asked.indices, asked.epoch, asked.position), asked.num_samples)
+def counts_samples(source: object) -> bool:
+    """Whether how many samples a micro-batch of this source holds is known only when it was read."""
+    return isinstance(source, CountedSource) and source.counts_samples
+
+
+def reader_of(source: Source, *, is_weighed: bool = False) -> Callable[[Request], Read]:
+    """Reads requests from this source; one that may leave samples out says how many it read.
+
+    `is_weighed`: the user's weight_fn says what a micro-batch weighs, so nothing need be counted.
+    """
+    counted = source if isinstance(source, CountedSource) and source.counts_samples else None
+
+    def read(asked: Request) -> Read:
+        try:
+            if counted is not None:
+                return counted.read_counted(asked.indices, asked.epoch, asked.position, is_weighed=is_weighed)
+            return Read(source.read(asked.indices, asked.epoch, asked.position), asked.num_samples)
+        except StopIteration as error:
+            raise ended_by_stop_iteration(f"reading samples {asked.indices.tolist()}") from error
+
+    return read
 
 
 def passes(numbers: range, at_once: int) -> Iterable[range]:
@@ -157,8 +174,12 @@ def passes(numbers: range, at_once: int) -> Iterable[range]:
     return [numbers[start : start + at_once] for start in range(0, len(numbers), at_once)]
 
 
-def checked_weight(value: Any) -> int:
+def weight_of(batch: Any, weight_fn: Callable[[Any], int]) -> int:
     """weight_fn's answer as a whole number."""
+    try:
+        value = weight_fn(batch)
+    except StopIteration as error:
+        raise ended_by_stop_iteration("weight_fn") from error
     try:
         weight = int(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # None, nan, inf, a tensor with several numbers

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.sources import Indices, Read, Source
+from paceline.data.fingerprint import Facts, facts_of
+from paceline.data.sources import CountedSource, Indices, Read, Source
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,13 @@ class SkipBad:
     def __init__(self, source: Source, on_skip: Callable[[Skipped], None] | None = None) -> None:
         self._source = source
         self._on_skip = on_skip or _warn
+        self.counts_samples = True
 
     def __len__(self) -> int:
         return len(self._source)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._source)
 
     def with_seed(self, seed: int) -> SkipBad:
         """This source for a run with that seed."""
@@ -47,22 +52,28 @@ class SkipBad:
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         """The good samples as one micro-batch; None if there are none."""
-        read = self.read_counted(indices, epoch, position)
+        read = self.read_counted(indices, epoch, position, is_weighed=True)
         self.tell(read.skipped)
         return read.batch
 
-    def read_counted(self, indices: Indices, epoch: int, position: int) -> Read:
+    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
         """What `read` gives, how many samples it holds, and those left out, of which nobody was told yet."""
         try:
-            return Read(self._source.read(indices, epoch, position), len(indices))
+            return self._counted(indices, epoch, position, is_weighed=is_weighed)
         except MemoryError:
             raise
         except Exception:
             # Where none is bad by itself, reading them together fails again, which is the right error.
             bad = self._find_bad(indices, epoch, position)
         good = indices[~np.isin(indices, list(bad))]
-        batch = self._source.read(good, epoch, position) if len(good) else None
-        return Read(batch, len(good), tuple(bad.values()))
+        read = self._counted(good, epoch, position, is_weighed=is_weighed) if len(good) else Read(None, 0)
+        return read._replace(skipped=tuple(bad.values()))
+
+    def _counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool) -> Read:
+        source = self._source
+        if isinstance(source, CountedSource) and source.counts_samples:
+            return source.read_counted(indices, epoch, position, is_weighed=is_weighed)
+        return Read(source.read(indices, epoch, position), len(indices))
 
     def tell(self, skipped: Sequence[Skipped]) -> None:
         """Pass on what was left out: called by the worker, wherever it was read."""

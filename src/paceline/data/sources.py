@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,10 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.fingerprint import Facts, facts_of, tensor_facts
 from paceline.data.joining import join
+from paceline.data.rows import count_rows
 
 Indices = npt.NDArray[np.int64]
 # Brings a list of tensors to the device that they are for.
@@ -29,7 +32,8 @@ class Pair(NamedTuple):
 class Source(Protocol):
     """Samples with numbers. What `read` returns depends on its arguments alone, whoever calls it and when.
 
-    A source may also have `may_read_in_thread`: True where reading waits for something and runs no code of the user's.
+    A source may also have `may_read_in_thread`: True where reading waits for something and runs no code of the user's;
+    be a `CountedSource`; and have a `fingerprint`, see `paceline.data.fingerprint.HasFingerprint`.
     """
 
     def __len__(self) -> int: ...
@@ -39,11 +43,40 @@ class Source(Protocol):
 
 
 class Read(NamedTuple):
-    """What reading gave: how many samples the batch holds (None: no batch), and those that were left out as bad."""
+    """What reading gave: how many samples the batch holds (None: no sample is left), and those that were left out as
+    bad. `exists`: False beyond the end of a stream."""
 
     batch: Any
     num_samples: int
     skipped: tuple[Any, ...] = ()
+    exists: bool = True
+
+
+@runtime_checkable
+class CountedSource(Protocol):
+    """A source whose micro-batches may hold another number of samples than they were asked to."""
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether they may; else `read` is enough."""
+
+    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
+        """What `read` gives, and how many samples it holds. `is_weighed`: nobody asks how many, the user's weight_fn
+        says what the batch weighs."""
+
+
+def counted(batch: Any, samples: Sequence[Any], *, is_weighed: bool) -> Read:
+    """What a user's collate function made of these samples; it may leave some out, even all."""
+    if batch is None:
+        num_rows = 0
+    elif is_weighed:
+        return Read(batch, len(samples))
+    else:
+        num_rows = count_rows(batch, samples)
+    if num_rows:
+        return Read(batch, num_rows)
+    warnings.warn("collate_fn left no sample of a micro-batch: the step goes on without it", stacklevel=2)
+    return Read(None, 0)
 
 
 class Columns:
@@ -72,6 +105,10 @@ class Columns:
 
     def __len__(self) -> int:
         return len(self._tensors[0])
+
+    def fingerprint(self) -> Facts:
+        """What the columns hold; see `paceline.data.fingerprint`."""
+        return tensor_facts(dict(zip(self._names or map(str, range(len(self._tensors))), self._tensors, strict=True)))
 
     def on(self, device: torch.device) -> Columns:
         """The same columns, all of them on this device."""
@@ -123,26 +160,45 @@ class Samples:
         self._seed = seed
         self._runs_user_code = collate_fn is not None or not _is_plain(samples)
         self._fetch_together = getattr(samples, "__getitems__", None)
+        self.counts_samples = collate_fn is not None
 
     def __len__(self) -> int:
         return len(self._samples)
 
+    def fingerprint(self) -> Facts:
+        """What the samples are, as far as it can be told without running code of the user's."""
+        return facts_of(self._samples)
+
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
+        return self._read(indices, epoch, position)[0]
+
+    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
+        batch, samples = self._read(indices, epoch, position)
+        return counted(batch, samples, is_weighed=is_weighed)
+
+    def _read(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
+        """The micro-batch, and the samples that it was made of."""
         wanted = indices.tolist()
         if not self._runs_user_code:
-            return join(self._collate, [self._samples[i] for i in wanted], wanted)
+            fetched = [self._samples[i] for i in wanted]
+            return join(self._collate, fetched, wanted), fetched
         block_seed = derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position)
         with host_randomness() as randomness:
             if self._fetch_together is not None:
                 randomness.seed(block_seed)
                 fetched = _fetch(self._fetch_together, wanted, "samples")
+                if len(fetched) != len(wanted):
+                    raise ValueError(
+                        f"__getitems__ of the data set returned {len(fetched)} samples for {len(wanted)} indices: "
+                        "return one for each; to leave some out, give a collate_fn that does"
+                    )
             else:
                 fetched = []
                 for i in wanted:
                     randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, i))
                     fetched.append(_fetch(self._samples.__getitem__, i))
                 randomness.seed(block_seed)
-            return join(self._collate, fetched, wanted)
+            return join(self._collate, fetched, wanted), fetched
 
 
 class Cycle:
@@ -159,6 +215,9 @@ class Cycle:
 
     def __len__(self) -> int:
         return self._length
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._items)
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         (index,) = indices.tolist()
@@ -207,7 +266,9 @@ def collate(samples: list[Any]) -> Any:
 def _fetch(get: Callable[[Any], Any], wanted: int | list[int], what: str = "sample") -> Any:
     try:
         return get(wanted)
-    except Exception as error:
+    except StopIteration as error:
+        raise ended_by_stop_iteration(f"reading {what} {wanted} of the data set") from error
+    except BaseException as error:
         error.add_note(f"while reading {what} {wanted} of the data set")
         raise
 

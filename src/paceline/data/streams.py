@@ -6,14 +6,16 @@ each the next `micro_batch` samples of its shard. A shard that has ended leaves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol
 
 from paceline.core.mixing import mix64
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.fingerprint import Facts, facts_of_several
 from paceline.data.joining import join
-from paceline.data.sources import Read, collate
+from paceline.data.sources import Read, collate, counted
 
 
 class Stream(Protocol):
@@ -39,6 +41,9 @@ class IterableStream:
         self._samples = samples
         self._seed = seed
 
+    def fingerprint(self) -> Facts:
+        return stream_facts([self._samples])
+
     @property
     def num_own_shards(self) -> int:
         """Into how many parts the samples can divide themselves; 1 if they cannot."""
@@ -54,10 +59,20 @@ class IterableStream:
         return islice(seeded(samples, self._seed, epoch), shard, None, num_shards)
 
 
+def stream_facts(iterables: Sequence[Iterable[Any]]) -> Facts:
+    """What is known of what samples come from; reading some of them could take any time."""
+    facts = facts_of_several(iterables)
+    is_unknown = all(key.rpartition(".")[2] == "type" for key in facts)
+    return facts | {"unchecked": "a stream without a fingerprint"} if is_unknown else facts
+
+
 def seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
     """The samples, each produced with the random generators seeded for it; inside `host_randomness`."""
     _seed_for(seed, epoch, -1)
-    iterator = iter(samples)
+    try:
+        iterator = iter(samples)
+    except StopIteration as error:
+        raise ended_by_stop_iteration(f"starting the stream in epoch {epoch}") from error
     for position in count():
         _seed_for(seed, epoch, position)
         try:
@@ -145,13 +160,15 @@ class StreamReader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         in_a_row: int = 1,
         as_read: Callable[[Any], Read] | None = None,
+        is_weighed: bool = False,
     ) -> None:
         self._stream = stream
         self._micro_batch = micro_batch
         self._num_shards = num_shards
         self._seed = seed
         self._shuffle_buffer = shuffle_buffer
-        self._collate = collate_fn or collate
+        self._collate = collate_fn
+        self._is_weighed = is_weighed
         self._in_a_row = in_a_row
         self._as_read = as_read
         self._epoch = -1
@@ -161,12 +178,15 @@ class StreamReader:
         with host_randomness() as randomness:
             samples = self._samples(slot)
             if not samples:
-                return Read(None, 0)
+                return Read(None, 0, exists=False)
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE_BLOCK, slot.epoch, slot.number))
             if self._as_read is not None:
                 return _noting(self._as_read, samples[0], slot)
             first = self._place(slot.number)[0] * self._micro_batch
-            return Read(join(self._collate, samples, range(first, first + len(samples))), len(samples))
+            batch = join(self._collate or collate, samples, range(first, first + len(samples)))
+            if self._collate is None:
+                return Read(batch, len(samples))
+            return counted(batch, samples, is_weighed=self._is_weighed)
 
     def reader_of(self, slot: Slot, num_readers: int) -> int:
         """Which of several readers should read it: a shard stays with one, which then need not skip."""
@@ -206,6 +226,8 @@ class StreamReader:
 def _noting(as_read: Callable[[Any], Read], batch: Any, slot: Slot) -> Read:
     try:
         return as_read(batch)
+    except StopIteration as error:
+        raise ended_by_stop_iteration(f"converting micro-batch {slot.number} of epoch {slot.epoch}") from error
     except Exception as error:
         error.add_note(f"in micro-batch {slot.number} of epoch {slot.epoch}")
         raise

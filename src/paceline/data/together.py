@@ -18,7 +18,7 @@ from paceline.data.device import DeviceCopier
 from paceline.data.feed import PlanStep, Step
 from paceline.data.packing import pack, unpack_from
 from paceline.data.readers import Readers
-from paceline.data.sharded import checked_weight
+from paceline.data.sharded import weight_of
 from paceline.data.sources import Read
 from paceline.plan.shares import Plan, ranges
 from paceline.plan.steps import Position
@@ -109,7 +109,7 @@ class TogetherFeed:
             self._tell(read.skipped)
         if read.batch is None:
             return None, 0
-        weight = read.num_samples if self._weight_fn is None else checked_weight(self._weight_fn(read.batch))
+        weight = read.num_samples if self._weight_fn is None else weight_of(read.batch, self._weight_fn)
         return self._to_device(read.batch), weight
 
     def after_step(self, position: Position) -> Position:
@@ -148,8 +148,8 @@ class TogetherFeed:
 
 
 def _count(read: Read) -> int:
-    """How many samples it has; one whose samples were all bad exists too, as where every worker reads its own."""
-    return read.num_samples if read.batch is not None or read.skipped else _NOT_THERE
+    """How many samples it has; one whose samples were all left out exists too, as where every worker reads its own."""
+    return read.num_samples if read.exists else _NOT_THERE
 
 
 def _same_place(one: Position, other: Position) -> bool:

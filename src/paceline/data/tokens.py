@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from paceline.data.errors import SampleError, check_range
+from paceline.data.fingerprint import Facts, file_facts
 from paceline.data.sources import Indices, Pair
 
 StrPath = str | os.PathLike[str]
@@ -71,6 +72,11 @@ class TokenFile:
     def may_read_in_thread(self) -> bool:
         """Reading waits for the disk and runs nobody's code."""
         return True
+
+    def fingerprint(self) -> Facts:
+        """The files, in their order, some of what they hold, and how they are cut."""
+        windows = f"{self._width} tokens ({self._dtype or 'default dtype'}) every {self._stride}"
+        return {"windows": windows} | file_facts(self._paths)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_windows": {}}

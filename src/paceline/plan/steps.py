@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+# Micro-batches of a step: each has a place of its own in what workers exchange.
+MAX_MICRO_BATCHES = 1 << 20
+
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
@@ -38,12 +41,21 @@ class Steps:
                 f"micro_batch={self.micro_batch} does not fit global_batch={self.global_batch}: "
                 f"choose micro_batch <= {self.global_batch}"
             )
+        if self.max_micro_batches > MAX_MICRO_BATCHES:
+            raise ValueError(
+                f"global_batch={self.global_batch} with micro_batch={self.micro_batch} makes a step of "
+                f"{self.max_micro_batches} micro-batches, more than {MAX_MICRO_BATCHES}: choose "
+                f"global_batch <= {self.micro_batch * MAX_MICRO_BATCHES}, or a larger micro_batch"
+            )
         if remainder := self.global_batch % self.micro_batch:
             below = self.global_batch - remainder
-            smaller, larger = _nearest_divisors(self.global_batch, self.micro_batch)
+            choices = f"global_batch={below} or {below + self.micro_batch}"
+            if self.global_batch < 1 << 40:  # finding divisors of more would take seconds
+                smaller, larger = _nearest_divisors(self.global_batch, self.micro_batch)
+                choices += f", or micro_batch={smaller} or {larger}"
             raise ValueError(
                 f"global_batch={self.global_batch} is not a multiple of micro_batch={self.micro_batch}: "
-                f"choose global_batch={below} or {below + self.micro_batch}, or micro_batch={smaller} or {larger}"
+                f"choose {choices}"
             )
         if self.drop_last and self.num_samples < self.global_batch:
             raise ValueError(

@@ -34,15 +34,23 @@ from paceline.run.planner import planner_for
 from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory, watch_replacement
 from paceline.run.saving.checkpointing import Checkpointing, Subject, Unsaved
 from paceline.run.saving.checkpoints import Checkpoints
-from paceline.run.saving.identity import identity
+from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import load_weights
+from paceline.run.saving.state import plain_model
 from paceline.sync.averaging import AveragedReplicas, Averaging
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.exchange import GradientExchange
 from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.gradients_first import GradientsFirst
+
+
+@dataclass(frozen=True)
+class WeightByModel:
+    """Instead of a weight_fn: how to find it, once the model is made; None for samples."""
+
+    find: Callable[[Any], Callable[[Any], int] | None]
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Run:
     average: Average
     timeline: Recorder
     stepping: Stepping
+    weight_fn: Callable[[Any], int] | None
     cleanup: ExitStack
 
 
@@ -70,7 +79,7 @@ def assemble(
     data: NumberedData | IterableStream,
     *,
     scheduler: SchedulerFactory | None = None,
-    weight_fn: Callable[[Any], int] | None = None,
+    weight_fn: Callable[[Any], int] | WeightByModel | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     checkpoints: Checkpoints | None = None,
     start: Start | None = None,
@@ -104,6 +113,8 @@ def assemble(
         )
         stack.callback(replica.close)
         stack.callback(watch_replacement(replica.model, replica.parameters))
+        if isinstance(weight_fn, WeightByModel):
+            weight_fn = weight_fn.find(plain_model(replica.model))
         if (
             not isinstance(data, IterableStream)
             and steps.num_samples % steps.micro_batch == 1
@@ -114,7 +125,8 @@ def assemble(
         if config.physical_batch is not None:
             _refuse_batch_norm(replica.model)
         events = Events()
-        own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None)
+        facts = None if checkpoints is None else data_facts(data, communicator)
+        own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
         recorder = NoTimeline() if timeline is None else TimelineRecorder(timeline, world, events)
         stack.callback(recorder.close)
@@ -148,6 +160,7 @@ def assemble(
             average,
             recorder,
             stepping,
+            weight_fn,
             stack.pop_all(),
         )
 

@@ -97,9 +97,12 @@ def test_all_differences_are_listed_in_one_error(tmp_path: Path) -> None:
         setup(tmp_path, **other, scheduler=None, model=lambda: build().append(torch.nn.Linear(5, 5)))
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{tmp_path}/step-00000003 is of another run than this one:"
+    assert lines.pop(4).startswith("  data (content): ")
     assert lines[1:-1] == [
         "  global_batch: 16 in the checkpoint, 8 now",
         "  num_samples: 167 in the checkpoint, 9 now",
+        "  data (columns): '0: float32 (167, 3, 8, 8), 1: int64 (167,)' in the checkpoint, "
+        "'0: float32 (9, 3, 8, 8), 1: int64 (9,)' now",
         "  seed: 5 in the checkpoint, 6 now",
         "  scheduler: 'CosineAnnealingLR' in the checkpoint, 'none' now",
         "  exact: True in the checkpoint, False now",

@@ -22,17 +22,19 @@ T = TypeVar("T")
 class Division:
     """Micro-batches in the data's order; `mine` are this worker's, which may be none.
 
-    `function` is what the user calls the function that gets them.
+    `function` is what the user calls the function that gets them. `is_weighed`: nobody asks how many samples they hold.
     """
 
-    def __init__(self, source: Source, micro_batch: int, world: World, *, seed: int, function: str) -> None:
+    def __init__(
+        self, source: Source, micro_batch: int, world: World, *, seed: int, function: str, is_weighed: bool
+    ) -> None:
         if not isinstance(micro_batch, int) or micro_batch < 1:
             raise ValueError(
                 f"micro_batch={micro_batch!r}: choose how many samples {function} gets at once, at least 1"
             )
         steps = Steps(len(source), micro_batch, micro_batch)
         self._epoch = SeededEpochs(steps, len(source), seed=seed, shuffle=False).begin(0)
-        self._read = reader_of(source)
+        self._read = reader_of(source, is_weighed=is_weighed)
         self._device = world.device
         self._seed = seed
         self.num_micro_batches = steps.num_micro_batches
@@ -40,7 +42,7 @@ class Division:
 
     @torch.no_grad()
     def visit(self, model: Any, numbers: range, handle: Callable[[Read], T]) -> list[T]:
-        """`handle(read)` of each of these micro-batches, which are on the host.
+        """`handle(read)` of each of these micro-batches, which are on the host; one may have no batch.
 
         The model is in evaluation mode meanwhile. Random numbers belong to the micro-batch, and torch's streams go on
         afterwards as if nothing had been drawn.
@@ -49,7 +51,7 @@ class Division:
         with _evaluation_mode(model), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
             for number in numbers:
                 read = self._read(self._epoch.request(number, 1))
-                if read.batch is None:
+                if read.batch is None and read.skipped:
                     raise ValueError(
                         f"all samples of the evaluation's micro-batch {number} are bad: {read.skipped[0].error}"
                     )

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.messages import from_rank_0
+from paceline.comm.messages import gather
 from paceline.data.device import DeviceCopier
-from paceline.data.sharded import checked_weight
+from paceline.data.sharded import weight_of
 from paceline.data.sources import Read, Source
 from paceline.run.evaluation.division import Division
 
@@ -38,12 +38,15 @@ def evaluate(
     a slot of its own, so the mean is added up in one order everywhere.
     """
     world = communicator.world
-    division = Division(source, micro_batch, world, seed=seed, function="eval_fn")
+    division = Division(source, micro_batch, world, seed=seed, function="eval_fn", is_weighed=weight_fn is not None)
     to_device = DeviceCopier(world.device)
     weights: list[int] = []
 
-    def result_of(read: Read) -> dict[str, torch.Tensor]:
-        weights.append(read.num_samples if weight_fn is None else checked_weight(weight_fn(read.batch)))
+    def result_of(read: Read) -> dict[str, torch.Tensor] | None:
+        if read.batch is None:  # collate_fn left nothing of it
+            weights.append(0)
+            return None
+        weights.append(read.num_samples if weight_fn is None else weight_of(read.batch, weight_fn))
         return _as_scalars(eval_fn(model, to_device(read.batch)), world.device)
 
     mine = division.mine
@@ -51,7 +54,8 @@ def evaluate(
     names = _agree_on_names(results, communicator)
     table = torch.zeros(division.num_micro_batches, len(names) + 1, dtype=torch.float64, device=world.device)
     if results:
-        rows = [torch.stack([scalars[name] for name in names]) for scalars in results]
+        nothing = torch.zeros(len(names), dtype=torch.float64, device=world.device)
+        rows = [nothing if row is None else torch.stack([row[name] for name in names]) for row in results]
         table[mine.start : mine.stop, :-1] = torch.stack(rows)
         table[mine.start : mine.stop, -1] = torch.tensor(weights, dtype=torch.float64)
     communicator.all_reduce(table).wait()
@@ -77,11 +81,15 @@ def _as_scalars(result: Any, device: torch.device) -> dict[str, torch.Tensor]:
     return scalars
 
 
-def _agree_on_names(results: list[dict[str, torch.Tensor]], communicator: Communicator) -> list[str]:
-    """What eval_fn calls its results. A worker without a micro-batch cannot know: rank 0 always has one, and tells."""
-    own = list(results[0]) if communicator.world.is_main else []
-    names: list[str] = json.loads(from_rank_0(json.dumps(own).encode(), communicator))
-    for scalars in results:
+def _agree_on_names(results: list[dict[str, torch.Tensor] | None], communicator: Communicator) -> list[str]:
+    """What eval_fn calls its results. A worker without a micro-batch cannot know: the first that has one tells."""
+    called = [scalars for scalars in results if scalars is not None]
+    everybodys = gather(json.dumps(list(called[0])) if called else "", communicator)
+    told = [text for text in everybodys if text]
+    if not told:
+        raise ValueError("collate_fn left no sample of the data to evaluate: give it some that it keeps")
+    names: list[str] = json.loads(told[0])
+    for scalars in called:
         if set(scalars) != set(names):
             raise ValueError(
                 f"eval_fn returned {list(scalars)} for one micro-batch and {names} for another: it must always return "

@@ -34,13 +34,19 @@ def predict(
     dicts and dataclasses. Tensors whose rows differ in shape come back as a list of rows.
     """
     world = communicator.world
-    division = Division(source, micro_batch, world, seed=seed, function="fn")
+    # Not counted: what fn returns must have as many rows as there were samples.
+    division = Division(source, micro_batch, world, seed=seed, function="fn", is_weighed=True)
     to_device = DeviceCopier(world.device)
 
     def predict_one(read: Read) -> _Output:
         if read.skipped:
             bad = read.skipped[0]
             raise ValueError(f"sample {bad.index} is bad, so predictions would not line up with the data: {bad.error}")
+        if read.batch is None:
+            raise ValueError(
+                "collate_fn left no sample of a micro-batch, so predictions would not line up with the data: give "
+                "predict() data or a collate_fn that leaves nothing out"
+            )
         return _take_apart(fn(model, to_device(read.batch)), read.num_samples)
 
     # A worker without a share looks at the first micro-batch to learn what outputs are made of.

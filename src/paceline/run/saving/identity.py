@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
+from paceline.comm.base import Communicator
+from paceline.comm.messages import decided_by_rank_0
+from paceline.data.fingerprint import facts_of
 from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
 from paceline.run.replica import Replica
 
 # A position counts the micro-batches of an epoch's order, so these cannot change in the middle of one.
-_CUT_OF_AN_EPOCH = ("micro_batch", "num_samples", "data", "seed", "shuffle", "num_shards", "shuffle_buffer")
+_CUT_OF_AN_EPOCH = ("micro_batch", "num_samples", "order", "seed", "shuffle", "num_shards", "shuffle_buffer")
+
+
+# Facts about data that are told but not compared.
+_TOLD_ONLY = ("hint", "unchecked", "unread")
+
+
+def data_facts(data: Any, communicator: Communicator) -> dict[str, Any]:
+    """What rank 0 knows about its data, on all workers: another may hold a part of it only, or read none at all."""
+    facts: dict[str, Any] = decided_by_rank_0(
+        lambda: {str(k): v if isinstance(v, int | list) else str(v) for k, v in facts_of(data).items()}, communicator
+    )
+    if not communicator.world.is_main:
+        facts = {name: value for name, value in facts.items() if name not in _TOLD_ONLY}  # one warning is enough
+    return facts
 
 
 def identity(
-    config: RunConfig, steps: Steps, data: Any, replica: Replica, device: torch.device, *, is_weighted: bool
+    config: RunConfig,
+    steps: Steps,
+    data: Any,
+    replica: Replica,
+    device: torch.device,
+    *,
+    is_weighted: bool,
+    facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Plain values by name. Not in it: what only decides how fast, and when to stop."""
+    """Plain values by name. Not in it: what only decides how fast, and when to stop. `facts`: those of the data."""
+    facts = dict(facts or {})
     values = {
         "global_batch": config.global_batch,
         "micro_batch": steps.micro_batch,
         "num_samples": len(data) if hasattr(data, "__len__") else None,
-        "data": _fingerprint(data),
+        "order": facts.pop("order", None),
+        "data": facts or None,
         "seed": config.seed,
         "shuffle": config.shuffle,
         "drop_last": config.drop_last,
@@ -57,23 +84,62 @@ def differences(
         # A setting that one of both does not know, of another version or mode, says nothing about the course.
         if name not in saved or name not in now or saved[name] == now[name]:
             continue
+        if name == "data":
+            lines += [] if name in allow else _data_differences(saved[name], now[name])
+            continue
         line = f"{name}: {saved[name]!r} in the checkpoint, {now[name]!r} now"
         if name not in allow:
             lines.append(line)
         elif name in _CUT_OF_AN_EPOCH and position.micro_batch:
             lines.append(f"{line} (may change between epochs only; the checkpoint is inside epoch {position.epoch})")
+    if "data" not in allow and not lines:
+        _warn_of_unknown_data(saved.get("data"), now.get("data"))
     return lines
+
+
+def _data_differences(saved: Any, now: Any) -> list[str]:
+    """Of the facts that both sides know; older checkpoints have a text there, or nothing."""
+    if not isinstance(saved, Mapping) or not isinstance(now, Mapping):
+        return []
+    lines = []
+    for name in sorted((saved.keys() & now.keys()) - set(_TOLD_ONLY)):
+        before, after = saved[name], now[name]
+        if isinstance(before, list) and isinstance(after, list):
+            lines += _list_differences(name, before, after)
+        elif before != after:
+            lines.append(f"data ({name}): {before!r} in the checkpoint, {after!r} now")
+    return lines
+
+
+def _list_differences(name: str, before: list[Any], after: list[Any]) -> list[str]:
+    """The first item that differs: one that is missing or new moves all that follow."""
+    if before == after:
+        return []
+    shared = min(len(before), len(after))
+    place = next((i for i in range(shared) if before[i] != after[i]), shared)
+    was, is_now = (repr(items[place]) if place < len(items) else "nothing" for items in (before, after))
+    return [f"data ({name}, number {place + 1}): {was} in the checkpoint, {is_now} now"]
+
+
+def _warn_of_unknown_data(saved: Any, now: Any) -> None:
+    if not isinstance(saved, Mapping) or not isinstance(now, Mapping):
+        return
+    if unchecked := now.get("unchecked"):
+        warnings.warn(
+            f"the run is resumed with {unchecked} ({now.get('type')}): whether its samples are those of before cannot "
+            "be checked; give it an attribute `fingerprint` that changes with them",
+            stacklevel=2,
+        )
+    elif "hint" in saved and "hint" in now and saved["hint"] != now["hint"]:
+        warnings.warn(
+            f"the data of the run is as before where it was read, but may differ elsewhere: {saved['hint']} in the "
+            f"checkpoint, {now['hint']} now",
+            stacklevel=2,
+        )
 
 
 def _types(things: list[Any]) -> str:
     return ", ".join(type(thing).__name__ for thing in things) or "none"
-
-
-def _fingerprint(data: Any) -> str | None:
-    """What the data says about its content, where it does: reading it to find out would cost too much."""
-    found = getattr(data, "fingerprint", None)
-    found = found() if callable(found) else found
-    return None if found is None else str(found)
 
 
 def _text(strategy: Any) -> str:

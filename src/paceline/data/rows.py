@@ -1,0 +1,161 @@
+"""How many rows a batch holds that a function of the user's made: what its loss is a mean over, unless he says else.
+
+A collate function may leave samples out, or repeat some, so the number of samples that it got says nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from numbers import Number
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+# So many of a batch's parts are shown in an error.
+_SHOWN = 8
+# Objects of the user's may hold each other.
+_MAX_DEPTH = 8
+# A sample of more items is a list of numbers, such as tokens.
+_MAX_PARTS = 64
+
+
+class _Part(NamedTuple):
+    """A part of a batch that has rows: where it is, what it is, and how many.
+
+    `or_items`: of a list of things that have equally many rows, how many things there are: each may be a row itself.
+    `num_columns`: the second dimension of a tensor or array, if it has one.
+    """
+
+    where: str
+    shown: str
+    num_rows: int
+    or_items: int | None = None
+    num_columns: int | None = None
+
+
+def count_rows(batch: Any, samples: Sequence[Any] | None = None) -> int:
+    """The rows of a batch, which all of its tensors, arrays and lists must agree on; else an error asks for weight_fn.
+
+    `samples`: what the batch was made of, if it is known. If some parts have a row for each of them, the others may
+    have one row for all, or more than one for each (tokens, nodes, offsets): no sample was left out then. If all have
+    a column for each of them instead, it may be a batch of (time, samples), and is refused.
+    """
+    parts = list(_parts(batch, "", _identities(samples)))
+    sizes, asked = _sizes(parts), 0 if samples is None else len(samples)
+    if asked in sizes and all(size == 1 or size >= asked for size in sizes):
+        return asked
+    if len(sizes) == 1 and not (asked > 1 and all(part.num_columns == asked for part in parts)):
+        (size,) = sizes
+        if not _is_list_of(asked, batch):
+            return size
+        if size > asked:
+            return asked  # a list of samples, each with rows of its own
+    raise TypeError(
+        f"{_problem(batch, parts, asked)}: give weight_fn, from a batch to the number its loss is a mean over"
+    )
+
+
+def _sizes(parts: Sequence[_Part]) -> set[int]:
+    """The different numbers of rows. What a list counts is told by the other parts; alone, it may be either."""
+    sizes = {part.num_rows for part in parts if part.or_items is None}
+    for part in parts:
+        if part.or_items is not None and not {part.num_rows, part.or_items} & sizes:
+            sizes |= {part.num_rows, part.or_items}
+    return sizes
+
+
+def _parts(value: Any, where: str, samples: frozenset[int], depth: int = 0) -> Iterator[_Part]:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        if value.ndim:
+            num_columns = value.shape[1] if value.ndim > 1 else None
+            yield _Part(where, f"shape {tuple(value.shape)}", len(value), num_columns=num_columns)
+    elif isinstance(value, PackedSequence):
+        yield _Part(where, "a PackedSequence", int(value.batch_sizes[0]))
+    elif type(value) in (list, tuple):
+        yield from _parts_of_sequence(value, where, samples, depth + 1)
+    elif depth < _MAX_DEPTH:
+        for name, item in _items(value):
+            yield from _parts(item, f"{where}{name}", samples, depth + 1)
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    """What is in a dict, a named tuple, a data class, or an object of the user's own."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"[{key!r}]", item
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name, item in zip(value._fields, value, strict=True):
+            yield f".{name}", item
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield f".{field.name}", getattr(value, field.name)
+    elif not callable(value):
+        for name, item in getattr(value, "__dict__", {}).items():
+            yield f".{name}", item
+
+
+def _parts_of_sequence(
+    value: list[Any] | tuple[Any, ...], where: str, samples: frozenset[int], depth: int
+) -> Iterator[_Part]:
+    """A list is either one of rows, or it holds parts that have rows, as the pair of inputs and targets does."""
+    if id(value) in samples:
+        samples = frozenset()  # a sample as it is: its parts are not rows
+    as_rows = _Part(where, f"{type(value).__name__} of {len(value)}", len(value))
+    if any(id(item) in samples for item in value):
+        yield as_rows  # they were only put together
+        return
+    is_plain = bool(value) and isinstance(value[0], str | bytes | int | float)  # as all are: not looked at one by one
+    items = () if is_plain else enumerate(value)
+    parts = [part for i, item in items for part in _parts(item, f"{where}[{i}]", samples, depth)]
+    if not parts:
+        # Plain values: a list of texts, or labels. A tuple of numbers may as well be a size.
+        if value and (isinstance(value, list) or all(isinstance(item, str) for item in value)):
+            yield as_rows
+    elif where and _is_of_one_kind(value):  # a whole batch that is a list holds its parts
+        sizes = _sizes(parts)
+        if len(sizes) > 1:
+            yield as_rows  # such as sequences that were not padded
+        else:
+            (num_rows,) = sizes
+            yield _Part(where, f"{as_rows.shown} with {num_rows} rows each", num_rows, len(value))
+    else:
+        yield from parts
+
+
+def _is_list_of(count: int, batch: Any) -> bool:
+    """Whether a batch is a list of so many things of one kind, each of which may be a sample."""
+    return type(batch) in (list, tuple) and 1 < len(batch) == count and _is_of_one_kind(batch)
+
+
+def _identities(samples: Sequence[Any] | None) -> frozenset[int]:
+    """Of the samples, and of their parts that are no plain values: an equal text or number may be anything."""
+    found: list[Any] = []
+    for sample in samples or ():
+        found.append(sample)
+        if isinstance(sample, Mapping):
+            found += sample.values()
+        elif isinstance(sample, list | tuple) and len(sample) <= _MAX_PARTS:
+            found += sample
+    return frozenset(id(item) for item in found if not isinstance(item, str | bytes | Number | None))
+
+
+def _is_of_one_kind(items: Sequence[Any]) -> bool:
+    return len({_kind(item) for item in items}) == 1
+
+
+def _kind(item: Any) -> Any:
+    return (type(item), item.dtype, item.ndim) if isinstance(item, torch.Tensor | np.ndarray) else type(item)
+
+
+def _problem(batch: Any, parts: Sequence[_Part], asked: int) -> str:
+    if not parts:
+        return f"how many samples a batch holds cannot be seen: it is a {type(batch).__name__} without rows"
+    shown = ", ".join(f"batch{part.where}: {part.shown}" for part in parts[:_SHOWN])
+    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
+    made = f", made of {asked} samples by collate_fn," if asked else ""
+    if len(_sizes(parts)) == 1:
+        return f"whether the rows of a batch{made} are its samples cannot be seen ({shown}{more})"
+    return f"the parts of a batch{made} differ in their number of rows ({shown}{more})"
