@@ -267,7 +267,11 @@ class Checkpointing:
         self._leave_together()
 
     def close(self) -> None:
+        is_cut_short = self._signals is not None and self._signals.is_asked and not self._is_finished
+        self._signals = None
         self._held.close()
+        if is_cut_short:
+            self._say_what_is_saved()
 
     # How
 
@@ -326,6 +330,16 @@ class Checkpointing:
             folder = step_folder(self._folder.root, loop.position.step)
             print(f"paceline: stopped after step {loop.position.step}, saved as {folder}", file=sys.stderr)
         raise Stopped(loop.position.step)
+
+    def _say_what_is_saved(self) -> None:
+        """This worker was told to stop, and left without having saved the step: another one failed."""
+        newest = max(self._folder.found(), key=lambda found: found[1], default=None)
+        where = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self._folder.path(*newest)}"
+        rank = self._subject.communicator.world.rank
+        print(
+            f"paceline: rank {rank} ended without saving: its step was not completed by all workers; {where}",
+            file=sys.stderr,
+        )
 
     def _leave_together(self) -> None:
         """Where the newest state is on the disk nobody needs the snapshots any more."""
