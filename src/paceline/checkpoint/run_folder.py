@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
-from paceline.checkpoint.folders import clean_up, complete_steps, set_aside, step_folder
+from paceline.checkpoint.folders import clean_up, complete_steps, set_aside, step_folder, unusable
 from paceline.checkpoint.hashed_file import flush_folder, write_file
 from paceline.checkpoint.lock import RunLock
 from paceline.checkpoint.pieces import Disk, writers
@@ -68,6 +68,10 @@ class RunFolder:
         """The checkpoints that this worker sees."""
         on_disk: list[tuple[Where, int]] = [("disk", step) for step in complete_steps(self.root)]
         return on_disk + [("memory", step) for step in complete_steps(self.memory)]
+
+    def unusable(self) -> dict[str, str]:
+        """What looks like a checkpoint in the folder on disk and is none, by its path, with the reason."""
+        return {str(path): reason for path, reason in unusable(self.root).items()}
 
     def path(self, where: Where, step: int) -> Path:
         return step_folder(self.root if where == "disk" else self.memory, step)

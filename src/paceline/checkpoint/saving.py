@@ -7,6 +7,8 @@ others, writes the manifest and renames the folder: no message is exchanged, so 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,13 +22,15 @@ import torch
 
 from paceline.checkpoint import safetensors_file
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import make_visible, new_token, partial_folder, step_folder
+from paceline.checkpoint.folders import make_visible, move_aside, new_token, partial_folder, step_folder
 from paceline.checkpoint.hashed_file import flush_folder, write_file
 from paceline.checkpoint.manifest import MANIFEST_NAME, ComponentFiles, Contents, Manifest, joined
 from paceline.checkpoint.pieces import Component, Disk, Piece, pieces_of, writers
-from paceline.checkpoint.reading import newest_intact
+from paceline.checkpoint.reading import inspect, newest_intact
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.core.world import World
+
+logger = logging.getLogger("paceline")
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 0.02
@@ -171,8 +175,23 @@ def _publish(root: Path, partial: Path, job: Job, contents: Contents, manner: Ma
     if manner.flush:
         flush_folder(partial)
     final = step_folder(root, job.step)
+    _make_way(final)
     make_visible(partial, final, flush=manner.flush)
     return final
+
+
+def _make_way(final: Path) -> None:
+    """A checkpoint that has this name is replaced; what has the name and cannot be used is the user's, and kept."""
+    if not os.path.lexists(final):
+        return
+    try:
+        inspect(final)
+        flaw = "it is a symbolic link" if final.is_symlink() else ""
+    except (CheckpointError, OSError) as error:
+        flaw = str(error)
+    if flaw:
+        aside = move_aside(final.parent, [final])
+        logger.warning("%s was moved to %s, since it is not a checkpoint that can be used: %s", final, aside, flaw)
 
 
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from paceline.checkpoint import safetensors_file
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import latest
+from paceline.checkpoint.folders import latest, unusable
 from paceline.checkpoint.manifest import MANIFEST_NAME
 from paceline.checkpoint.reading import Checkpoint
 
@@ -23,6 +23,8 @@ def checkpoint_at(path: Path) -> Checkpoint:
     """The checkpoint that `path` is, or the newest of the run folder that it is."""
     folder = path if (path / MANIFEST_NAME).exists() or not path.is_dir() else latest(path)
     if folder is None:
+        if flaws := unusable(path):
+            raise CheckpointError(f"{path} has no checkpoint that can be used: {'; '.join(flaws.values())}")
         raise CheckpointError(f"{path} is neither a checkpoint nor a folder with checkpoints in it")
     return Checkpoint(folder)
 
