@@ -68,8 +68,8 @@ def find(
         raise CheckpointError(
             f"{folder.root} has no checkpoint that can be used, but what looks like one:\n  "
             + "\n  ".join(flaws)
-            + "\nA fresh start beside them is refused: apply the remedy to the one to resume from, give resume=PATH, or "
-            "move them out of the folder"
+            + "\nA fresh start beside them is refused: apply the remedy to the one to resume from, give resume=PATH, "
+            "or move them out of the folder"
         )
     if communicator.world.is_main:
         for flaw in flaws:
