@@ -19,7 +19,6 @@ import os
 import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +29,11 @@ from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
 from paceline.core.errors import PacelineError
+from paceline.core.private_folder import new_private_folder, private_folder, why_not_private
 from paceline.observe.json_lines import to_json
 from paceline.run.launching.worker import ABORTED, HEARD_VARIABLE, report_file, write_atomically
 
+SOCKET_NAME = "socket"
 COMMANDS = ("status", "save", "stop", "abort")
 # As after SIGKILL, which an abort comes close to.
 ABORTED_EXIT_CODE = 137
@@ -62,7 +63,7 @@ class NoAnswer(ControlError):
 
 def socket_path(run_folder: Path) -> Path:
     """Where the run with this folder listens."""
-    return run_folder / "control" / "socket"
+    return run_folder / "control" / SOCKET_NAME
 
 
 class ControlServer:
@@ -87,8 +88,7 @@ class ControlServer:
         self._functions = {"status": status, "save": save, "stop": stop, "abort": lambda: None}
         self._abort = abort
         self._num_clients = 0
-        _make_private(path.parent)
-        _remove(path)
+        _own_folder(path.parent)
         self._listener = _listen(path)
         _listening.add(self._listener)
         self._closing = asyncio.Event()
@@ -130,7 +130,7 @@ class ControlServer:
             if self._num_clients > MAX_CLIENTS:  # each holds a descriptor, which the run may need
                 return
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                command, answer = self._answer(_peer_user(writer), await _read_line(reader))
+                command, answer = self._answer(_peer_user(writer.get_extra_info("socket")), await _read_line(reader))
                 writer.write(f"{to_json(answer)}\n".encode())
                 await writer.drain()
             if command == "abort":
@@ -166,6 +166,7 @@ def ask(path: Path, request: Mapping[str, Any], timeout_s: float = 5.0) -> dict[
         try:
             with _address(path) as address:
                 connection.connect(address)
+            _check_owner(connection, path)
             connection.sendall(f"{json.dumps(request)}\n".encode())
             line = _receive_line(connection, deadline_s)
         except TimeoutError:
@@ -200,19 +201,21 @@ def end_at_once(rank: int) -> NoReturn:
     os._exit(ABORTED_EXIT_CODE)
 
 
-def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or folder.is_symlink():
-        raise PermissionError(f"{folder} is not this user's own folder: remove it")
-    folder.chmod(0o700)
+def _own_folder(folder: Path) -> None:
+    """Make the server's folder. One that a run left is used again; if others can enter it, only once it is empty."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir() and not folder.is_symlink() and folder.lstat().st_uid == os.geteuid():
+        _remove(folder / SOCKET_NAME)
+        with suppress(OSError):  # somebody put something there
+            folder.rmdir()
+    private_folder(folder)
 
 
 def _listen(path: Path) -> socket.socket:
     """A listener at `path`, or where the file system knows no sockets at the end of a link."""
     with suppress(OSError):
         return _bind(path)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    folder = new_private_folder(_FOLDER_PREFIX)
     try:
         listener = _bind(folder / path.name)
         path.symlink_to(folder / path.name)
@@ -238,7 +241,8 @@ def _bind(path: Path) -> socket.socket:
 def _remove(path: Path) -> None:
     """The socket, and where it is a link what `_listen` made at its end."""
     with suppress(OSError):
-        if path.is_symlink() and (folder := path.readlink().parent).name.startswith(_FOLDER_PREFIX):
+        folder = path.readlink().parent if path.is_symlink() else None
+        if folder is not None and folder.name.startswith(_FOLDER_PREFIX) and why_not_private(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
         path.unlink()
 
@@ -256,8 +260,15 @@ def _address(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
-def _peer_user(writer: asyncio.StreamWriter) -> int:
-    peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+def _check_owner(connection: socket.socket, path: Path) -> None:
+    """Root may ask anybody's run; others only their own, since another user may have planted the socket."""
+    user = _peer_user(connection)
+    if os.geteuid() not in (user, 0):
+        raise ControlError(f"{path} is another user's ({user}): only who started a run can ask it")
+
+
+def _peer_user(connection: socket.socket) -> int:
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return int(_PEER.unpack(peer)[1])
 
 

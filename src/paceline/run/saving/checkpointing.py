@@ -141,7 +141,12 @@ class Checkpointing:
         self._writing_since: float | None = None
         self._is_prepared = self._has_failed = self._is_finished = False
         with ExitStack() as stack:
-            self._folder = RunFolder(settings.root.absolute(), communicator, settings.disk_kind)
+            self._folder = RunFolder(
+                settings.root.absolute(),
+                communicator,
+                settings.disk_kind,
+                with_memory=settings.snapshot_every is not None,
+            )
             stack.callback(self._folder.close)
             self._token = decided_by_rank_0(new_token, communicator)
             self._beginning: Beginning | None = Beginning(
@@ -385,7 +390,6 @@ class Checkpointing:
 
     def _open_snapshots(self) -> AsyncWriter:
         self._folder.make_memory()
-        wait_for_all(self._subject.communicator)
         world = self._subject.communicator.world
         return AsyncWriter(self._folder.memory, world, disk=Disk.PER_NODE, keep=Keep(last=1), flush=False)
 
