@@ -201,9 +201,7 @@ def test_another_user_cannot_reach_a_run() -> None:
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
     socket_path(tmp_path).parent.mkdir()
     os.chown(socket_path(tmp_path).parent, NOBODY, NOBODY)
-    with pytest.raises(
-        PermissionError, match=f"of this user: it belongs to user {NOBODY}; remove it"
-    ):
+    with pytest.raises(PermissionError, match=f"of this user: it belongs to user {NOBODY}; remove it"):
         Run().serve(tmp_path)
 
 

@@ -14,18 +14,19 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
 from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.failing_together import failing_together
 from paceline.checkpoint.folders import clean_up, complete_steps, set_aside, step_folder, unusable
 from paceline.checkpoint.hashed_file import flush_folder, write_file
 from paceline.checkpoint.lock import RunLock
 from paceline.checkpoint.pieces import Disk, writers
 from paceline.comm.base import Communicator
-from paceline.comm.messages import decided_by_rank_0, gather
+from paceline.comm.messages import decided_by_rank_0
 from paceline.core.private_folder import private_folder, why_not_private
 
 logger = logging.getLogger("paceline")
@@ -58,7 +59,7 @@ class RunFolder:
             undo.callback(self.close)
             identifier: str = decided_by_rank_0(self._open, communicator)
             self.memory = memory_folder(root, identifier)
-            with _failing_together(communicator):
+            with failing_together(communicator):
                 if self._owns_root and not world.is_main:
                     self._open()
                 if self._owns_memory:
@@ -99,7 +100,7 @@ class RunFolder:
     def make_memory(self) -> None:
         """For the snapshots to come. Every worker calls it, and returns when the folder is there."""
         assert self._has_memory
-        with _failing_together(self._communicator):
+        with failing_together(self._communicator):
             if self._owns_memory:
                 private_folder(self.memory)
 
@@ -152,16 +153,3 @@ def _identifier(root: Path) -> str:
     unfinished.replace(path)
     flush_folder(root)
     return made
-
-
-@contextmanager
-def _failing_together(communicator: Communicator) -> Iterator[None]:
-    """What goes wrong in the block on one worker is an error on all of them; they leave it together."""
-    problem = ""
-    try:
-        yield
-    except (CheckpointError, OSError) as error:
-        problem = str(error)
-    for rank, told in enumerate(gather(problem, communicator)):
-        if told:
-            raise CheckpointError(told if communicator.world.size == 1 else f"{told} (rank {rank})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -137,8 +138,52 @@ def test_a_folder_that_vanishes(tmp_path: Path, on_error: str, caplog: pytest.Lo
 
 def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Not a directory"):
-        setup(tmp_path / "file" / "run")
+    for folder, cause in ((tmp_path / "file" / "run", "Not a directory"), (Path("/proc/x"), "No such file")):
+        message = f"checkpoints cannot be saved in {folder}: {cause}.*; choose a folder that this user can write to"
+        with pytest.raises(pl.CheckpointError, match=message):
+            setup(folder)
+
+
+def read_only(folder: Path) -> None:
+    mount("--bind", str(folder), str(folder))
+    mount("-o", "remount,bind,ro", str(folder))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_fresh_start_in_a_read_only_folder(disk: Path, pool: WorkerPool, num_workers: int) -> None:
+    def main() -> None:
+        setup(disk / "run")
+
+    (disk / "run").mkdir()
+    read_only(disk / "run")
+    try:
+        with pytest.raises(WorkersFailed) as caught:
+            pool.run(main, num_workers)
+    finally:
+        subprocess.run(["umount", "-l", str(disk / "run")], check=True)
+    assert set(caught.value.errors) == set(range(num_workers))
+    for error in caught.value.errors.values():
+        assert f"checkpoints cannot be saved in {disk}/run: Read-only file system" in str(error)
+        assert "choose a folder that this user can write to" in str(error)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path, pool: WorkerPool, num_workers: int) -> None:
+    root = tmp_path / os.fsdecode(b"caf\xe9")
+
+    def main() -> str | None:
+        with setup(root, every_steps=2, snapshot_every=3) as trainer:
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    step(trainer, batch)
+            return str(trainer.resumed_from)
+
+    assert pool.run(main, num_workers) == ["None"] * num_workers
+    assert pool.run(main, num_workers) == [str(root / "step-00000011")] * num_workers
+    for path in root.glob("step-*/manifest.json"):
+        path.unlink()
+    with pytest.raises(WorkersFailed, match=r"has no manifest\.json"):
+        pool.run(main, num_workers)
 
 
 def test_a_disk_that_fails_on_two_workers_stops_both(tmp_path: Path, pool: WorkerPool) -> None:
