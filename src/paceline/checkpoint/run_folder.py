@@ -57,11 +57,12 @@ class RunFolder:
         self._held = ExitStack()
         with ExitStack() as undo:
             undo.callback(self.close)
-            identifier: str = decided_by_rank_0(self._open, communicator)
-            self.memory = memory_folder(root, identifier)
+            identifier = ""
             with failing_together(communicator):
-                if self._owns_root and not world.is_main:
-                    self._open()
+                if self._owns_root:
+                    identifier = self._open()
+            self.memory = memory_folder(root, decided_by_rank_0(lambda: identifier, communicator))
+            with failing_together(communicator):
                 if self._owns_memory:
                     self._tidy_memory()
             undo.pop_all()
