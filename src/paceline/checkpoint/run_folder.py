@@ -15,7 +15,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,9 @@ MEMORY = Path("/dev/shm")
 IDENTIFIER_NAME = ".run-id"
 # How long the lock of a run that was just killed may take to be released.
 LOCK_PATIENCE_S = 10.0
+
+# How long a worker that leaves waits for the lock, to remove what was being saved: the owner may just be leaving too.
+ABANDONED_PATIENCE_S = 0.5
 
 _IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 
@@ -133,7 +136,14 @@ class RunFolder:
         if self._owns_memory and why_not_private(self.memory) is None:
             shutil.rmtree(self.memory, ignore_errors=True)
 
-    def close(self) -> None:
+    def close(self, *, is_abandoned: bool = False) -> None:
+        """`is_abandoned`: this worker leaves as after an error. The last one to do so removes what was being saved."""
+        if is_abandoned:
+            with suppress(CheckpointError, OSError):
+                if not self._owns_root:
+                    # Had by whoever owns the folder until it has left, and then by a new start of the run.
+                    self._held.enter_context(RunLock(self.root, patience_s=ABANDONED_PATIENCE_S))
+                clean_up(self.root)
         self._held.close()
 
 

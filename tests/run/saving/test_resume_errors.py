@@ -95,6 +95,32 @@ def test_a_full_disk_is_a_warning_where_chosen_and_later_saves_succeed(
     assert warnings[0].endswith(f"Intact is still {disk}/run/step-00000006")
 
 
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_failed_saves_leave_no_partial_folders(disk: Path, pool: WorkerPool, num_workers: int, on_error: str) -> None:
+    def main() -> int:
+        return train(disk / "run", on_error, lambda: fill(disk))
+
+    if on_error == "continue":
+        assert pool.run(main, num_workers) == [NUM_STEPS] * num_workers
+    else:
+        with pytest.raises(WorkersFailed):
+            pool.run(main, num_workers)
+    check_intact(disk / "run", [3, 6])
+    assert {path.name for path in (disk / "run").iterdir() if path.name.startswith(".step-")} == set()
+
+
+def test_a_full_disk_does_not_end_a_restarted_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which notes where it was restarted, to find out whether restarts gain anything."""
+    train(disk / "run", "continue", lambda: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    fill(disk)
+    with setup(disk / "run", on_error="continue") as trainer:
+        assert trainer.position.step == NUM_STEPS
+
+
 def test_a_last_save_that_failed_is_tried_again_when_the_run_ends(disk: Path) -> None:
     with setup(disk / "run", every_steps=11, on_error="continue") as trainer:
         for batch in next(trainer.epochs(1)):

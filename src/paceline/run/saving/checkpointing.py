@@ -147,7 +147,7 @@ class Checkpointing:
                 settings.disk_kind,
                 with_memory=settings.snapshot_every is not None,
             )
-            stack.callback(self._folder.close)
+            stack.callback(self._close_folder)
             self._token = decided_by_rank_0(new_token, communicator)
             self._beginning: Beginning | None = Beginning(
                 start, self._folder, communicator, subject.replica, subject.identity, settings.leave_out
@@ -357,6 +357,10 @@ class Checkpointing:
                 self._folder.remove_memory()
         self._is_finished = True
 
+    @property
+    def _has_saved(self) -> bool:
+        return self._num_saves > 0
+
     def _has_failed_on_rank_0(self) -> bool:
         """Whether the last checkpoint did not become visible. Rank 0 makes it so, and all must act alike."""
         return bool(decided_by_rank_0(lambda: self._has_failed, self._subject.communicator))
@@ -392,6 +396,9 @@ class Checkpointing:
         self._folder.make_memory()
         world = self._subject.communicator.world
         return AsyncWriter(self._folder.memory, world, disk=Disk.PER_NODE, keep=Keep(last=1), flush=False)
+
+    def _close_folder(self) -> None:
+        self._folder.close(is_abandoned=self._has_saved and not self._is_finished)
 
     def _close_writers(self) -> None:
         for writer in (self._writer, self._snapshots):

@@ -121,7 +121,12 @@ def _note_restart(path: Path, launch: str, step: int) -> dict[str, Any] | None:
         last = {}
     if last.get("launch") == launch and step <= last["step"]:
         return dict(last)
-    path.write_text(json.dumps({"launch": launch, "step": step}))
+    try:
+        path.write_text(json.dumps({"launch": launch, "step": step}))
+    except OSError as error:
+        logger.warning(
+            "restarts without progress are not noticed, since %s cannot be written: %s", path, error.strerror
+        )
     return None
 
 
