@@ -14,19 +14,18 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.failing_together import failing_together
 from paceline.checkpoint.folders import clean_up, complete_steps, set_aside, step_folder, unusable
 from paceline.checkpoint.hashed_file import flush_folder, write_file
 from paceline.checkpoint.lock import RunLock
 from paceline.checkpoint.pieces import Disk, writers
 from paceline.comm.base import Communicator
-from paceline.comm.messages import decided_by_rank_0
+from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.private_folder import private_folder, why_not_private
 
 logger = logging.getLogger("paceline")
@@ -164,3 +163,21 @@ def _identifier(root: Path) -> str:
     unfinished.replace(path)
     flush_folder(root)
     return made
+
+
+@contextmanager
+def failing_together(communicator: Communicator) -> Iterator[None]:
+    """Workers leave the block together; a `CheckpointError` or `OSError` of one of them is raised on every worker."""
+    own: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        own = error
+    except OSError as error:
+        own = CheckpointError(str(error))
+    told = gather("" if own is None else str(own), communicator)
+    if own is not None:
+        raise own
+    for rank, text in enumerate(told):
+        if text:
+            raise CheckpointError(f"on rank {rank}: {text}")

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.failing_together import failing_together
 from paceline.checkpoint.reading import Checkpoint
-from paceline.checkpoint.run_folder import RunFolder
+from paceline.checkpoint.run_folder import RunFolder, failing_together
 from paceline.checkpoint.weights import read_weights
 from paceline.comm.base import Communicator
 from paceline.core.errors import PacelineError
