@@ -88,7 +88,8 @@ class ControlServer:
         self._functions = {"status": status, "save": save, "stop": stop, "abort": lambda: None}
         self._abort = abort
         self._num_clients = 0
-        _own_folder(path.parent)
+        _make_private(path.parent)
+        _remove(path)
         self._listener = _listen(path)
         _listening.add(self._listener)
         self._closing = asyncio.Event()
@@ -130,7 +131,7 @@ class ControlServer:
             if self._num_clients > MAX_CLIENTS:  # each holds a descriptor, which the run may need
                 return
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                command, answer = self._answer(_peer_user(writer.get_extra_info("socket")), await _read_line(reader))
+                command, answer = self._answer(_peer_user(writer), await _read_line(reader))
                 writer.write(f"{to_json(answer)}\n".encode())
                 await writer.drain()
             if command == "abort":
@@ -201,7 +202,7 @@ def end_at_once(rank: int) -> NoReturn:
     os._exit(ABORTED_EXIT_CODE)
 
 
-def _own_folder(folder: Path) -> None:
+def _make_private(folder: Path) -> None:
     """Make the server's folder. One that a run left is used again; if others can enter it, only once it is empty."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.is_dir() and not folder.is_symlink() and folder.lstat().st_uid == os.geteuid():
@@ -262,12 +263,17 @@ def _address(path: Path) -> Iterator[str]:
 
 def _check_owner(connection: socket.socket, path: Path) -> None:
     """Root may ask anybody's run; others only their own, since another user may have planted the socket."""
-    user = _peer_user(connection)
+    user = _user_of(connection)
     if os.geteuid() not in (user, 0):
         raise ControlError(f"{path} is another user's ({user}): only who started a run can ask it")
 
 
-def _peer_user(connection: socket.socket) -> int:
+def _peer_user(writer: asyncio.StreamWriter) -> int:
+    return _user_of(writer.get_extra_info("socket"))
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Whose process is at the other end."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return int(_PEER.unpack(peer)[1])
 

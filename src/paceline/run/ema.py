@@ -11,7 +11,7 @@ import torch
 from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import MisuseError
 from paceline.run.replica import Replica
-from paceline.run.saving.shapes import model_differences
+from paceline.run.saving.state import model_differences
 from paceline.sync.averaging import Averaging
 
 # What torch.compile puts before the names of a model's parameters.

@@ -21,7 +21,6 @@ from paceline.run.saving.recovery import Found, Start, check_progress, find, for
 from paceline.run.saving.shapes import (
     engine_problems,
     group_problems,
-    model_differences,
     optimizer_differences,
     optimizer_problems,
     random_problems,
@@ -33,6 +32,7 @@ from paceline.run.saving.state import (
     load_model,
     load_random_state,
     load_replica,
+    model_differences,
     model_state,
     optimizer_state,
 )

@@ -40,19 +40,6 @@ def shown(value: Any) -> str:
     return text if is_short and len(text := repr(value)) <= 80 else f"a {type(value).__name__}"
 
 
-def model_differences(saved: Any, now: Mapping[str, Any]) -> list[str]:
-    """In which tensors two models differ, by name, shape and dtype."""
-    if not isinstance(saved, Mapping):
-        return [f"model: it is {shown(saved)}, expected a dict of tensors by name"]
-    lines = [f"{name!r} is only in the checkpoint" for name in saved if name not in now]
-    lines += [f"{name!r} is not in the checkpoint" for name in now if name not in saved]
-    for name in saved:
-        old, new = saved[name], now.get(name)
-        if isinstance(new, torch.Tensor) and _kind(old) != _kind(new):
-            lines.append(f"{name!r} is {_kind(old)} in the checkpoint, {_kind(new)} now")
-    return [f"model: tensor {line}" for line in lines]
-
-
 def engine_problems(state: Any, step: int) -> list[str]:
     """`step`: the one that the manifest says."""
     if problems := _missing(state, _ENGINE):
@@ -211,9 +198,3 @@ def _is_number(value: Any) -> bool:
 
 def _quoted(names: Sequence[Any]) -> str:
     return ", ".join(map(repr, names))
-
-
-def _kind(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return shown(value)
-    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

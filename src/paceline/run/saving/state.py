@@ -12,7 +12,7 @@ import torch
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.run.replica import Replica, named_parameters, only_or_all
-from paceline.run.saving.shapes import python_state
+from paceline.run.saving.shapes import python_state, shown
 
 
 def model_state(model: Any) -> Mapping[str, Any]:
@@ -35,6 +35,19 @@ def load_model(model: Any, state: Mapping[str, Any]) -> None:
     # Modules look here for the version that wrote the state, and it was this one.
     values._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
     model.load_state_dict(values)
+
+
+def model_differences(saved: Any, now: Mapping[str, Any]) -> list[str]:
+    """In which tensors two models differ, by name, shape and dtype."""
+    if not isinstance(saved, Mapping):
+        return [f"model: it is {shown(saved)}, expected a dict of tensors by name"]
+    lines = [f"{name!r} is only in the checkpoint" for name in saved if name not in now]
+    lines += [f"{name!r} is not in the checkpoint" for name in now if name not in saved]
+    for name in saved:
+        old, new = saved[name], now.get(name)
+        if isinstance(new, torch.Tensor) and _kind(old) != _kind(new):
+            lines.append(f"{name!r} is {_kind(old)} in the checkpoint, {_kind(new)} now")
+    return [f"model: tensor {line}" for line in lines]
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -117,3 +130,9 @@ def plain_model(model: Any) -> Any:
 def has_state(thing: Any) -> bool:
     """Whether it can take part in checkpoints."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return shown(value)
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
