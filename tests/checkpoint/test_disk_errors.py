@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from checkpoint_state import components, job, same, settled
+import torch
+from checkpoint_state import components, job, same, settled, world
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import complete_steps
 from paceline.checkpoint.keep import Keep
+from paceline.checkpoint.manifest import Pattern
+from paceline.checkpoint.pieces import Component
 from paceline.checkpoint.reading import Checkpoint, verify
 from paceline.checkpoint.saving import Job
 from paceline.checkpoint.writer import AsyncWriter
@@ -104,3 +107,45 @@ def test_a_file_where_the_folder_should_be_is_reported(tmp_path: Path) -> None:
         root.rmdir()
         root.write_text("x")
         assert f"was not saved in {root}: Not a directory" in fail(writer, job(1))
+
+
+def hidden(root: Path) -> set[str]:
+    return {path.name for path in root.iterdir() if path.name.startswith(".")}
+
+
+def not_finite(step: int, token: str) -> Job:
+    return Job(step, [Component("model", {"weight": torch.tensor([torch.nan])}, must_be_finite=True)], token=token)
+
+
+def test_the_part_of_a_worker_that_comes_late_to_a_failed_save_is_removed(tmp_path: Path) -> None:
+    def part(step: int) -> Job:
+        return Job(step, [Component("random", {"seed": step}, Pattern.PER_RANK)], token=f"ab{step}")
+
+    with AsyncWriter(tmp_path, world(0, 2)) as first, AsyncWriter(tmp_path, world(1, 2)) as late:
+        assert "inf or NaN" in fail(first, not_finite(5, "ab5"))
+        assert hidden(tmp_path) == set()
+        late.save(part(5))
+        assert settled(late).poll() is None
+        assert hidden(tmp_path) == {".step-00000005.partial-ab5"}
+        assert first.poll() is None  # as between any two steps
+        assert hidden(tmp_path) == set()
+        late.save(part(6))
+        first.save(part(6))
+        assert settled(first).poll() is None
+        assert complete_steps(tmp_path) == [6]
+        assert "inf or NaN" in fail(first, not_finite(7, "ab7"))
+        late.save(part(7))
+        late.wait()
+    assert hidden(tmp_path) == set()
+
+
+def test_a_worker_without_room_to_say_why_it_failed_is_not_waited_for(disk: Path) -> None:
+    """Only the second worker has something to write, and its part fills the disk."""
+    large = {"noise": torch.zeros(LARGE * 4)}
+    with AsyncWriter(disk, world(0, 2), timeout_s=30.0) as first, AsyncWriter(disk, world(1, 2)) as second:
+        first.save(Job(5, [Component("random", {"seed": 1}, Pattern.PER_RANK)], token="ab"))
+        message = fail(second, Job(5, [Component("random", large, Pattern.PER_RANK)], token="ab"))
+        assert "No space left on device" in message
+        error = settled(first).poll()
+    assert "rank 1 could not write its part: No space left on device" in str(error)
+    assert hidden(disk) == set()

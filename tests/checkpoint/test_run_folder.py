@@ -19,8 +19,8 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 
 
-def opened(root: Path) -> RunFolder:
-    return RunFolder(root, SingleCommunicator(World()), Disk.SHARED)
+def opened(root: Path, *, with_memory: bool = False) -> RunFolder:
+    return RunFolder(root, SingleCommunicator(World()), Disk.SHARED, with_memory=with_memory)
 
 
 def test_opening_cleans_up_and_keeps_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_the_identifier_stays_with_the_folder_and_a_damaged_one_is_made_anew(tmp
 
 
 def test_snapshots_are_found_beside_checkpoints_and_those_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
-    folder = opened(tmp_path)
+    folder = opened(tmp_path, with_memory=True)
     folder.make_memory()
     try:
         save_steps(folder.memory, 5)

@@ -78,6 +78,20 @@ def test_the_list_fits_80_columns_and_shows_what_is_damaged(run: RunFiles) -> No
     assert lines[3].endswith("...")
 
 
+def test_what_only_looks_like_a_checkpoint_is_named(run: RunFiles) -> None:
+    (step_folder(run.checkpoints, 16) / "manifest.json").unlink()
+    flaw = f"{run.checkpoints}/step-00000016 has no manifest.json, so it is not complete: "
+    listed = checkpoints("list")
+    assert listed.err.startswith(f"not used: {flaw}")
+    assert len(listed.out.splitlines()) == 2
+    everything = checkpoints("verify", "--all")
+    assert everything.code == 1
+    assert everything.out.startswith(f"damaged  {flaw}")
+    assert everything.out.endswith(f"intact   {run.checkpoints}/step-00000008\n")
+    (step_folder(run.checkpoints, 8) / "manifest.json").unlink()
+    assert f"there is no checkpoint in {run.checkpoints}; " in checkpoints("inspect").err
+
+
 @pytest.mark.usefixtures("run")
 def test_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()

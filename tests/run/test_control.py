@@ -235,8 +235,58 @@ def test_another_user_cannot_reach_a_run() -> None:
 def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path) -> None:
     socket_path(tmp_path).parent.mkdir()
     os.chown(socket_path(tmp_path).parent, NOBODY, NOBODY)
-    with pytest.raises(PermissionError, match="not this user's own folder: remove it"):
+    with pytest.raises(PermissionError, match=f"of this user: it belongs to user {NOBODY}; remove it"):
         Run().serve(tmp_path)
+
+
+def test_a_folder_that_others_wrote_into_is_not_used(tmp_path: Path) -> None:
+    socket_path(tmp_path).parent.mkdir()
+    socket_path(tmp_path).parent.chmod(0o777)
+    (socket_path(tmp_path).parent / "planted").touch()
+    with pytest.raises(PermissionError, match="others have access to it, its mode is 0777; remove it"):
+        Run().serve(tmp_path)
+
+
+def test_a_link_in_the_folders_place_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    socket_path(tmp_path).parent.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match="it is a symbolic link; remove it"):
+        Run().serve(tmp_path)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_what_lies_at_the_end_of_a_link_is_removed_only_if_it_is_ours(
+    tmp_path: Path, private_temporary_folder: Path
+) -> None:
+    others = private_temporary_folder / "paceline-control-others"
+    others.mkdir(mode=0o700)
+    os.chown(others, NOBODY, NOBODY)
+    socket_path(tmp_path).parent.mkdir()
+    socket_path(tmp_path).symlink_to(others / "socket")
+    try:
+        with Run().serve(tmp_path):
+            assert others.exists()
+    finally:
+        others.rmdir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_socket_that_another_user_planted_is_not_asked() -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+
+    def ask_it() -> None:
+        with pytest.raises(ControlError, match=r"is another user's \(0\): only who started a run can ask it"):
+            ask(socket_path(folder), {"command": "status"})
+
+    try:
+        folder.chmod(0o777)
+        with Run().serve(folder):
+            socket_path(folder).parent.chmod(0o777)
+            socket_path(folder).chmod(0o666)
+            assert as_user(NOBODY, ask_it) is None
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_a_run_with_a_long_path_can_be_asked(tmp_path: Path) -> None:
@@ -270,7 +320,7 @@ def test_what_a_killed_run_left_at_the_end_of_its_link_is_removed(
     tmp_path: Path, private_temporary_folder: Path
 ) -> None:
     left = private_temporary_folder / "paceline-control-left"
-    left.mkdir()
+    left.mkdir(mode=0o700)
     socket_path(tmp_path).parent.mkdir()
     socket_path(tmp_path).symlink_to(left / "socket")
     with Run().serve(tmp_path):

@@ -1,7 +1,8 @@
 """The folders of a run: which checkpoints there are, making one visible, taking one away.
 
 A checkpoint of step 400 is the folder `step-00000400`. While it is written it is `.step-00000400.partial-TOKEN`; the
-rename in between is one step for everybody who looks. Only what has the final name and a manifest is a checkpoint.
+rename in between is one step for everybody who looks. Only what has the final name and a manifest is a checkpoint;
+what has only the name is reported by `unusable`, and never deleted.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from pathlib import Path
 from paceline.checkpoint.hashed_file import flush_folder
 from paceline.checkpoint.manifest import MANIFEST_NAME
 
-_COMPLETE = re.compile(r"step-(\d{8,})")
+_NAMED = re.compile(r"step-(\d+)")
 _HIDDEN = re.compile(r"\.(?P<final>step-\d{8,})\.(?P<state>partial|replaced|deleted)-[A-Za-z0-9]+")
 
 
 def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that the folder's name says; None if it is not a checkpoint's name."""
+    match = _NAMED.fullmatch(folder.name)
+    return None if match is None else int(match[1])
 
 
 def partial_folder(root: Path, step: int, token: str) -> Path:
@@ -34,14 +41,33 @@ def new_token() -> str:
 
 def complete_steps(root: Path) -> list[int]:
     """The steps that have a checkpoint in `root`, rising; none where there is no such folder."""
+    return sorted(step for path, step in _named(root) if _flaw(path, step) is None)
+
+
+def unusable(root: Path) -> dict[Path, str]:
+    """What has the name of a checkpoint in `root` and is none, with the reason and the remedy; by rising step."""
+    flaws = {path: _flaw(path, step) for path, step in sorted(_named(root), key=lambda found: found[1])}
+    return {path: flaw for path, flaw in flaws.items() if flaw is not None}
+
+
+def _named(root: Path) -> list[tuple[Path, int]]:
     if not root.is_dir():
         return []
-    matches = ((_COMPLETE.fullmatch(path.name), path) for path in root.iterdir())
-    return sorted(
-        int(match[1])
-        for match, path in matches
-        if match is not None and not path.is_symlink() and (path / MANIFEST_NAME).is_file()
-    )
+    steps = [(path, step_of(path)) for path in root.iterdir()]
+    return [(path, step) for path, step in steps if step is not None]
+
+
+def _flaw(path: Path, step: int) -> str | None:
+    """Why this is not a complete checkpoint of the step, as far as can be told without reading it."""
+    if path.is_symlink():
+        return f"{path} is a symbolic link: put the folder that it leads to in its place"
+    if not path.is_dir():
+        return f"{path} is a file, not a folder: remove it"
+    if not (path / MANIFEST_NAME).is_file():
+        return f"{path} has no {MANIFEST_NAME}, so it is not complete: copy it again with all its files, or remove it"
+    if path.name != (name := step_folder(path.parent, step).name):
+        return f"{path} is not how a checkpoint is named: rename it to {name}"
+    return None
 
 
 def latest(root: Path) -> Path | None:
@@ -87,14 +113,17 @@ def set_aside(root: Path, steps: Iterable[int]) -> Path | None:
     first, so that an interruption leaves the lower ones in sight, as they were.
     """
     falling = sorted(steps, reverse=True)
-    if not falling:
-        return None
+    return move_aside(root, [step_folder(root, step) for step in falling]) if falling else None
+
+
+def move_aside(root: Path, entries: Sequence[Path]) -> Path:
+    """Move these entries of `root`, whatever they are, into a new folder `set-aside-N`, in this order; returns it."""
     number = 1
     while (aside := root / f"set-aside-{number}").exists():
         number += 1
     aside.mkdir()
-    for step in falling:
-        step_folder(root, step).rename(aside / step_folder(root, step).name)
+    for entry in entries:
+        entry.rename(aside / entry.name)
     flush_folder(aside)
     flush_folder(root)
     return aside

@@ -13,7 +13,7 @@ import torch
 
 from paceline.checkpoint import safetensors_file
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import complete_steps, step_folder
+from paceline.checkpoint.folders import complete_steps, step_folder, step_of
 from paceline.checkpoint.hashed_file import check_file, read_file
 from paceline.checkpoint.manifest import MANIFEST_NAME, WHOLE, Manifest
 from paceline.checkpoint.pieces import part_of
@@ -119,6 +119,11 @@ def _read_manifest(folder: Path) -> Manifest:
         manifest = Manifest.parse(read_file(path, MAX_JSON_BYTES))
     except CheckpointError as error:
         raise CheckpointError(str(error) if str(path) in str(error) else f"{path} {error}") from None
+    if (named := step_of(folder)) is not None and named != manifest.step:
+        raise CheckpointError(
+            f"{folder} is named for step {named}, but its manifest says step {manifest.step}: rename it to "
+            f"{step_folder(folder.parent, manifest.step).name}"
+        )
     return manifest
 
 
@@ -153,8 +158,8 @@ def _pointing_to_an_older_one(folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        _, _, number = folder.name.partition("step-")
-        older = newest_intact(folder.parent, below=int(number)) if number.isdigit() else None
+        step = step_of(folder)
+        older = newest_intact(folder.parent, below=step) if step is not None else None
         if older is None:
             raise
         raise CheckpointError(f"{error}. The newest intact older checkpoint is {older}") from error

@@ -7,6 +7,8 @@ others, writes the manifest and renames the folder: no message is exchanged, so 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,13 +22,15 @@ import torch
 
 from paceline.checkpoint import safetensors_file
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import make_visible, new_token, partial_folder, step_folder
+from paceline.checkpoint.folders import make_visible, move_aside, new_token, partial_folder, step_folder
 from paceline.checkpoint.hashed_file import flush_folder, write_file
 from paceline.checkpoint.manifest import MANIFEST_NAME, ComponentFiles, Contents, Manifest, joined
 from paceline.checkpoint.pieces import Component, Disk, Piece, pieces_of, writers
-from paceline.checkpoint.reading import newest_intact
+from paceline.checkpoint.reading import inspect, newest_intact
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.core.world import World
+
+logger = logging.getLogger("paceline")
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 0.02
@@ -71,6 +75,11 @@ class Manner:
     flush: bool = True
     give_up: Event = field(default_factory=Event)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this worker makes the checkpoint visible, and waits for the others' parts."""
+        return self.world.rank == writers(self.world, self.disk)[0]
+
 
 def save(
     root: Path,
@@ -84,7 +93,8 @@ def save(
     """Write a checkpoint into the run folder `root`, which exists, and return when it is on the disk.
 
     Called by every worker. Returns the checkpoint's folder to the worker that made it visible, None to the others.
-    An error leaves older checkpoints as they are and nothing of this one.
+    An error leaves older checkpoints as they are and nothing of this one, but for what a worker writes that does not
+    know yet that the first has failed: `AsyncWriter` removes that too.
     """
     world = world or World()
     return save_pieces(root, job, pieces_of(job.components, world, disk, num_shards), Manner(world, disk, timeout_s))
@@ -95,6 +105,7 @@ def save_pieces(root: Path, job: Job, pieces: Iterable[Piece], manner: Manner) -
     world = manner.world
     partial = partial_folder(root, job.step, job.token)
     first, *others = writers(world, manner.disk)
+    pieces = list(pieces)
     try:
         # Not with its parents: a run folder that vanished may be a disk that is no longer mounted.
         partial.mkdir(exist_ok=True)
@@ -109,8 +120,7 @@ def save_pieces(root: Path, job: Job, pieces: Iterable[Piece], manner: Manner) -
         if world.rank == first:
             shutil.rmtree(partial, ignore_errors=True)
         else:
-            with suppress(OSError):
-                _leave(partial, world.rank, {"error": str(error)})
+            _leave_error(partial, world.rank, pieces, error)
         if isinstance(error, OSError | CheckpointError):
             raise CheckpointError(_not_saved(root, job.step, error)) from error
         raise
@@ -145,6 +155,19 @@ def _leave(partial: Path, rank: int, record: Mapping[str, Any]) -> None:
     hidden.rename(path)
 
 
+def _leave_error(partial: Path, rank: int, pieces: Iterable[Piece], error: BaseException) -> None:
+    """Tell the first worker that this one failed. What it wrote goes first: the disk may be full."""
+    for piece in pieces:
+        for name in (*piece.texts, *piece.tensors):
+            with suppress(OSError):
+                (partial / name).unlink()
+    try:
+        _leave(partial, rank, {"error": _cause(error)})
+    except OSError:
+        with suppress(OSError):
+            _record_path(partial, rank).touch()  # there may be room for a name
+
+
 def _record_of(partial: Path, rank: int, deadline: float, give_up: Event) -> Contents:
     path = _record_path(partial, rank)
     while not path.exists():
@@ -154,7 +177,8 @@ def _record_of(partial: Path, rank: int, deadline: float, give_up: Event) -> Con
             raise CheckpointError(f"rank {rank} did not finish its part in time: {path} did not appear")
         if give_up.wait(_POLL_S):
             raise CheckpointError(f"the run ended before rank {rank} had written its part")
-    record = json.loads(path.read_bytes())
+    content = path.read_bytes()
+    record = json.loads(content) if content else {"error": "there is no room to say why"}
     if "error" in record:
         raise CheckpointError(f"rank {rank} could not write its part: {record['error']}")
     path.unlink()
@@ -171,16 +195,35 @@ def _publish(root: Path, partial: Path, job: Job, contents: Contents, manner: Ma
     if manner.flush:
         flush_folder(partial)
     final = step_folder(root, job.step)
+    _make_way(final)
     make_visible(partial, final, flush=manner.flush)
     return final
 
 
+def _make_way(final: Path) -> None:
+    """A checkpoint that has this name is replaced; what has the name and cannot be used is the user's, and kept."""
+    if not os.path.lexists(final):
+        return
+    try:
+        inspect(final)
+        flaw = "it is a symbolic link" if final.is_symlink() else ""
+    except (CheckpointError, OSError) as error:
+        flaw = str(error)
+    if flaw:
+        aside = move_aside(final.parent, [final])
+        logger.warning("%s was moved to %s, since it is not a checkpoint that can be used: %s", final, aside, flaw)
+
+
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:
-    cause = f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
+    cause = _cause(error)
     with suppress(OSError):
         if intact := newest_intact(root):
             return f"the checkpoint of step {step} was not saved in {root}: {cause}. Intact is still {intact}"
     return f"the checkpoint of step {step} was not saved in {root}: {cause}. There is no older one"
+
+
+def _cause(error: BaseException) -> str:
+    return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
 
 
 def _dump(value: Any) -> bytes:

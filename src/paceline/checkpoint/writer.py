@@ -8,6 +8,7 @@ or `close`. Who leaves because of an error calls `abandon` before `close`.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Self
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import complete_steps, delete, step_folder
+from paceline.checkpoint.folders import complete_steps, delete, partial_folder, step_folder
 from paceline.checkpoint.host_copy import HostCopy
 from paceline.checkpoint.keep import Keep, Saved, to_delete
 from paceline.checkpoint.pieces import Component, Disk, Piece, pieces_of
@@ -48,6 +49,8 @@ class AsyncWriter:
         self._copy = HostCopy()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
         self._under_way: futures.Future[None] | None = None
+        # Folders of saves that failed, into which another worker may still write.
+        self._failed: list[Path] = []
         root.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -84,7 +87,10 @@ class AsyncWriter:
 
     def poll(self) -> CheckpointError | None:
         """Why the last save failed, once; None if it did not, or is still being written. Does not wait."""
-        if self._under_way is None or self.is_busy:
+        if self.is_busy:
+            return None
+        self._remove_failed()
+        if self._under_way is None:
             return None
         ended, self._under_way = self._under_way, None
         error = ended.exception()
@@ -113,6 +119,7 @@ class AsyncWriter:
             self.wait()
         finally:
             self._thread.shutdown()
+            self._remove_failed()
 
     def __enter__(self) -> Self:
         return self
@@ -132,9 +139,21 @@ class AsyncWriter:
 
     def _write(self, job: Job, pieces: list[Piece], wait_for_copies: Callable[[], None]) -> None:
         wait_for_copies()
-        folder = save_pieces(self._root, job, pieces, self._manner)
+        try:
+            folder = save_pieces(self._root, job, pieces, self._manner)
+        except BaseException:
+            if self._manner.is_first:
+                # No worker is further behind than the save before this one.
+                self._failed = [*self._failed[-1:], partial_folder(self._root, job.step, job.token)]
+            raise
         if folder is not None:
+            self._remove_failed()
+            self._failed.clear()  # all workers have come to this save, and so left the earlier ones
             delete_unneeded(self._root, job.step, self._keep)
+
+    def _remove_failed(self) -> None:
+        for partial in self._failed:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def delete_unneeded(root: Path, just_written: int, keep: Keep) -> list[int]:

@@ -15,7 +15,7 @@ import torch
 
 from paceline.checkpoint import safetensors_file
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder
+from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder, unusable
 from paceline.checkpoint.hashed_file import FileRecord, HashingReader
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
 from paceline.checkpoint.reading import Checkpoint, inspect, verify
@@ -176,7 +176,7 @@ def _folder(named: str | None, runs: Path) -> Path:
     root = _root(named, runs)
     newest = latest(root)
     if newest is None:
-        raise CommandError(f"there is no checkpoint in {root}")
+        raise CommandError("; ".join([f"there is no checkpoint in {root}", *unusable(root).values()]))
     return newest
 
 
@@ -191,6 +191,8 @@ def _list(options: argparse.Namespace) -> int:
             found[step] = inspect(step_folder(root, step))
         except CheckpointError as error:
             found[step] = error
+    for flaw in unusable(root).values():
+        print(f"not used: {flaw}", file=sys.stderr)
     if options.json:
         _print_json([_listed(step_folder(root, step), manifest) for step, manifest in found.items()])
         return 0
@@ -258,12 +260,14 @@ def _components(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     folders = [_folder(options.named, options.runs)]
+    flaws: dict[Path, str] = {}
     if options.all:
         root = folders[0].parent
-        folders = [step_folder(root, step) for step in complete_steps(root)]
+        flaws = unusable(root)
+        folders = [*flaws, *(step_folder(root, step) for step in complete_steps(root))]
     results = []
     for folder in folders:
-        problems = _problems(folder)
+        problems = [flaws[folder]] if folder in flaws else _problems(folder)
         results.append({"checkpoint": str(folder), "problems": problems})
         if not options.json:
             print("\n".join(f"damaged  {problem}" for problem in problems) or f"intact   {folder}", flush=True)

@@ -30,7 +30,7 @@ def from_rank_0(own: bytes, communicator: Communicator) -> bytes:
 def gather(text: str, communicator: Communicator) -> list[str]:
     """Every worker's text, on every worker."""
     world = communicator.world
-    own = text.encode()
+    own = text.encode(errors="surrogateescape")  # paths whose names are not UTF-8
     lengths = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     lengths[world.rank] = len(own)
     communicator.all_reduce(lengths).wait()
@@ -40,7 +40,8 @@ def gather(text: str, communicator: Communicator) -> list[str]:
     rows[world.rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
     rows = rows.to(world.device)
     communicator.all_reduce(rows).wait()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
+    decoded = (bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True))
+    return [each.decode(errors="surrogateescape") for each in decoded]
 
 
 def decided_by_rank_0(decide: Callable[[], Any], communicator: Communicator) -> Any:

@@ -133,11 +133,13 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     """JSON that every reader takes. What JSON does not know becomes its number, if it is a scalar, or its text."""
     separators = (",", ":") if indent is None else None
     try:
-        return json.dumps(
+        text = json.dumps(
             value, ensure_ascii=False, allow_nan=False, default=_known_to_json, separators=separators, indent=indent
         )
     except ValueError:  # something is not finite, which is rare
-        return json.dumps(_spelled_out(value), ensure_ascii=False, separators=separators, indent=indent)
+        text = json.dumps(_spelled_out(value), ensure_ascii=False, separators=separators, indent=indent)
+    # What UTF-8 lacks, such as a byte of a path whose name is not UTF-8, is an escape that JSON readers undo.
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 def _parse(text: bytes) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ import os
 import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +29,11 @@ from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
 from paceline.core.errors import PacelineError
+from paceline.core.private_folder import new_private_folder, private_folder, why_not_private
 from paceline.observe.json_lines import to_json
 from paceline.run.launching.worker import ABORTED, HEARD_VARIABLE, report_file, write_atomically
 
+SOCKET_NAME = "socket"
 COMMANDS = ("status", "save", "stop", "abort")
 # As after SIGKILL, which an abort comes close to.
 ABORTED_EXIT_CODE = 137
@@ -67,7 +68,7 @@ class NoAnswer(ControlError):
 
 def socket_path(run_folder: Path) -> Path:
     """Where the run with this folder listens."""
-    return run_folder / "control" / "socket"
+    return run_folder / "control" / SOCKET_NAME
 
 
 class ControlServer:
@@ -177,6 +178,7 @@ def ask(path: Path, request: Mapping[str, Any], timeout_s: float = 5.0) -> dict[
         connection.settimeout(timeout_s)
         try:
             _connect(connection, path, deadline_s)
+            _check_owner(connection, path)
             connection.sendall(f"{json.dumps(request)}\n".encode())
             line = _receive_line(connection, deadline_s)
         except TimeoutError:
@@ -212,18 +214,20 @@ def end_at_once(rank: int) -> NoReturn:
 
 
 def _make_private(folder: Path) -> None:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.geteuid() or folder.is_symlink():
-        raise PermissionError(f"{folder} is not this user's own folder: remove it")
-    folder.chmod(0o700)
+    """Make the server's folder. One that a run left is used again; if others can enter it, only once it is empty."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.is_dir() and not folder.is_symlink() and folder.lstat().st_uid == os.geteuid():
+        _remove(folder / SOCKET_NAME)
+        with suppress(OSError):  # somebody put something there
+            folder.rmdir()
+    private_folder(folder)
 
 
 def _listen(path: Path) -> socket.socket:
     """A listener at `path`, or where the file system knows no sockets at the end of a link."""
     with suppress(OSError):
         return _bind(path)
-    folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+    folder = new_private_folder(_FOLDER_PREFIX)
     try:
         listener = _bind(folder / path.name)
         path.symlink_to(folder / path.name)
@@ -249,7 +253,8 @@ def _bind(path: Path) -> socket.socket:
 def _remove(path: Path) -> None:
     """The socket, and where it is a link what `_listen` made at its end."""
     with suppress(OSError):
-        if path.is_symlink() and (folder := path.readlink().parent).name.startswith(_FOLDER_PREFIX):
+        folder = path.readlink().parent if path.is_symlink() else None
+        if folder is not None and folder.name.startswith(_FOLDER_PREFIX) and why_not_private(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
         path.unlink()
 
@@ -267,8 +272,20 @@ def _address(path: Path) -> Iterator[str]:
         os.close(folder)
 
 
+def _check_owner(connection: socket.socket, path: Path) -> None:
+    """Root may ask anybody's run; others only their own, since another user may have planted the socket."""
+    user = _user_of(connection)
+    if os.geteuid() not in (user, 0):
+        raise ControlError(f"{path} is another user's ({user}): only who started a run can ask it")
+
+
 def _peer_user(writer: asyncio.StreamWriter) -> int:
-    peer = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return _user_of(writer.get_extra_info("socket"))
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Whose process is at the other end."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     return int(_PEER.unpack(peer)[1])
 
 

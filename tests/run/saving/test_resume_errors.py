@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import time
@@ -94,6 +95,32 @@ def test_a_full_disk_is_a_warning_where_chosen_and_later_saves_succeed(
     assert warnings[0].endswith(f"Intact is still {disk}/run/step-00000006")
 
 
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_failed_saves_leave_no_partial_folders(disk: Path, pool: WorkerPool, num_workers: int, on_error: str) -> None:
+    def main() -> int:
+        return train(disk / "run", on_error, lambda: fill(disk))
+
+    if on_error == "continue":
+        assert pool.run(main, num_workers) == [NUM_STEPS] * num_workers
+    else:
+        with pytest.raises(WorkersFailed):
+            pool.run(main, num_workers)
+    check_intact(disk / "run", [3, 6])
+    assert {path.name for path in (disk / "run").iterdir() if path.name.startswith(".step-")} == set()
+
+
+def test_a_full_disk_does_not_end_a_restarted_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which notes where it was restarted, to find out whether restarts gain anything."""
+    train(disk / "run", "continue", lambda: None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    fill(disk)
+    with setup(disk / "run", on_error="continue") as trainer:
+        assert trainer.position.step == NUM_STEPS
+
+
 def test_a_last_save_that_failed_is_tried_again_when_the_run_ends(disk: Path) -> None:
     with setup(disk / "run", every_steps=11, on_error="continue") as trainer:
         for batch in next(trainer.epochs(1)):
@@ -137,8 +164,52 @@ def test_a_folder_that_vanishes(tmp_path: Path, on_error: str, caplog: pytest.Lo
 
 def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="Not a directory"):
-        setup(tmp_path / "file" / "run")
+    for folder, cause in ((tmp_path / "file" / "run", "Not a directory"), (Path("/proc/x"), "No such file")):
+        message = f"checkpoints cannot be saved in {folder}: {cause}.*; choose a folder that this user can write to"
+        with pytest.raises(pl.CheckpointError, match=message):
+            setup(folder)
+
+
+def read_only(folder: Path) -> None:
+    mount("--bind", str(folder), str(folder))
+    mount("-o", "remount,bind,ro", str(folder))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_fresh_start_in_a_read_only_folder(disk: Path, pool: WorkerPool, num_workers: int) -> None:
+    def main() -> None:
+        setup(disk / "run")
+
+    (disk / "run").mkdir()
+    read_only(disk / "run")
+    try:
+        with pytest.raises(WorkersFailed) as caught:
+            pool.run(main, num_workers)
+    finally:
+        subprocess.run(["umount", "-l", str(disk / "run")], check=True)
+    assert set(caught.value.errors) == set(range(num_workers))
+    for error in caught.value.errors.values():
+        assert f"checkpoints cannot be saved in {disk}/run: Read-only file system" in str(error)
+        assert "choose a folder that this user can write to" in str(error)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path, pool: WorkerPool, num_workers: int) -> None:
+    root = tmp_path / os.fsdecode(b"caf\xe9")
+
+    def main() -> str | None:
+        with setup(root, every_steps=2, snapshot_every=3) as trainer:
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    step(trainer, batch)
+            return str(trainer.resumed_from)
+
+    assert pool.run(main, num_workers) == ["None"] * num_workers
+    assert pool.run(main, num_workers) == [str(root / "step-00000011")] * num_workers
+    for path in root.glob("step-*/manifest.json"):
+        path.unlink()
+    with pytest.raises(WorkersFailed, match=r"has no manifest\.json"):
+        pool.run(main, num_workers)
 
 
 def test_a_disk_that_fails_on_two_workers_stops_both(tmp_path: Path, pool: WorkerPool) -> None:

@@ -73,7 +73,7 @@ def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
     torch.save({"8.weight": Malicious(sign)}, tmp_path / "weights.pt")
     (tmp_path / "weights.bin").write_bytes(pickle.dumps(Malicious(sign)))
     for name in ("weights.pt", "weights.bin"):
-        with pytest.raises(pl.CheckpointError, match=f"{name} cannot be read as weights alone"):
+        with pytest.raises(pl.CheckpointError, match=f"{name} (holds more than tensors|cannot be read)"):
             setup(None, init_from=tmp_path / name)
     assert not sign.exists()
 

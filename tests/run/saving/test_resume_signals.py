@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import pytest
 from disturbed import PACELINE_RUN, Disturbed, end, wait_until, workers_of
 from resumable import setup, step
 from worker_pool import WorkerPool
@@ -37,7 +39,8 @@ def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path) -> None:
     for number, (run, code, err) in zip(SIGNALS, stopped(tmp_path, numbers=SIGNALS), strict=True):
         (step,) = complete_steps(run.root)
         assert code == 75, err
-        assert f"{number.name}: the step is finished and saved, then the run ends" in err
+        assert f"{number.name}: stopping after this step, which is saved if all workers complete it" in err
+        assert "ended without saving" not in err
         assert f"paceline: stopped after step {step}, saved as {run.root}/step-{step:08d}" in err
         assert "Traceback" not in err
         assert run.step in (step, step - 1)
@@ -77,13 +80,29 @@ def test_torchrun_passes_the_signal_on(tmp_path: Path) -> None:
     assert len(complete_steps(run.root)) == 1, err
 
 
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_survivors_of_a_killed_worker_say_that_their_step_was_not_saved(tmp_path: Path, num_workers: int) -> None:
+    """The agent ends them by SIGTERM while they are in a step that can never be completed."""
+    run = Disturbed(tmp_path, pause_s=0.5, every_steps=1)
+    launcher = run.start("-m", "paceline", "run", "--workers", str(num_workers))
+    wait_until(lambda: complete_steps(run.root) and len(workers_of(launcher)) == num_workers, launcher)
+    workers_of(launcher)[-1].kill()
+    code, err = end(launcher)
+    assert code != 75, err
+    assert "is finished and saved" not in err
+    saved = complete_steps(run.root)[-1]
+    said = re.findall(r"paceline: rank (\d) ended without saving: .*; the newest checkpoint is (.*)", err)
+    assert {rank for rank, _ in said} == {str(rank) for rank in range(num_workers - 1)}, err
+    assert Path(said[-1][1]) == run.root / f"step-{saved:08d}"
+
+
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     run = Disturbed(tmp_path, pause_s=30.0)
     process = run.start()
     wait_until(lambda: run.step >= 1, process)
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
-    while "SIGTERM: the step is finished and saved" not in process.stderr.readline():
+    while "SIGTERM: stopping after this step" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=10) == -signal.SIGINT

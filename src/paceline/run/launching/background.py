@@ -10,8 +10,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +20,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from paceline.core.errors import MisuseError
+from paceline.core.private_folder import new_private_folder
 from paceline.core.world import World
 from paceline.observe.json_lines import LineReader, LineWriter
 from paceline.run.launching.launch import FOLDER_PREFIX, LOCK_FILE, launch
@@ -170,12 +171,15 @@ class Background:
 @contextmanager
 def _folder() -> Iterator[Path]:
     """A folder that is gone at the end; after a SIGKILL of this process the next launch removes it with its own."""
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX, ignore_cleanup_errors=True) as name:
-        unfinished = Path(name, f"{LOCK_FILE}.new")
+    folder = new_private_folder(FOLDER_PREFIX)
+    try:
+        unfinished = folder / f"{LOCK_FILE}.new"
         with unfinished.open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            unfinished.rename(Path(name, LOCK_FILE))
-            yield Path(name)
+            unfinished.rename(folder / LOCK_FILE)
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _QueuePost:

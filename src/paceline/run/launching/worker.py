@@ -26,6 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.core.private_folder import why_not_private
 from paceline.run.launching import fork_server
 
 START_FILE = "start.json"
@@ -89,6 +90,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 def load(path: Path) -> Any:
     """What `payload.py` saved. The launch made the folder, for itself alone: no pickle from elsewhere is loaded."""
+    if reason := why_not_private(path.parent):
+        raise PermissionError(f"{path} is not loaded: {path.parent} is not a private folder of this user: {reason}")
     with path.open("rb") as file:
         return pickle.load(file)
 

@@ -153,8 +153,13 @@ class Checkpointing:
         self._writing_since: float | None = None
         self._is_prepared = self._has_failed = self._is_finished = False
         with ExitStack() as stack:
-            self._folder = RunFolder(settings.root.absolute(), communicator, settings.disk_kind)
-            stack.callback(self._folder.close)
+            self._folder = RunFolder(
+                settings.root.absolute(),
+                communicator,
+                settings.disk_kind,
+                with_memory=settings.snapshot_every is not None,
+            )
+            stack.callback(self._close_folder)
             self._token = decided_by_rank_0(new_token, communicator)
             self._beginning: Beginning | None = Beginning(
                 start, self._folder, communicator, subject.replica, subject.identity, settings.leave_out
@@ -275,7 +280,11 @@ class Checkpointing:
         self._leave_together()
 
     def close(self) -> None:
+        is_cut_short = self._signals is not None and self._signals.is_asked and not self._is_finished
+        self._signals = None
         self._held.close()
+        if is_cut_short:
+            self._say_what_is_saved()
 
     # How
 
@@ -335,6 +344,16 @@ class Checkpointing:
             print(f"paceline: stopped after step {loop.position.step}, saved as {folder}", file=sys.stderr)
         raise Stopped(loop.position.step)
 
+    def _say_what_is_saved(self) -> None:
+        """This worker was told to stop, and left without having saved the step: another one failed."""
+        newest = max(self._folder.found(), key=lambda found: found[1], default=None)
+        where = "there is no checkpoint" if newest is None else f"the newest checkpoint is {self._folder.path(*newest)}"
+        rank = self._subject.communicator.world.rank
+        print(
+            f"paceline: rank {rank} ended without saving: its step was not completed by all workers; {where}",
+            file=sys.stderr,
+        )
+
     def _leave_together(self) -> None:
         """Where the newest state is on the disk nobody needs the snapshots any more."""
         is_on_disk = not self._has_failed_on_rank_0()
@@ -345,6 +364,10 @@ class Checkpointing:
             if is_on_disk:
                 self._folder.remove_memory()
         self._is_finished = True
+
+    @property
+    def _has_saved(self) -> bool:
+        return self._num_saves > 0
 
     def _has_failed_on_rank_0(self) -> bool:
         """Whether the last checkpoint did not become visible. Rank 0 makes it so, and all must act alike."""
@@ -379,9 +402,11 @@ class Checkpointing:
 
     def _open_snapshots(self) -> AsyncWriter:
         self._folder.make_memory()
-        wait_for_all(self._subject.communicator)
         world = self._subject.communicator.world
         return AsyncWriter(self._folder.memory, world, disk=Disk.PER_NODE, keep=Keep(last=1), flush=False)
+
+    def _close_folder(self) -> None:
+        self._folder.close(is_abandoned=self._has_saved and not self._is_finished)
 
     def _close_writers(self) -> None:
         for writer in (self._writer, self._snapshots):

@@ -63,7 +63,17 @@ def find(
     A group that was restarted goes on with its newest checkpoint: what `resume` says was for its first start.
     """
     is_restarted = restarts()[1] > 0
-    newest_first = _common(folder, communicator)
+    newest_first, flaws = _common(folder, communicator)
+    if flaws and not newest_first and (resume is None or resume == "auto" or isinstance(resume, bool)):
+        raise CheckpointError(
+            f"{folder.root} has no checkpoint that can be used, but what looks like one:\n  "
+            + "\n  ".join(flaws)
+            + "\nA fresh start beside them is refused: apply the remedy to the one to resume from, give resume=PATH, "
+            "or move them out of the folder"
+        )
+    if communicator.world.is_main:
+        for flaw in flaws:
+            logger.warning("not used: %s", flaw)
     if (newest_first and is_restarted) or resume == "auto" or resume is True:
         found = _first_readable(newest_first, read, communicator)
         if found is None and resume is True:
@@ -111,15 +121,24 @@ def _note_restart(path: Path, launch: str, step: int) -> dict[str, Any] | None:
         last = {}
     if last.get("launch") == launch and step <= last["step"]:
         return dict(last)
-    path.write_text(json.dumps({"launch": launch, "step": step}))
+    try:
+        path.write_text(json.dumps({"launch": launch, "step": step}))
+    except OSError as error:
+        logger.warning(
+            "restarts without progress are not noticed, since %s cannot be written: %s", path, error.strerror
+        )
     return None
 
 
-def _common(folder: RunFolder, communicator: Communicator) -> list[Path]:
-    """The checkpoints that every worker sees, newest first; of two of one step the one on disk."""
-    seen = [
-        {(where, step) for where, step in json.loads(text)} for text in gather(json.dumps(folder.found()), communicator)
-    ]
+def _common(folder: RunFolder, communicator: Communicator) -> tuple[list[Path], list[str]]:
+    """The checkpoints that every worker sees, newest first; of two of one step the one on disk.
+
+    And what some worker sees that looks like a checkpoint and is none: where it is, and why.
+    """
+    own = json.dumps({"found": folder.found(), "unusable": folder.unusable()})
+    told = [json.loads(text) for text in gather(own, communicator)]
+    seen = [{(where, step) for where, step in worker["found"]} for worker in told]
+    flaws = {path: flaw for worker in told for path, flaw in worker["unusable"].items()}
     common = sorted(set.intersection(*seen), key=lambda place: (-place[1], place[0]))
     if not common and any(where == "disk" for places in seen for where, _ in places):
         ranks = [rank for rank, places in enumerate(seen) if not places]
@@ -127,7 +146,7 @@ def _common(folder: RunFolder, communicator: Communicator) -> list[Path]:
             f"some workers have checkpoints in {folder.root}, but ranks {ranks or 'of different nodes'} share none of "
             "them: bring the folder to every node, or choose an empty one"
         )
-    return [folder.path(where, step) for where, step in common]
+    return [folder.path(where, step) for where, step in common], list(flaws.values())
 
 
 def _first_readable(

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.checkpoint.errors import CheckpointError
 from paceline.run.replica import Replica, named_parameters, only_or_all
+from paceline.run.saving.shapes import python_state, shown
 
 
 def model_state(model: Any) -> Mapping[str, Any]:
@@ -35,31 +37,26 @@ def load_model(model: Any, state: Mapping[str, Any]) -> None:
     model.load_state_dict(values)
 
 
-def model_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def model_differences(saved: Any, now: Mapping[str, Any]) -> list[str]:
     """In which tensors two models differ, by name, shape and dtype."""
+    if not isinstance(saved, Mapping):
+        return [f"model: it is {shown(saved)}, expected a dict of tensors by name"]
     lines = [f"{name!r} is only in the checkpoint" for name in saved if name not in now]
     lines += [f"{name!r} is not in the checkpoint" for name in now if name not in saved]
     for name in saved:
         old, new = saved[name], now.get(name)
-        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _kind(old) != _kind(new):
+        if isinstance(new, torch.Tensor) and _kind(old) != _kind(new):
             lines.append(f"{name!r} is {_kind(old)} in the checkpoint, {_kind(new)} now")
     return [f"model: tensor {line}" for line in lines]
 
 
-def optimizer_differences(saved: Any, now: Any) -> list[str]:
-    """Whether there are as many optimizers as there were, and their groups have as many parameters."""
-    counts = [
-        [[len(group["params"]) for group in state["param_groups"]] for state in _listed(states)]
-        for states in (saved, now)
-    ]
-    if counts[0] == counts[1]:
-        return []
-    before, after = map(only_or_all, counts)
-    return [f"optimizer: its groups had {before} parameters in the checkpoint, {after} now"]
-
-
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    settings = [set(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
+    # Only now, since torch fills in by itself what an older version did not have.
+    for number, (names, group) in enumerate(zip(settings, optimizer.param_groups, strict=True)):
+        if missing := sorted(names.difference(group)):
+            raise CheckpointError(f"optimizer: group {number} has no {', '.join(map(repr, missing))}, expected a value")
     # torch casts state to its parameter's dtype, which loses what an optimizer keeps in a finer one.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state["state"].items():
@@ -93,10 +90,10 @@ def load_replica(replica: Replica, states: Mapping[str, Any]) -> None:
     if "model" in states:
         load_model(replica.model, states["model"])
     if "optimizer" in states:
-        for optimizer, state in zip(replica.optimizers, _listed(states["optimizer"]), strict=True):
+        for optimizer, state in zip(replica.optimizers, listed(states["optimizer"]), strict=True):
             load_optimizer(optimizer, state)
     if "scheduler" in states:
-        for scheduler, state in zip(replica.schedulers, _listed(states["scheduler"]), strict=True):
+        for scheduler, state in zip(replica.schedulers, listed(states["scheduler"]), strict=True):
             scheduler.load_state_dict(state)
 
 
@@ -113,15 +110,15 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def load_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    random.setstate(python_state(state["python"]))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["device"] is not None:
         torch.cuda.set_rng_state(state["device"], device)
 
 
-def _listed(states: Any) -> list[Any]:
+def listed(states: Any) -> list[Any]:
+    """The states of several, as `only_or_all` put them together."""
     return states if isinstance(states, list) else [states]
 
 
@@ -135,5 +132,7 @@ def has_state(thing: Any) -> bool:
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return shown(value)
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"

@@ -49,7 +49,11 @@ class StopSignals:
             with suppress(OSError):
                 Path(path).touch()
         name = signal.Signals(number).name
-        text = f"paceline: {name}: the step is finished and saved, then the run ends; again to end at once\n"
+        # Only what is true whoever sent it: a launcher also ends in this way the workers that outlive another one.
+        text = (
+            f"paceline: {name}: stopping after this step, which is saved if all workers complete it; again to end at "
+            "once\n"
+        )
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
 
     def close(self) -> None:

@@ -1,0 +1,71 @@
+"""Folders of our own in places that all users share: made for this user alone, and used only if they are."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from paceline.core.private_folder import new_private_folder, private_folder, why_not_private
+
+NOBODY = 65534
+
+
+def test_a_new_one_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        private_folder(tmp_path / "own")
+        made = new_private_folder("paceline-test-", tmp_path)
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "own", made):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert why_not_private(folder) is None
+    private_folder(tmp_path / "own")  # again: it is ours
+
+
+def planted(path: Path, kind: str) -> None:
+    if kind == "link":
+        (path.parent / "target").mkdir(mode=0o700)
+        path.symlink_to(path.parent / "target")
+    elif kind == "dead link":
+        path.symlink_to(path.parent / "nothing")
+    elif kind == "file":
+        path.write_text("")
+    else:
+        path.mkdir(mode=0o700)
+        if kind == "open":
+            path.chmod(0o750)
+        else:
+            os.chown(path, NOBODY, NOBODY)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("link", "it is a symbolic link"),
+        ("dead link", "it is a symbolic link"),
+        ("file", "it is not a folder"),
+        ("open", "others have access to it, its mode is 0750"),
+        pytest.param(
+            "another user's",
+            f"it belongs to user {NOBODY}",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away"),
+        ),
+    ],
+)
+def test_a_planted_one_is_refused_by_name(tmp_path: Path, kind: str, reason: str) -> None:
+    path = tmp_path / "own"
+    planted(path, kind)
+    assert why_not_private(path) == reason
+    with pytest.raises(PermissionError) as caught:
+        private_folder(path)
+    assert str(caught.value) == f"{path} is not a private folder of this user: {reason}; remove it"
+
+
+def test_one_that_is_not_there_is_not_private(tmp_path: Path) -> None:
+    assert why_not_private(tmp_path / "none") == "it is not there"
+    with pytest.raises(FileNotFoundError):
+        private_folder(tmp_path / "none" / "own")
