@@ -79,7 +79,7 @@ class Meeting:
         self._store: TCPStore | None = None
         self._is_here, self.index = True, 0
         self.name = socket.gethostname()
-        self.environment: dict[str, str] = {}  # where workers meet; those of one node have a store to themselves
+        self.environment: dict[str, str] = {}  # where workers of several nodes meet
         if nodes.num > 1:
             self._arrive(open_store(nodes))
 
@@ -109,6 +109,7 @@ class Meeting:
             )
         self.name = f"{self.name} ({opened.own_address})"
         self.environment = {"MASTER_ADDR": self._nodes.place[0], "MASTER_PORT": str(opened.store.port)}
+        self.environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(opened.own_address)) is not None:
             # By itself Gloo takes the one behind the host's own name, which often is the loopback.
             self.environment["GLOO_SOCKET_IFNAME"] = interface
