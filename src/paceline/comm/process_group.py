@@ -28,6 +28,7 @@ class ProcessGroupCommunicator:
         backend: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         ranks: Sequence[int] | None = None,
+        join_timeout_s: float | None = None,
     ) -> None:
         self.world = world
         self.timeout_s = timeout_s
@@ -35,7 +36,7 @@ class ProcessGroupCommunicator:
         members = range(world.size) if ranks is None else ranks
         self._default_group: DefaultGroup | None = None
         self._group: Any = None
-        store = meet(world, timeout_s).store
+        store = meet(world, join_timeout_s or timeout_s).store
         try:
             self._open(store, members)
         except RuntimeError as error:

@@ -132,7 +132,7 @@ def _run_store(world: World, limit_s: float) -> Any:
     """The store that all workers of this process's run reach."""
     store: Any
     if path := os.environ.get(STORE_VARIABLE):  # of our own launcher, for workers of one host
-        store = dist.FileStore(path, -1)
+        store = dist.FileStore(path, -1)  # type: ignore[attr-defined]
     elif dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
     else:

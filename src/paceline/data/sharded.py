@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ class ShardedFeed:
         at_once: int = 1,
         readers: int = 0,
         prefetch: int | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
         self._source = source
         self._epochs = epochs
@@ -46,7 +48,7 @@ class ShardedFeed:
         self._at_once = at_once
         self._read = reader_of(source)
         self._to_device = DeviceCopier(device)
-        self._prefetcher = _prefetcher(source, self._read, readers, prefetch)
+        self._prefetcher = _prefetcher(source, self._read, readers, prefetch, timeout_s)
         # Weights that are known before reading save a pass over all gradients; bad samples that are left out are not.
         self._knows_weights = weight_fn is None and not hasattr(source, "read_counted")
         self._epoch: Epoch | None = None
@@ -169,13 +171,13 @@ def checked_weight(value: Any) -> int:
 
 
 def _prefetcher(
-    source: Source, read: Callable[[Request], Read], num_readers: int, depth: int | None
+    source: Source, read: Callable[[Request], Read], num_readers: int, depth: int | None, timeout_s: float
 ) -> Prefetcher | None:
     readers: Readers
     if num_readers:
-        readers = ReaderProcesses(read, num_readers)
+        readers = ReaderProcesses(read, num_readers, timeout_s)
     elif getattr(source, "may_read_in_thread", False):
-        readers = ReaderThread(read)
+        readers = ReaderThread(read, timeout_s)
     elif depth:
         raise ValueError(
             f"prefetch={depth} needs readers: this data runs code that a thread beside the step must not run; "

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from paceline.comm.base import Communicator, PointToPoint
+from paceline.comm.base import Link, PointToPoint
+from paceline.core.world import World
 from paceline.data.device import DeviceCopier
 from paceline.data.feed import PlanStep, Step
 from paceline.data.packing import pack, unpack_from
@@ -181,17 +182,33 @@ class _Once:
 class OwnParts:
     """Every worker reads its own part of the stream, and tells the others what it found."""
 
-    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], communicator: Communicator) -> None:
+    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], link: PointToPoint | None) -> None:
         self._read = read
-        self._communicator = communicator
+        self._link = link  # None: there is nobody else
 
     def __call__(self, planned: Planned) -> Delivered:
-        own = planned.plan[self._communicator.world.rank]
+        own = planned.plan[0 if self._link is None else self._link.world.rank]
         reads = self._read(planned, own)
         counts = torch.zeros(planned.plan[-1].stop, dtype=torch.int64)
         counts[own.start : own.stop] = torch.tensor([_count(read) for read in reads], dtype=torch.int64)
-        self._communicator.all_reduce(counts).wait()
+        if self._link is not None:
+            _add_up(counts, self._link)
         return Delivered(counts.tolist(), reads)
+
+
+def _add_up(numbers: torch.Tensor, link: PointToPoint) -> None:
+    """The sum over all workers, on every worker, by way of rank 0."""
+    if link.world.rank != 0:
+        link.send(numbers, 0)
+        link.receive(numbers, 0)
+        return
+    others = range(1, link.world.size)
+    for rank in others:
+        theirs = torch.empty_like(numbers)
+        link.receive(theirs, rank)
+        numbers += theirs
+    for rank in others:
+        link.send(numbers, rank)
 
 
 class ReadByOne:
@@ -212,6 +229,33 @@ class ReadByOne:
             if rank != 0:
                 _send(self._link, (counts, [reads[k] for k in numbers]), rank)
         return Delivered(counts, [reads[k] for k in planned.plan[0]])
+
+
+class WatchedLink:
+    """A link that tells what it is at: `doing` is empty while no message is under way."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.doing = ""
+        self.abort, self.close = link.abort, link.close
+
+    @property
+    def world(self) -> World:
+        return self._link.world
+
+    @property
+    def is_trusted(self) -> bool:
+        return self._link.is_trusted
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self.doing = f"send to rank {to}"
+        self._link.send(tensor, to)
+        self.doing = ""
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        self.doing = f"receive from rank {source}"
+        self._link.receive(tensor, source)
+        self.doing = ""
 
 
 def _send(link: PointToPoint, value: Any, to: int) -> None:
