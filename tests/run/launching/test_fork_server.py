@@ -154,12 +154,12 @@ def test_a_worker_that_leaves_without_a_word_has_failed() -> None:
 
 @pytest.mark.usefixtures("nothing_ahead")
 def test_one_that_was_stopped_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its workers are started again, or have ended already, of which it cannot tell."""
     monkeypatch.setattr(processes, "STOPPED_S", 1.0)
 
-    def work(folder: Path, ends: bool) -> str:
+    def work(ends: bool) -> str:
         start = os.environ["TORCHELASTIC_RESTART_COUNT"]
         if start == "0":
             if os.environ["RANK"] == "1":
@@ -168,6 +168,6 @@ def test_one_that_was_stopped_is_no_obstacle(
                 time.sleep(600)
         return start
 
-    assert launch(work, 2, args=(tmp_path, False), max_restarts=3) == "1"
+    assert launch(work, 2, args=(False,), max_restarts=3) == "1"
     assert "forked from (pid" in capfd.readouterr().err
-    assert launch(work, 2, args=(tmp_path, True), max_restarts=3) == "0"
+    assert launch(work, 2, args=(True,), max_restarts=3) == "0"
