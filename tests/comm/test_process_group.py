@@ -222,7 +222,7 @@ def test_workers_of_one_host_share_memory_unless_a_backend_is_named(pool: Worker
                 found.append(type(communicator).__name__)
         return found
 
-    assert pool.run(kinds, 2) == [["SharedMemoryCommunicator", "ProcessGroupCommunicator"]] * 2
+    assert pool.run(kinds, 2) == [["OneHostCommunicator", "ProcessGroupCommunicator"]] * 2
 
 
 def nested_on_any_backend(backend: str) -> list[float]:

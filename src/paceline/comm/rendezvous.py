@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.rank_variables import STORE_VARIABLE
+from paceline.core.secret import ForgedError, Secret, run_secret
 from paceline.core.world import World
 
 # Workers may reach their first meeting far apart: importing, or building the data, takes one longer than another.
@@ -55,6 +56,10 @@ def meet(world: World, timeout_s: float, offer: Any = None) -> Meeting:
         attempt = _Attempt(world, _run_store(world, limit_s), limit_s)
         name = attempt.find_name()
         offers = attempt.exchange(name, offer)
+    except ForgedError as error:
+        raise CommunicationError(
+            f"rank {world.rank} does not trust the store where the workers meet: {error}"
+        ) from None
     except (RuntimeError, OSError) as error:
         if isinstance(error, CommunicationError):
             raise
@@ -105,23 +110,73 @@ class _Attempt:
                 self._answered[rank] = token
 
     def _wait(self, keys: dict[int, str], meanwhile: Callable[[], None] | None = None) -> None:
-        """Until all keys, by the rank that writes them, are there."""
-        while keys:
-            left_s = self._deadline_s - monotonic()
-            try:
-                self.store.wait(list(keys.values()), timedelta(seconds=min(max(left_s, 0.001), _SLICE_S)))
-                return
-            except RuntimeError as error:
-                if "imeout" not in str(error):
-                    raise
-            if meanwhile is not None:
-                meanwhile()
-            missing = [rank for rank, key in keys.items() if not self.store.check([key])]
-            if missing and monotonic() > self._deadline_s:
-                raise CommunicationTimeout(
-                    f"rank {self._world.rank} waited {self._limit_s:g} s in joining the world of {self._world.size} "
-                    f"workers: ranks {missing} did not come"
-                )
+        wait_for_keys(self.store, keys, self._world, self._limit_s, self._deadline_s, meanwhile)
+
+
+def wait_for_keys(
+    store: Any,
+    keys: dict[int, str],
+    world: World,
+    limit_s: float,
+    deadline_s: float | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Return when all keys, by the rank that writes them, are in the store; at the latest after `limit_s`."""
+    deadline_s = monotonic() + limit_s if deadline_s is None else deadline_s
+    while keys:
+        left_s = deadline_s - monotonic()
+        try:
+            store.wait(list(keys.values()), timedelta(seconds=min(max(left_s, 0.001), _SLICE_S)))
+            return
+        except RuntimeError as error:
+            if "imeout" not in str(error):
+                raise
+        if meanwhile is not None:
+            meanwhile()
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        if missing and monotonic() > deadline_s:
+            raise CommunicationTimeout(
+                f"rank {world.rank} waited {limit_s:g} s in joining the world of {world.size} workers: ranks {missing} "
+                "did not come"
+            )
+
+
+class SealedStore(dist.Store):  # type: ignore[misc,name-defined]
+    """A store that others can write to as well: of its values only those count that were signed with the secret."""
+
+    def __init__(self, store: Any, secret: Secret) -> None:
+        super().__init__()
+        self._store = store
+        self._secret = secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, self._secret.sign(content, f"the value of {key}"))
+
+    def get(self, key: str) -> bytes:
+        return self._secret.check(self._store.get(key), f"the value of {key}")
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))  # a count cannot be signed
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(key))
+
+    def clone(self) -> SealedStore:
+        return SealedStore(self._store.clone(), self._secret)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout  # type: ignore[no-any-return]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
 
 
 def _arrival(rank: int) -> str:
@@ -144,8 +199,11 @@ def _run_store(world: World, limit_s: float) -> Any:
             )
         store = _store_of_variables(world.rank, world.size, limit_s)
     # Workers that were restarted may find the store of the workers before them.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"paceline/start-{start}", store)  # type: ignore[attr-defined]
+    start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    secret = run_secret()
+    if secret is None or path:  # the file is in a folder of this user's own
+        return dist.PrefixStore(f"paceline/{start}", store)  # type: ignore[attr-defined]
+    return SealedStore(dist.PrefixStore(f"{secret.name('store')}/{start}", store), secret)  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)  # rank 0 may be the one that keeps it: then it must live as long as the process
