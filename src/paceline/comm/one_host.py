@@ -100,7 +100,7 @@ class StoreCommunicator:
     def __init__(self, world: World, timeout_s: float, meeting: Meeting) -> None:
         self.world = world
         self.timeout_s = timeout_s
-        self._store = meeting.store
+        self._meeting: Meeting | None = meeting
         self._num_calls = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
@@ -115,13 +115,15 @@ class StoreCommunicator:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
-        self._store = None
+        self._meeting = None
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Every worker's, by rank."""
+        assert self._meeting is not None, "it serves until workers share memory"
+        store = self._meeting.store
         call, self._num_calls = self._num_calls, self._num_calls + 1
         keys = {rank: f"exchange/{call}/{rank}" for rank in range(self.world.size)}
-        self._store.set(keys[self.world.rank], tensor.numpy().tobytes())
-        wait_for_keys(self._store, keys, self.world, self.timeout_s)
-        contents = [bytearray(self._store.get(key)) for key in keys.values()]
+        store.set(keys[self.world.rank], tensor.numpy().tobytes())
+        wait_for_keys(store, keys, self.world, self.timeout_s)
+        contents = [bytearray(store.get(key)) for key in keys.values()]
         return [torch.frombuffer(content, dtype=tensor.dtype).view(tensor.shape) for content in contents]

@@ -36,9 +36,9 @@ class ProcessGroupCommunicator:
         members = range(world.size) if ranks is None else ranks
         self._default_group: DefaultGroup | None = None
         self._group: Any = None
-        store = meet(world, join_timeout_s or timeout_s).store
+        self._meeting = meet(world, join_timeout_s or timeout_s)  # kept: its store is used until the end
         try:
-            self._open(store, members)
+            self._open(self._meeting.store, members)
         except RuntimeError as error:
             self.close()
             raise _translate(error, "joining the world", self) from None

@@ -39,10 +39,14 @@ _has_met = False
 
 
 class Meeting(NamedTuple):
-    """The workers are there. `offers` are theirs, by rank; `store` is for this meeting alone."""
+    """The workers are there. `offers` are theirs, by rank; `store` is for this meeting alone.
+
+    To be kept as long as the store is used: torch does not keep alive what of `run_store` is written in Python.
+    """
 
     store: Any
     offers: Sequence[Any]
+    run_store: Any
 
 
 def meet(world: World, timeout_s: float, offer: Any = None) -> Meeting:
@@ -65,7 +69,7 @@ def meet(world: World, timeout_s: float, offer: Any = None) -> Meeting:
             raise
         raise CommunicationError(f"rank {world.rank} cannot reach the store where the workers meet: {error}") from None
     _has_met = True
-    return Meeting(dist.PrefixStore(name, attempt.store), offers)  # type: ignore[attr-defined]
+    return Meeting(dist.PrefixStore(name, attempt.store), offers, attempt.store)  # type: ignore[attr-defined]
 
 
 class _Attempt:
