@@ -65,7 +65,8 @@ def start_attacker(folder: Path, namespace: str, addresses: tuple[str, ...]) -> 
     folder.chmod(0o777)
     environment = {**os.environ, "TMPDIR": str(folder.parent), "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [*inside(namespace), sys.executable, str(HERE / "attacker.py"), str(folder), *addresses]
-    return subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with (folder / "output").open("w") as output:
+        return subprocess.Popen(words, env=environment, stdout=output, stderr=output)
 
 
 def inside(namespace: str) -> tuple[str, ...]:
@@ -81,7 +82,7 @@ def attacked(folder: Path, namespace: str, *addresses: str) -> Iterator[None]:
     try:
         deadline_s = time.monotonic() + 60
         while not (folder / "ready").exists():
-            assert process.poll() is None
+            assert process.poll() is None, (folder / "output").read_text()
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         yield
