@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from contextlib import closing
 from time import monotonic
@@ -16,6 +18,7 @@ from worker_pool import WorkerPool
 import paceline as pl
 from paceline.comm import connect
 from paceline.comm.process_group import ProcessGroupCommunicator, default_backend
+from paceline.core.secret import run_secret
 from paceline.core.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -130,7 +133,7 @@ def last_rank_does_not_join() -> tuple[str, str, float]:
 def test_a_worker_that_does_not_join_is_a_time_out(pool: WorkerPool) -> None:
     name, text, seconds = pool.run(last_rank_does_not_join, 2)[0]
     assert name == "CommunicationTimeout"
-    assert "rank 0 waited timeout_s=0.5 s in joining the world and not all 2 workers arrived" in text
+    assert text == "rank 0 waited 0.5 s in joining the world of 2 workers: ranks [1] did not come"
     assert seconds < 10
 
 
@@ -222,4 +225,82 @@ def test_workers_of_one_host_share_memory_unless_a_backend_is_named(pool: Worker
                 found.append(type(communicator).__name__)
         return found
 
-    assert pool.run(kinds, 2) == [["SharedMemoryCommunicator", "ProcessGroupCommunicator"]] * 2
+    assert pool.run(kinds, 2) == [["OneHostCommunicator", "ProcessGroupCommunicator"]] * 2
+
+
+def nested_on_any_backend(backend: str) -> list[float]:
+    """Twice, closed in the order of their opening: what torch.distributed itself must know ends with the last."""
+    world = World.from_environment()
+    found = []
+    for _ in range(2):
+        communicators = [ProcessGroupCommunicator(world, backend, 20.0) for _ in range(2)]
+        for communicator in communicators:
+            tensor = torch.ones(2)
+            communicator.all_reduce(tensor).wait()
+            communicator.broadcast(tensor, 1).wait()
+            communicator.close()
+            found.append(tensor.sum().item())
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_communicators_of_any_backend_one_after_another(backend: str, pool: WorkerPool) -> None:
+    assert pool.run(nested_on_any_backend, 2, backend) == [[4.0] * 4] * 2
+
+
+def with_a_secret() -> float:
+    os.environ["PACELINE_SECRET"] = "0123456789abcdef"
+    try:
+        world = World.from_environment()
+        with closing(connect(world, timeout_s=20.0)) as memory, closing(connect(world, "gloo", 20.0)) as gloo:
+            gc.collect()
+            tensor = torch.ones(1)
+            for communicator in (memory, gloo):
+                communicator.all_reduce(tensor).wait()
+            return tensor.item()
+    finally:
+        del os.environ["PACELINE_SECRET"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_workers_with_a_secret_meet_as_well(size: int, pool: WorkerPool) -> None:
+    assert pool.run(with_a_secret, size) == [float(size**2)] * size
+
+
+def with_a_secret_each() -> str:
+    world = World.from_environment()
+    os.environ["PACELINE_SECRET"] = f"0123456789abcde{world.rank}"
+    try:
+        return error_of(lambda: connect(world, "gloo", 1.0))[1]
+    finally:
+        del os.environ["PACELINE_SECRET"]
+
+
+def test_workers_with_different_secrets_do_not_meet(pool: WorkerPool) -> None:
+    first, second = pool.run(with_a_secret_each, 2)
+    assert first == "rank 0 waited 1 s in joining the world of 2 workers: ranks [1] did not come"
+    assert second == "rank 1 waited 1 s in joining the world of 2 workers: ranks [0] did not come"
+
+
+def planted() -> str:
+    """What somebody else writes into the store, who knows its keys."""
+    os.environ["PACELINE_SECRET"] = "0123456789abcdef"
+    try:
+        world = World.from_environment()
+        if world.rank == 1:
+            secret = run_secret()
+            assert secret is not None
+            store = dist.PrefixStore(f"{secret.name('store')}/start-0", dist.distributed_c10d._get_default_store())
+            store.set("at/1", "0" * 80)
+            return ""
+        return error_of(lambda: connect(world, "gloo", 10.0))[1]
+    finally:
+        del os.environ["PACELINE_SECRET"]
+
+
+def test_values_that_somebody_else_wrote_are_an_error(pool: WorkerPool) -> None:
+    text, _ = pool.run(planted, 2)
+    assert text == (
+        "rank 0 does not trust the store where the workers meet: the value of at/1 was not written by a worker of this "
+        "run: somebody else interferes, or the secrets differ"
+    )

@@ -31,7 +31,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.local import LocalGroup
 from paceline.core.world import World
 from paceline.data.arrow import ArrowSource
-from paceline.data.bring import DataSettings, Link, as_data, link_of_its_own, make_feed
+from paceline.data.bring import Connect, DataSettings, as_data, link_of_its_own, make_feed
 from paceline.data.feed import Feed
 from paceline.data.skip_bad import SkipBad
 from paceline.data.sources import as_source
@@ -245,7 +245,7 @@ def feed_for(
     hands: Hands,
     planner: Planner,
     communicator: Communicator,
-    connect: Callable[[World], Link] = link_of_its_own,
+    connect: Connect = link_of_its_own,
 ) -> Feed:
     samples_per_step = case.per_step * case.micro_batch
     num_samples = samples_per_step if "stream" in kind else case.num_samples
@@ -262,7 +262,7 @@ def run(
     workers = []
     for rank, link in enumerate(links):  # feeds first, threads after: feeds fork their readers
         planner = Planner(case.per_step, hands)
-        feed = feed_for(make_data, case, kind, hands, planner, link, lambda world: links[world.rank])
+        feed = feed_for(make_data, case, kind, hands, planner, link, lambda world, *_: links[world.rank])
         workers.append((feed, planner, rank))
     with ThreadPoolExecutor(len(workers)) as threads:
         try:

@@ -17,27 +17,9 @@ import torch
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.hashed_file import FileRecord, HashingReader, HashingWriter
-
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-RESERVED_NAME = "__metadata__"
+from paceline.core.tree import DTYPE_NAMES as DTYPE_NAMES
+from paceline.core.tree import DTYPES as DTYPES
+from paceline.core.tree import RESERVED_NAME as RESERVED_NAME
 
 # Every tensor whose size is a multiple of this starts at a multiple of it.
 ALIGNMENT_BYTES = 64

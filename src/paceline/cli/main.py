@@ -116,6 +116,11 @@ def _add_run(commands: Any) -> None:
         metavar="S",
         help="how many seconds to wait for the other machines (default: %(default)s)",
     )
+    run.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="what the machines know each other by: a random text, the same on all, that only you can read",
+    )
     run.add_argument("script", metavar="SCRIPT", help="a Python file")
     arguments = run.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     arguments.required = False  # else argparse names it among what is missing when nothing is given
@@ -133,7 +138,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"no such file: {options.script}")
     try:
         launch.workers_to_start(options.workers)
-        nodes = Nodes(options.nodes, options.address, options.join_timeout)
+        nodes = Nodes(options.nodes, options.address, options.join_timeout, options.secret_file)
         launch.check_place(options.logs, nodes)
     except ValueError as error:
         parser.error(str(error))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S, Communicator
 from paceline.comm.single import SingleCommunicator
-from paceline.core.errors import CommunicationError
+from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
 
 if TYPE_CHECKING:
@@ -18,16 +18,18 @@ logger = logging.getLogger("paceline")
 
 
 def connect(world: World, backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> Communicator:
-    """The communicator for this world: nothing for one worker, else torch.distributed.
+    """The communicator for this world: nothing for one worker, shared memory for CPU workers of one host, else
+    torch.distributed.
 
-    CPU workers of one host share memory, and those of several hosts reduce inside each host first, unless a backend is
-    named.
+    CPU workers of several hosts reduce inside each host first. A backend that is named serves for everything.
     """
     if world.size == 1:
         return SingleCommunicator(world, timeout_s)
     # Imported here: a world of one should not pay for torch.distributed.
     from paceline.comm.process_group import ProcessGroupCommunicator
 
+    if backend is None and (communicator := _on_one_host(world, timeout_s)) is not None:
+        return communicator
     flat = ProcessGroupCommunicator(world, backend, timeout_s)
     try:
         if backend is not None:
@@ -36,6 +38,23 @@ def connect(world: World, backend: str | None = None, timeout_s: float = DEFAULT
     except CommunicationError as error:
         logger.info("workers exchange over %s, not through shared memory: %s", flat.backend, error)
     return flat
+
+
+def _on_one_host(world: World, timeout_s: float) -> Communicator | None:
+    """For CPU workers of one host, if they can share memory; else None, on all workers."""
+    from paceline.comm.one_host import OneHostCommunicator
+    from paceline.comm.rendezvous import meet
+
+    meeting = meet(world, timeout_s, world.local_size == world.size and world.device.type == "cpu")
+    if not all(meeting.offers):
+        return None
+    try:
+        return OneHostCommunicator(world, timeout_s, meeting)
+    except CommunicationTimeout:
+        raise
+    except CommunicationError as error:
+        logger.info("the workers of this host cannot share memory: %s", error)
+        return None
 
 
 def _through_memory(flat: ProcessGroupCommunicator) -> Communicator:

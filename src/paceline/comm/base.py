@@ -78,6 +78,19 @@ class PointToPoint(Protocol):
         """Wait for what `source` sends, into `tensor`, which has its size and type."""
 
 
+class Link(PointToPoint, Protocol):
+    """What workers that read together talk over, beside the step's exchange: each of them with rank 0."""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it is certain that messages come from a worker of this run, as this user started it."""
+
+    def abort(self) -> None:
+        """Let a message that is under way fail, here and there, and those to come. Called by another thread."""
+
+    def close(self) -> None: ...
+
+
 class Done:
     """A `Pending` that is complete: nothing was exchanged, or it already happened."""
 

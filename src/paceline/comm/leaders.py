@@ -1,4 +1,4 @@
-"""One worker of each host, over Gloo."""
+"""Groups over Gloo that can be given up: one worker of each host, or all that read together."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ class Leaders(ProcessGroupCommunicator):
     An exchange that is under way can be given up, for which Gloo has no call: its connections are shut down.
     """
 
-    def __init__(self, world: World, timeout_s: float, ranks: Sequence[int]) -> None:
+    is_trusted = False  # Gloo asks nobody who he is
+
+    def __init__(
+        self, world: World, timeout_s: float, ranks: Sequence[int], join_timeout_s: float | None = None
+    ) -> None:
         before = _sockets()
-        super().__init__(world, "gloo", timeout_s, ranks)
+        super().__init__(world, "gloo", timeout_s, ranks, join_timeout_s)
         self._connections: list[socket.socket] = []
         if world.rank in ranks:
             try:

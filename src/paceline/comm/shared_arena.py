@@ -22,6 +22,7 @@ from contextlib import suppress
 from ctypes import c_int, c_long, c_uint, c_uint32, c_void_p
 from enum import IntEnum
 from itertools import product
+from pathlib import Path
 
 import torch
 
@@ -82,6 +83,9 @@ class Arena:
     def of_peer(cls, pid: int, fd: int, token: int) -> Arena:
         """The arena that process `pid` has as its file `fd`, and which carries this token."""
         path = f"/proc/{pid}/fd/{fd}"
+        # Root could open anybody's, and the number came from a store that others may be able to write to.
+        if (owner := Path(f"/proc/{pid}").stat().st_uid) != os.geteuid():
+            raise OSError(f"process {pid} belongs to user {owner}, not to this one")
         file = os.open(path, os.O_RDWR)
         try:
             # Where processes are numbered differently (another container), this may be somebody else's file.
@@ -312,7 +316,7 @@ def _map(fd: int) -> tuple[mmap.mmap, int]:
 
 def record_text(call: str) -> bytes:
     """The description of a call as it stands in a record."""
-    return call.encode().ljust(RECORD_BYTES - _KEY_BYTES, b"\0")
+    return call.encode()[: RECORD_BYTES - _KEY_BYTES].ljust(RECORD_BYTES - _KEY_BYTES, b"\0")
 
 
 def _call_key(number: int) -> bytes:

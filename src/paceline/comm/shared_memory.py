@@ -68,19 +68,13 @@ class SharingCommunicator(ABC):
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         buffer = self._find(tensor)
-        if buffer is None:
-            self._workers.own.board.announce_call()
-            return self._outer.all_reduce(tensor)
-        return self._start(buffer, "all_reduce")
+        return self._outside(tensor, "all_reduce", None) if buffer is None else self._start(buffer, "all_reduce")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         if not 0 <= source < self.world.size:
             raise ValueError(f"source={source} is not a rank in a world of {self.world.size}")
-        buffer = self._find(tensor)
-        if buffer is None:
-            self._workers.own.board.announce_call()
-            return self._outer.broadcast(tensor, source)
-        return self._start(buffer, f"broadcast from {source}", source)
+        buffer, call = self._find(tensor), f"broadcast from {source}"
+        return self._outside(tensor, call, source) if buffer is None else self._start(buffer, call, source)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._workers.check_usable()
@@ -97,6 +91,11 @@ class SharingCommunicator(ABC):
         self._buffers.clear()
         self._workers.close()
         self._outer.close()
+
+    def _outside(self, tensor: torch.Tensor, operation: str, source: int | None) -> Pending:
+        """An exchange of a tensor that `empty` did not make."""
+        self._workers.own.board.announce_call()
+        return self._outer.all_reduce(tensor) if source is None else self._outer.broadcast(tensor, source)
 
     @abstractmethod
     def _make_buffer(self, numel: int, dtype: torch.dtype) -> Buffer: ...

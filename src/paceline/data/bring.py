@@ -12,30 +12,30 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from torch.utils.data import IterableDataset
 
-from paceline.comm.base import Communicator, PointToPoint
-from paceline.comm.single import SingleCommunicator
+from paceline.comm.base import Communicator, Link
+from paceline.core.errors import CommunicationTimeout, PacelineError
 from paceline.core.world import World
 from paceline.data.batches import BatchStream
 from paceline.data.feed import Feed, PlanStep
 from paceline.data.orders import Epochs, NumberedData, epochs_of, num_left, source_of
-from paceline.data.readers import ReaderProcesses, Readers, ReaderThread
+from paceline.data.readers import ReaderProcesses, Readers, ReaderThread, ReaderTimeout
 from paceline.data.resident import resident
 from paceline.data.sharded import ShardedFeed, counts_samples, reader_of
 from paceline.data.sources import Read, Source, as_source
 from paceline.data.streams import IterableStream, Slot, StreamReader
-from paceline.data.together import Course, Inline, OwnParts, Planned, ReadByOne, TogetherFeed
+from paceline.data.together import Course, Inline, OwnParts, Planned, ReadByOne, TogetherFeed, WatchedLink
 from paceline.plan.steps import Position, Steps
 
 Way: TypeAlias = Literal["sharded", "dispatched"]
 
 # Steps that are planned and read ahead where workers read together.
 AHEAD = 2
-# Reading ahead may rest for as long as training does: in an evaluation, say. Who waits in vain is told by the step.
-PATIENCE_S = 7 * 24 * 3600.0
+# For a link that is used ahead of time, which rests for as long as training does: in an evaluation, say. Whoever needs
+# what it brings waits timeout_s for that, and no longer.
+NO_LIMIT_S = 7 * 24 * 3600.0
 
-
-class Link(Communicator, PointToPoint, Protocol):
-    """What workers that read together talk over, beside the step's exchange."""
+# Makes the link of a world; a message on it takes at most so many seconds, its construction at most the second number.
+Connect: TypeAlias = Callable[[World, float, float], Link]
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,15 @@ def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: i
     return IterableStream(data, seed) if is_iterable_only else as_source(data, collate_fn=collate_fn, seed=seed)
 
 
-def link_of_its_own(world: World) -> Link:
+def link_of_its_own(world: World, timeout_s: float, join_timeout_s: float) -> Link:
     # Imported here: a world of one should not pay for torch.distributed.
-    from paceline.comm.process_group import ProcessGroupCommunicator
+    if world.local_size == world.size:
+        from paceline.comm.host_link import HostLink
 
-    return ProcessGroupCommunicator(world, "gloo", PATIENCE_S)
+        return HostLink(world, timeout_s, join_timeout_s)
+    from paceline.comm.leaders import Leaders
+
+    return Leaders(world, timeout_s, range(world.size), join_timeout_s)
 
 
 def make_feed(
@@ -76,7 +80,7 @@ def make_feed(
     steps: Steps,
     plan_step: PlanStep,
     communicator: Communicator,
-    connect: Callable[[World], Link] = link_of_its_own,
+    connect: Connect = link_of_its_own,
 ) -> Feed:
     """The feed for this data. What cannot be is refused before anything is started.
 
@@ -84,14 +88,14 @@ def make_feed(
     """
     if isinstance(data, IterableStream):
         parts = _StreamParts(stream_reader(data, settings, steps))
-        return _together(parts, data, _StreamCourse(), settings, plan_step, communicator.world, connect)
+        return _together(parts, data, _StreamCourse(), settings, plan_step, communicator, connect)
     source = source_of(data)
     if settings.resident:
         source = resident(source, communicator.world.device)
     epochs = epochs_of(data, steps, communicator, seed=settings.seed, shuffle=settings.shuffle)
     if settings.way == "dispatched":
         numbered = _NumberedParts(source, epochs, is_weighed=settings.weight_fn is not None)
-        return _together(numbered, source, _SizedCourse(epochs), settings, plan_step, communicator.world, connect)
+        return _together(numbered, source, _SizedCourse(epochs), settings, plan_step, communicator, connect)
     return ShardedFeed(
         source,
         epochs,
@@ -102,6 +106,7 @@ def make_feed(
         at_once=settings.at_once,
         readers=settings.readers,
         prefetch=settings.prefetch,
+        timeout_s=communicator.timeout_s,
     )
 
 
@@ -111,8 +116,8 @@ def _together(
     course: Course,
     settings: DataSettings,
     plan_step: PlanStep,
-    world: World,
-    connect: Callable[[World], Link],
+    communicator: Communicator,
+    connect: Connect,
 ) -> Feed:
     if settings.at_once > 1:
         raise ValueError(
@@ -124,15 +129,25 @@ def _together(
             f"prefetch={settings.prefetch} would be ignored: where workers read together, {AHEAD} steps are read "
             "ahead; choose readers instead"
         )
+    world, timeout_s = communicator.world, communicator.timeout_s
+    runs_beside = settings.readers > 0 or getattr(data, "may_read_in_thread", False)
+    # A step that waits for data waits timeout_s; a thread that reads ahead of it may wait until somebody needs that.
+    limit_s = NO_LIMIT_S if runs_beside else timeout_s
     with ExitStack() as undo:
-        reading = _Reading(parts, settings.readers)
+        reading = _Reading(parts, settings.readers, limit_s)
         undo.callback(reading.close)
-        deliver = _deliver(reading.read_all, settings.way, world, connect, undo)
-        runs_beside = settings.readers > 0 or getattr(data, "may_read_in_thread", False)
+        link = WatchedLink(connect(world, limit_s, timeout_s)) if world.size > 1 else None
+        if link is not None:
+            undo.callback(link.close)
+        deliver: Callable[[Planned], Any] = OwnParts(reading.read_all, link)
+        if settings.way == "dispatched" and link is not None:
+            deliver = ReadByOne(reading.read_all, link)
+        give_up, explain = partial(_give_up, link, reading), partial(_explain, timeout_s, link, reading)
+        readers = ReaderThread(deliver, timeout_s, give_up=give_up, explain=explain) if runs_beside else Inline(deliver)
         return TogetherFeed(
             course,
             plan_step,
-            _Closing(ReaderThread(deliver) if runs_beside else Inline(deliver), undo.pop_all()),
+            _Closing(readers, undo.pop_all()),
             world.rank,
             world.device,
             ahead=AHEAD if runs_beside else 0,
@@ -142,18 +157,20 @@ def _together(
         )
 
 
-def _deliver(
-    read_all: Callable[[Planned, range], Sequence[Read]],
-    way: Way,
-    world: World,
-    connect: Callable[[World], Link],
-    undo: ExitStack,
-) -> Callable[[Planned], Any]:
-    if world.size == 1:
-        return OwnParts(read_all, SingleCommunicator(world))
-    link = connect(world)
-    undo.callback(link.close)
-    return ReadByOne(read_all, link) if way == "dispatched" else OwnParts(read_all, link)
+def _give_up(link: WatchedLink | None, reading: _Reading) -> None:
+    if link is not None:
+        link.abort()
+    reading.kill()
+
+
+def _explain(timeout_s: float, link: WatchedLink | None, reading: _Reading) -> PacelineError | None:
+    """Why a step waits in vain for what is read ahead of it, if it is another worker or a reader process."""
+    if link is not None and link.doing:
+        return CommunicationTimeout(
+            f"rank {link.world.rank} waited timeout_s={timeout_s:g} s for its data, in {link.doing}: that rank hangs, "
+            "or its work takes longer than the time-out"
+        )
+    return ReaderTimeout.of_stacks(timeout_s, stacks) if (stacks := reading.stacks()) else None
 
 
 class Parts(Protocol):
@@ -189,10 +206,10 @@ class _StreamParts:
 class _Reading:
     """Reads micro-batches of a planned step: here, or in processes."""
 
-    def __init__(self, parts: Parts, num_readers: int) -> None:
+    def __init__(self, parts: Parts, num_readers: int, timeout_s: float) -> None:
         self._parts = parts
         self._num_readers = num_readers
-        self._processes = ReaderProcesses(parts.read, num_readers) if num_readers else None
+        self._processes = ReaderProcesses(parts.read, num_readers, timeout_s) if num_readers else None
 
     def read_all(self, planned: Planned, numbers: range) -> Sequence[Read]:
         requests = self._parts.requests(planned, numbers, self._num_readers)
@@ -200,6 +217,14 @@ class _Reading:
             return [self._parts.read(request) for request, _ in requests]
         answers = [self._processes.submit(request, reader) for request, reader in requests]
         return [answer() for answer in answers]
+
+    def kill(self) -> None:
+        if self._processes is not None:
+            self._processes.kill()
+
+    def stacks(self) -> str:
+        """Where the reader processes stand that have something to do."""
+        return "" if self._processes is None else self._processes.stacks()
 
     def close(self) -> None:
         if self._processes is not None:

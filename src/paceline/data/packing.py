@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 # A micro-batch's tensors start on a cache line: on unaligned inputs some kernels give other results.
@@ -19,7 +18,7 @@ ALIGNMENT = 64
 SMALL = 1 << 20
 
 
-_Memory: TypeAlias = "mmap.mmap | npt.NDArray[np.uint8]"
+_Memory: TypeAlias = mmap.mmap
 
 
 class _Place(NamedTuple):
@@ -67,11 +66,6 @@ def unpack(described: Any, descriptor: int | None) -> Any:
     finally:
         os.close(descriptor)
     return _restore(described, memory, copy=size <= SMALL)
-
-
-def unpack_from(described: Any, memory: torch.Tensor) -> Any:
-    """The batch that `pack` described, in memory that holds what it packed."""
-    return _restore(described, memory.numpy())
 
 
 class _Packer:

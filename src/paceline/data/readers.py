@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
+import math
 import os
 import pickle
+import select
 import signal
 import socket
 import stat
 import struct
+import sys
+import threading
+import time
 import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +36,10 @@ from paceline.data.packing import Packed, pack, unpack
 
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
+# A reader process that is asked where it stands writes its stack to a file.
+_STACK_SIGNAL = signal.SIGUSR1
+_STACK_WAIT_S = 1.0
+_GIVE_UP_S = 5.0  # for a thread whose waiting was ended
 
 
 class Readers(Protocol):
@@ -40,33 +52,99 @@ class Readers(Protocol):
 
 
 class ReaderThread:
-    """For sources that run no code of the user's: it shares this process's random generators."""
+    """For sources that run no code of the user's: it shares this process's random generators.
 
-    def __init__(self, read: Callable[[Any], Any]) -> None:
+    Whoever asks for an answer waits at most `timeout_s` for it; until somebody does, the thread may take any time.
+    `give_up` lets go what the thread waits for, if it has to end; `explain` makes the error of a wait in vain, where it
+    knows what the thread waits for.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Any], Any],
+        timeout_s: float = math.inf,
+        *,
+        give_up: Callable[[], None] = lambda: None,
+        explain: Callable[[], PacelineError | None] = lambda: None,
+    ) -> None:
         self._read = read
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="paceline-reader")
+        self._timeout_s = timeout_s
+        self._give_up = give_up
+        self._explain = explain
+        self._requests: SimpleQueue[tuple[Future[Any], Hashable] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_stuck = False
 
     def submit(self, request: Hashable) -> Callable[[], Any]:
-        future: Future[Any] = self._pool.submit(self._read, request)
-        return future.result
+        if self._thread is None:  # not before: until now this process may fork
+            # A daemon: one that never ends must not keep the process.
+            self._thread = threading.Thread(target=self._work, name="paceline-reader", daemon=True)
+            self._thread.start()
+        future: Future[Any] = Future()
+        self._requests.put((future, request))
+        return partial(self._answer, future)
 
     def close(self) -> None:
+        if self._thread is None:
+            return
+        self._requests.put(None)
         # What was asked for is done to its end: where workers read together, another waits for our part of it.
-        self._pool.shutdown(wait=True)
+        self._thread.join(0.0 if self._is_stuck else min(self._timeout_s, threading.TIMEOUT_MAX))
+        if self._thread.is_alive():
+            self._give_up()
+            self._thread.join(_GIVE_UP_S)
+
+    def _work(self) -> None:
+        while (asked := self._requests.get()) is not None:
+            future, request = asked
+            try:
+                future.set_result(self._read(request))
+            except BaseException as error:
+                future.set_exception(error)
+            del future, asked  # an answer that nobody wants must not live until the next request
+
+    def _answer(self, future: Future[Any]) -> Any:
+        try:
+            return future.result(min(self._timeout_s, threading.TIMEOUT_MAX))
+        except TimeoutError:
+            if future.done():  # raised by the reading itself
+                raise
+        self._is_stuck = True
+        raise self._explain() or ReaderTimeout(
+            f"waited timeout_s={self._timeout_s:g} s for data that is read in the background. The thread that reads "
+            f"stands at:\n{_stack_of(self._thread)}"
+        )
+
+
+def _stack_of(thread: threading.Thread | None) -> str:
+    frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
+    return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(it has ended)"
 
 
 class ReaderProcesses:
-    """Forked processes, each with a copy of everything `read` needs; they end with this process, however it ends."""
+    """Forked processes, each with a copy of everything `read` needs; they end with this process, however it ends.
 
-    def __init__(self, read: Callable[[Any], Any], count: int) -> None:
+    Whoever asks for an answer waits at most `timeout_s` for it.
+    """
+
+    def __init__(self, read: Callable[[Any], Any], count: int, timeout_s: float = math.inf) -> None:
         if count < 1:
             raise ValueError(f"readers={count}: choose at least 1 reader process, or 0 to read in the step")
-        self._readers = [_ReaderProcess(read, number) for number in range(count)]
+        self._readers = [_ReaderProcess(read, number, timeout_s) for number in range(count)]
 
     def submit(self, request: Hashable, reader: int | None = None) -> Callable[[], Any]:
         """To the reader with this number; else to the one with least to do."""
         chosen = min(self._readers, key=lambda r: r.num_open) if reader is None else self._readers[reader]
         return chosen.submit(request)
+
+    def stacks(self) -> str:
+        """Where those stand that have something to do."""
+        return "\n".join(reader.stack() for reader in self._readers if reader.num_open)
+
+    def kill(self) -> None:
+        """Let a thread that waits for an answer go on, with an error."""
+        for reader in self._readers:
+            reader.kill()
 
     def close(self) -> None:
         for reader in self._readers:
@@ -77,13 +155,26 @@ class ReaderDied(PacelineError):
     """A reader process ended without an answer."""
 
 
+class ReaderTimeout(PacelineError):
+    """Data that a step needs was not read within the run's time-out."""
+
+    @classmethod
+    def of_stacks(cls, timeout_s: float, stacks: str) -> ReaderTimeout:
+        return cls(
+            f"waited timeout_s={timeout_s:g} s for data: the data set hangs, or takes longer than that. {stacks}"
+        )
+
+
 class _ReaderProcess:
     """One process and the socket to it. It answers in the order of the requests."""
 
-    def __init__(self, read: Callable[[Any], Any], number: int) -> None:
+    def __init__(self, read: Callable[[Any], Any], number: int, timeout_s: float) -> None:
         self._number = number
+        self._timeout_s = timeout_s
         self._socket, theirs = socket.socketpair()
-        self._pid = _fork(lambda: _serve(theirs, read))
+        # Where it writes its stack.
+        self._stack_file: int | None = os.memfd_create("paceline-stack", os.MFD_CLOEXEC)
+        self._pid = _fork(partial(_serve, theirs, read, self._stack_file))
         theirs.close()
         self._asked = self._answered = 0
         self._answers: deque[tuple[int, bytes, int | None]] = deque()
@@ -104,6 +195,7 @@ class _ReaderProcess:
     def answer(self, number: int) -> Any:
         while number >= self._answered:
             try:
+                self._wait_for_answer()
                 message, descriptor = _receive(self._socket)
             except (OSError, EOFError) as error:
                 raise self._died() from error
@@ -116,6 +208,25 @@ class _ReaderProcess:
             raise value
         return unpack(value, descriptor)
 
+    def _wait_for_answer(self) -> None:
+        if self._timeout_s == math.inf or select.select([self._socket], [], [], self._timeout_s)[0]:
+            return
+        raise ReaderTimeout.of_stacks(self._timeout_s, self.stack())
+
+    def stack(self) -> str:
+        """Where the process stands, as a sentence."""
+        if self._pid is None or self._stack_file is None:
+            return f"Reader process {self._number} has ended"
+        os.kill(self._pid, _STACK_SIGNAL)  # it may be dead already, but not yet waited for
+        deadline_s = time.monotonic() + _STACK_WAIT_S
+        text = ""
+        while time.monotonic() < deadline_s and not text.endswith("\n"):
+            time.sleep(0.02)
+            text = os.pread(self._stack_file, 1 << 16, 0).decode(errors="replace")
+        if not text:
+            return f"Reader process {self._number} (pid {self._pid}) does not say where it stands: it was stopped"
+        return f"Reader process {self._number} stands at (most recent call first):\n{text.partition(':')[2].strip()}"
+
     def forget(self, number: int) -> None:
         """Nobody will ask for this answer."""
         if number >= self._answered:
@@ -125,9 +236,16 @@ class _ReaderProcess:
             self._answers.remove(answer)
             _close(answer[2])
 
+    def kill(self) -> None:
+        if self._pid is not None:
+            os.kill(self._pid, signal.SIGKILL)
+
     def close(self) -> None:
         self._socket.close()
         self._end()
+        if self._stack_file is not None:
+            os.close(self._stack_file)
+            self._stack_file = None
         for _, _, descriptor in self._answers:
             _close(descriptor)
         self._answers.clear()
@@ -194,8 +312,9 @@ def _fork(run: Callable[[], None]) -> int | None:
         os._exit(0)
 
 
-def _serve(connection: socket.socket, read: Callable[[Any], Any]) -> None:
+def _serve(connection: socket.socket, read: Callable[[Any], Any], stack_file: int) -> None:
     _close_sockets(connection)
+    faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
     while True:
         try:
             request = pickle.loads(_receive(connection)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ class ShardedFeed:
         at_once: int = 1,
         readers: int = 0,
         prefetch: int | None = None,
+        timeout_s: float = math.inf,
     ) -> None:
         self._source = source
         self._epochs = epochs
@@ -47,7 +49,7 @@ class ShardedFeed:
         self._at_once = at_once
         self._read = reader_of(source, is_weighed=weight_fn is not None)
         self._to_device = DeviceCopier(device)
-        self._prefetcher = _prefetcher(source, self._read, readers, prefetch)
+        self._prefetcher = _prefetcher(source, self._read, readers, prefetch, timeout_s)
         # Weights that are known before reading save a pass over all gradients; samples that are left out are not.
         self._knows_weights = weight_fn is None and not counts_samples(source)
         self._epoch: Epoch | None = None
@@ -190,13 +192,13 @@ def weight_of(batch: Any, weight_fn: Callable[[Any], int]) -> int:
 
 
 def _prefetcher(
-    source: Source, read: Callable[[Request], Read], num_readers: int, depth: int | None
+    source: Source, read: Callable[[Request], Read], num_readers: int, depth: int | None, timeout_s: float
 ) -> Prefetcher | None:
     readers: Readers
     if num_readers:
-        readers = ReaderProcesses(read, num_readers)
+        readers = ReaderProcesses(read, num_readers, timeout_s)
     elif getattr(source, "may_read_in_thread", False):
-        readers = ReaderThread(read)
+        readers = ReaderThread(read, timeout_s)
     elif depth:
         raise ValueError(
             f"prefetch={depth} needs readers: this data runs code that a thread beside the step must not run; "

@@ -13,10 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from paceline.comm.base import Communicator, PointToPoint
+from paceline.comm.base import Link, PointToPoint
+from paceline.core.errors import CommunicationError
+from paceline.core.message import decode, encode
+from paceline.core.secret import run_secret
+from paceline.core.world import World
 from paceline.data.device import DeviceCopier
 from paceline.data.feed import PlanStep, Step
-from paceline.data.packing import pack, unpack_from
 from paceline.data.readers import Readers
 from paceline.data.sharded import weight_of
 from paceline.data.sources import Read
@@ -181,23 +184,39 @@ class _Once:
 class OwnParts:
     """Every worker reads its own part of the stream, and tells the others what it found."""
 
-    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], communicator: Communicator) -> None:
+    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], link: PointToPoint | None) -> None:
         self._read = read
-        self._communicator = communicator
+        self._link = link  # None: there is nobody else
 
     def __call__(self, planned: Planned) -> Delivered:
-        own = planned.plan[self._communicator.world.rank]
+        own = planned.plan[0 if self._link is None else self._link.world.rank]
         reads = self._read(planned, own)
         counts = torch.zeros(planned.plan[-1].stop, dtype=torch.int64)
         counts[own.start : own.stop] = torch.tensor([_count(read) for read in reads], dtype=torch.int64)
-        self._communicator.all_reduce(counts).wait()
+        if self._link is not None:
+            _add_up(counts, self._link)
         return Delivered(counts.tolist(), reads)
+
+
+def _add_up(numbers: torch.Tensor, link: PointToPoint) -> None:
+    """The sum over all workers, on every worker, by way of rank 0."""
+    if link.world.rank != 0:
+        link.send(numbers, 0)
+        link.receive(numbers, 0)
+        return
+    others = range(1, link.world.size)
+    for rank in others:
+        theirs = torch.empty_like(numbers)
+        link.receive(theirs, rank)
+        numbers += theirs
+    for rank in others:
+        link.send(numbers, rank)
 
 
 class ReadByOne:
     """Rank 0 reads every micro-batch and sends each worker its own."""
 
-    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], link: PointToPoint) -> None:
+    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], link: Link) -> None:
         self._read = read
         self._link = link
 
@@ -214,24 +233,80 @@ class ReadByOne:
         return Delivered(counts, [reads[k] for k in planned.plan[0]])
 
 
-def _send(link: PointToPoint, value: Any, to: int) -> None:
-    described, packed = pack(value)
-    header = torch.frombuffer(bytearray(pickle.dumps(described)), dtype=torch.uint8)
-    size = 0 if packed is None else len(packed.memory)
-    link.send(torch.tensor([len(header), size], dtype=torch.int64), to)
-    link.send(header, to)
-    if packed is not None:
-        link.send(torch.frombuffer(packed.memory, dtype=torch.uint8), to)
-        packed.close()
+class WatchedLink:
+    """A link that tells what it is at: `doing` is empty while no message is under way."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.doing = ""
+        self.abort, self.close = link.abort, link.close
+
+    @property
+    def world(self) -> World:
+        return self._link.world
+
+    @property
+    def is_trusted(self) -> bool:
+        return self._link.is_trusted
+
+    def send(self, tensor: torch.Tensor, to: int) -> None:
+        self.doing = f"send to rank {to}"
+        self._link.send(tensor, to)
+        self.doing = ""
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        self.doing = f"receive from rank {source}"
+        self._link.receive(tensor, source)
+        self.doing = ""
 
 
-def _receive(link: PointToPoint) -> Any:
-    sizes = torch.empty(2, dtype=torch.int64)
-    link.receive(sizes, 0)
-    header_size, size = sizes.tolist()
-    header = torch.empty(header_size, dtype=torch.uint8)
-    link.receive(header, 0)
-    memory = torch.empty(size, dtype=torch.uint8)
-    if size:
-        link.receive(memory, 0)
-    return unpack_from(pickle.loads(header.numpy().tobytes()), memory)
+# How a message is written: in a format without code, or pickled.
+_PLAIN, _PICKLED = 0, 1
+
+
+def _send(link: Link, value: Any, to: int) -> None:
+    kind, message = _encode(value, link.is_trusted)
+    link.send(torch.tensor([kind, len(message)], dtype=torch.int64), to)
+    link.send(message, to)
+
+
+def _receive(link: Link) -> Any:
+    head = torch.empty(2, dtype=torch.int64)
+    link.receive(head, 0)
+    kind, size = head.tolist()
+    message = torch.empty(size, dtype=torch.uint8)
+    link.receive(message, 0)
+    return _decode(kind, message, link.is_trusted)
+
+
+def _encode(value: Any, is_trusted: bool) -> tuple[int, torch.Tensor]:
+    try:
+        return _PLAIN, encode(value, "batch", with_classes=True)
+    except TypeError as error:
+        secret = run_secret()
+        if secret is None and not is_trusted:
+            raise TypeError(
+                f"{error}. Workers on other hosts take what only pickle can hold from peers that prove who they are: "
+                "give the run a secret (--secret-file, or the variable PACELINE_SECRET_FILE under torchrun; see "
+                "docs/security.md), or let collate_fn return tensors, numbers, strings, lists, tuples and dicts"
+            ) from None
+    pickled = pickle.dumps(value)
+    return _PICKLED, torch.frombuffer(
+        bytearray(pickled if secret is None else secret.sign(pickled, _PURPOSE)), dtype=torch.uint8
+    )
+
+
+def _decode(kind: int, message: torch.Tensor, is_trusted: bool) -> Any:
+    if kind == _PLAIN:
+        return decode(message)
+    secret = run_secret()
+    if secret is None and not is_trusted:
+        raise CommunicationError(
+            "a pickled batch came from rank 0, which has not proved who it is: give the run a secret (--secret-file; "
+            "see docs/security.md)"
+        )
+    content = message.numpy().tobytes()
+    return pickle.loads(content if secret is None else secret.check(content, _PURPOSE))
+
+
+_PURPOSE = "a batch of rank 0"

@@ -150,3 +150,24 @@ def test_a_worker_that_leaves_without_a_word_has_failed() -> None:
 
     with pytest.raises(WorkerError, match=r"^rank 1 exited with code 0 before its work was done$"):
         launch(work, 2)
+
+
+@pytest.mark.usefixtures("nothing_ahead")
+def test_one_that_was_stopped_is_no_obstacle(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its workers are started again, or have ended already, of which it cannot tell."""
+    monkeypatch.setattr(processes, "STOPPED_S", 1.0)
+
+    def work(ends: bool) -> str:
+        start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        if start == "0":
+            if os.environ["RANK"] == "1":
+                os.kill(os.getppid(), signal.SIGSTOP)
+            if not ends:
+                time.sleep(600)
+        return start
+
+    assert launch(work, 2, args=(False,), max_restarts=3) == "1"
+    assert "forked from (pid" in capfd.readouterr().err
+    assert launch(work, 2, args=(True,), max_restarts=3) == "0"

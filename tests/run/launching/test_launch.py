@@ -405,7 +405,7 @@ def test_workers_end_with_their_launcher(
     launcher = start_script(tmp_path, LAUNCHER)
     try:
         wait_until(lambda: (tmp_path / "up-0").exists() and (tmp_path / "up-1").exists())
-        assert len(workers_of(temporary_folder)) == 4  # with the process they come from, and the one of their store
+        assert len(workers_of(temporary_folder)) == 3  # with the process they come from
         launcher.send_signal(number)
         out, err = launcher.communicate(timeout=END_S)
     finally:

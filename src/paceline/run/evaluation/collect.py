@@ -7,28 +7,22 @@ exchange is left out: what can be sent, and what arrives, does not depend on the
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from paceline.checkpoint.safetensors_file import DTYPE_NAMES, DTYPES
-from paceline.checkpoint.tree import flatten, unflatten
 from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0
 from paceline.core.errors import CommunicationError, PacelineError
+from paceline.core.message import decode, encode
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
 # A message that lies on the host goes through a device's memory in pieces of this size.
 PIECE_BYTES = 64 << 20
-
-_ALIGNMENT_BYTES = 64
-_LENGTH_BYTES = 8
 
 
 def gather(value: Any, communicator: Communicator) -> list[Any]:
@@ -117,49 +111,20 @@ def _shared(own: torch.Tensor, source: int, communicator: Communicator) -> torch
 
 
 def _pack(value: Any) -> torch.Tensor:
-    """A message: the length of a header, the header, and the tensors' bytes, each from an aligned place on.
-
-    Of a value that cannot travel the message says why, so that all workers hear of it.
-    """
+    """A message. Of a value that cannot travel it says why, so that all workers hear of it."""
     try:
-        flat = flatten(value, "value")
-        content = {"structure": flat.structure}
-        tensors = flat.tensors
+        return encode(value, "value")
     except TypeError as error:
-        content, tensors = {"error": str(error)}, {}
-    kinds = [(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()]
-    header = json.dumps({**content, "tensors": kinds}).encode()
-    header = len(header).to_bytes(_LENGTH_BYTES, "little") + header
-    places = _places(len(header), [tensor.nbytes for tensor in tensors.values()])
-    message = torch.empty(places[-1], dtype=torch.uint8)
-    message[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for place, tensor in zip(places, tensors.values(), strict=False):
-        _view(message, place, tensor.dtype, tensor.shape).copy_(tensor)
-    return message
+        return encode(_Refused(str(error)), "value", with_classes=True)
 
 
 def _unpack(message: torch.Tensor, rank: int) -> Any:
     """The value in a message, whose memory its tensors share."""
-    end = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES].numpy().tobytes(), "little")
-    header = json.loads(message[_LENGTH_BYTES:end].numpy().tobytes())
-    if "error" in header:
-        raise TypeError(f"the value of rank {rank} cannot be sent to other workers: {header['error']}")
-    kinds = [(name, DTYPES[dtype], torch.Size(shape)) for name, dtype, shape in header["tensors"]]
-    places = _places(end, [shape.numel() * dtype.itemsize for _, dtype, shape in kinds])
-    tensors = {
-        name: _view(message, place, dtype, shape) for place, (name, dtype, shape) in zip(places, kinds, strict=False)
-    }
-    return unflatten(header["structure"], tensors)
+    value = decode(message)
+    if isinstance(value, _Refused):
+        raise TypeError(f"the value of rank {rank} cannot be sent to other workers: {value.reason}")
+    return value
 
 
-def _places(start: int, sizes: Sequence[int]) -> list[int]:
-    """Where each tensor begins, after `start` bytes, and where the last one ends."""
-    return list(accumulate((_aligned(size) for size in sizes), initial=_aligned(start)))
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _view(message: torch.Tensor, place: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    return message[place : place + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+class _Refused(NamedTuple):
+    reason: str

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.failure import ASKED, DIED, Ending, first_ending, first_failure, read_reports
 from paceline.run.launching.meeting import Meeting, Outcome
@@ -112,8 +113,9 @@ class Workers:
             "TORCHELASTIC_RUN_ID": meeting.run_id,
             "TORCHELASTIC_RESTART_COUNT": self._num_restarts,
             "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
         }
+        if meeting.num_nodes == 1:
+            values[STORE_VARIABLE] = self._folder / worker.STORE_FILE
         return {name: str(value) for name, value in values.items()} | meeting.environment
 
     def _is_over(self) -> bool:

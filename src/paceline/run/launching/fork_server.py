@@ -10,7 +10,7 @@ START is the launcher's file, see `worker.py`. On the socket CHANNEL come and go
     {"started": [PID, ...]}
     {"ended": PID, "exit_code": CODE}                 negative for a signal
 
-Workers whose environment names no MASTER_ADDR meet in a store that is opened here for them.
+Workers whose environment names no MASTER_ADDR get a port that is free, for process groups of the user's own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from select import select
 from typing import Any, NoReturn
 
 _LOOPBACK = "127.0.0.1"
@@ -83,42 +82,29 @@ def _serve(shared: Path, start: dict[str, Any], channel: int) -> None:
 
     with open(channel, "rb", closefd=False) as requests:
         for request in requests:
-            with _with_store(json.loads(request)["environments"]) as environments:
+            with _with_port(json.loads(request)["environments"]) as environments:
                 running = [_fork(partial(be_worker, own)) for own in environments]
                 say(started=running)
                 while running:
                     pid, status = os.wait()
-                    if pid in running:  # it is not the store's
-                        running.remove(pid)
-                        say(ended=pid, exit_code=os.waitstatus_to_exitcode(status))
+                    running.remove(pid)
+                    say(ended=pid, exit_code=os.waitstatus_to_exitcode(status))
 
 
 @contextmanager
-def _with_store(environments: list[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """The environments with the address of a store; it is kept by a process of its own, which outlives any worker."""
+def _with_port(environments: list[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
+    """The environments with a port for process groups of the user's own, where several nodes have none in common.
+
+    It is only reserved: if the user calls init_process_group(), torch opens it on rank 0. Paceline itself does not.
+    """
     if "MASTER_ADDR" in environments[0]:
         yield environments
         return
-    with socket.create_server((_LOOPBACK, 0)) as listener:
-        port = listener.getsockname()[1]
-        keeper = _fork(lambda: _keep_store(listener))
-    try:
-        yield [own | {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port)} for own in environments]
-    finally:
-        os.kill(keeper, signal.SIGKILL)
-        with suppress(ChildProcessError):  # it died before, and was waited for with the workers
-            os.waitpid(keeper, 0)
-
-
-def _keep_store(listener: socket.socket) -> NoReturn:
-    select([listener], [], [])  # nobody may come, and torch may not be imported yet
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    port = listener.getsockname()[1]
-    store = TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    while store:
-        signal.pause()
-    os._exit(1)
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch sets it too: then both may bind it
+        reserved.bind((_LOOPBACK, 0))
+        port = str(reserved.getsockname()[1])
+        yield [own | {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port} for own in environments]
 
 
 def _fork(role: Callable[[], object]) -> int:

@@ -7,6 +7,7 @@ import json
 import linecache
 import os
 import runpy
+import secrets
 import shutil
 import signal
 import sys
@@ -14,12 +15,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from paceline.core.private_folder import new_private_folder
 from paceline.core.rank_variables import is_worker
+from paceline.core.secret import FILE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.agent import Workers
 from paceline.run.launching.meeting import Meeting
@@ -144,7 +147,8 @@ def _run_workers(
     """Start the workers, wait for all, raise the first failure."""
     output = None if logs is None else Path(logs).absolute()
     terms = {"nodes": nodes.num, "max_restarts": max_restarts}
-    worker.write_atomically(folder / worker.START_FILE, json.dumps(_start(script, output, _threads(count))))
+    environment = _threads(count) | (_own_secret(folder) if nodes.num == 1 else {})
+    worker.write_atomically(folder / worker.START_FILE, json.dumps(_start(script, output, environment)))
     with (
         Processes(folder / worker.START_FILE) as processes,  # first: it gets ready while the rest does
         Meeting(nodes, count, folder.name, terms) as meeting,
@@ -175,6 +179,14 @@ def _start(script: str | None, output: Path | None, environment: dict[str, str])
             name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None
         },
     }
+
+
+def _own_secret(folder: Path) -> dict[str, str]:
+    """The environment with a secret that is made for this run and ends with its folder."""
+    path = folder / worker.SECRET_FILE
+    with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+        file.write(secrets.token_hex(32))
+    return {FILE_VARIABLE: str(path)}
 
 
 def _threads(count: int) -> dict[str, str]:

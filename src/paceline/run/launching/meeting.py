@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.secret import FILE_VARIABLE
 from paceline.run.launching.failure import ASKED, Ending, first
 from paceline.run.launching.nodes import Nodes, NodesError, Opened, interface_of, open_store
 from paceline.run.launching.worker import COMMUNICATION, STOPPED
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
 
 TALK_S = 0.2  # between two looks at the others' records
 LOST_S = 10.0  # without a new record of a node: it is gone, or the link to it
+_NO_SECRET = (
+    "paceline: this run has no secret: whoever can reach {address} can join it or disturb it. Give --secret-file, the "
+    "same on every node; docs/security.md says what it protects"
+)
 LEAVE_S = 30.0  # the address's node stays at most so long for those who still read
 POLL_S = 0.02
 
@@ -79,8 +86,12 @@ class Meeting:
         self._store: TCPStore | None = None
         self._is_here, self.index = True, 0
         self.name = socket.gethostname()
-        self.environment: dict[str, str] = {}  # where workers meet; those of one node have a store to themselves
+        self.environment: dict[str, str] = {}  # where workers of several nodes meet
+        self._secret = nodes.secret()
+        self._prefix = "paceline" if self._secret is None else self._secret.name("nodes")
         if nodes.num > 1:
+            if self._secret is None:
+                print(_NO_SECRET.format(address=nodes.address), file=sys.stderr)
             self._arrive(open_store(nodes))
 
         self._lock = threading.Lock()
@@ -101,7 +112,7 @@ class Meeting:
 
     def _arrive(self, opened: Opened) -> None:
         self._store, self._is_here = opened.store, opened.is_here
-        self.index = 0 if opened.is_here else opened.store.add("paceline/arrived", 1)
+        self.index = 0 if opened.is_here else opened.store.add(f"{self._prefix}/arrived", 1)
         if self.index >= self._nodes.num:
             raise NodesError(
                 f"{self._nodes.num} nodes have already met at {self._nodes.address}: choose another port for another "
@@ -109,6 +120,9 @@ class Meeting:
             )
         self.name = f"{self.name} ({opened.own_address})"
         self.environment = {"MASTER_ADDR": self._nodes.place[0], "MASTER_PORT": str(opened.store.port)}
+        self.environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        if self._nodes.secret_file is not None:
+            self.environment[FILE_VARIABLE] = str(Path(self._nodes.secret_file).absolute())
         if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(opened.own_address)) is not None:
             # By itself Gloo takes the one behind the host's own name, which often is the loopback.
             self.environment["GLOO_SOCKET_IFNAME"] = interface
@@ -233,7 +247,8 @@ class Meeting:
                 names = ", ".join(record.name for record in self._records.values())
                 raise NodesError(
                     f"{len(self._records)} of {self.num_nodes} nodes came to {self._nodes.address} within join_timeout="
-                    f"{self._nodes.join_timeout_s:g} s: {names}. Start the same command on the others too"
+                    f"{self._nodes.join_timeout_s:g} s: {names}. Start the same command on the others too, with the "
+                    "same secret or none"
                 )
             time.sleep(POLL_S)
 
@@ -252,31 +267,36 @@ class Meeting:
             while not self._exchange(store):
                 self._has_news.wait(TALK_S)
                 self._has_news.clear()
-        except RuntimeError as error:  # the stores of torch raise nothing better
+        except (RuntimeError, ValueError) as error:  # the stores of torch raise nothing better
             self._broken = str(error).partition("\n")[0]
 
     def _exchange(self, store: TCPStore) -> bool:
         """Write the own record and read the others'; True if that was the last time."""
         self._note(self.index, beat=self._own.beat + 1)
         own = self._own
-        store.set(_key(self.index), json.dumps(asdict(own)))
+        store.set(self._key(self.index), self._sealed(json.dumps(asdict(own)).encode(), self.index))  # type: ignore[arg-type]
         others = [index for index in range(self.num_nodes) if index != self.index]
-        there = [index for index in others if index in self._raw or store.check([_key(index)])]
-        found = store.multi_get([_key(index) for index in there]) if there else []
+        there = [index for index in others if index in self._raw or store.check([self._key(index)])]
+        found = store.multi_get([self._key(index) for index in there]) if there else []
         for index, raw in zip(there, found, strict=True):
             if raw != self._raw.get(index):
                 self._raw[index], self._heard_s[index] = raw, time.monotonic()
-                self._note(index, _Record.parse(raw))
+                self._note(index, _Record.parse(self._unsealed(raw, index)))
         self._contact_s = time.monotonic()
         return own.has_left and (not self._is_here or self._is_last())
+
+    def _key(self, index: int) -> str:
+        return f"{self._prefix}/node-{index}"
+
+    def _sealed(self, record: bytes, index: int) -> bytes:
+        return record if self._secret is None else self._secret.sign(record, f"the record of node {index}")
+
+    def _unsealed(self, record: bytes, index: int) -> bytes:
+        return record if self._secret is None else self._secret.check(record, f"the record of node {index}")
 
     def _is_last(self) -> bool:
         staying = [index for index, record in self._records.items() if not record.has_left]
         return all(time.monotonic() - self._heard_s[index] > LOST_S for index in staying)
-
-
-def _key(index: int) -> str:
-    return f"paceline/node-{index}"
 
 
 def _silence() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import socket
 import struct
@@ -12,9 +13,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import PacelineError
+from paceline.core.secret import Secret, read_secret, run_secret
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -31,11 +34,15 @@ class NodesError(PacelineError):
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many machines take part, and where they meet: at `HOST:PORT`, HOST being one of them. Default: this one."""
+    """How many machines take part, and where they meet: at `HOST:PORT`, HOST being one of them. Default: this one.
+
+    `secret_file` holds what all of them know and nobody else; see `core.secret` for where else it may be.
+    """
 
     num: int = 1
     address: str | None = None
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
+    secret_file: str | None = None
 
     def __post_init__(self) -> None:
         if self.num < 1:
@@ -50,6 +57,18 @@ class Nodes:
             )
         if not self.join_timeout_s > 0:
             raise ValueError(f"join_timeout={self.join_timeout_s:g}: choose seconds > 0")
+        if self.num == 1 and self.secret_file is not None:
+            raise ValueError(
+                f"secret_file={self.secret_file!r} is for several nodes: leave it out, the workers of one node get a "
+                "secret of their own"
+            )
+        self.secret()
+
+    def secret(self) -> Secret | None:
+        """What the launchers of several nodes know each other by."""
+        if self.num == 1:
+            return None
+        return run_secret() if self.secret_file is None else read_secret(Path(self.secret_file))
 
     @property
     def place(self) -> tuple[str, int]:
@@ -87,8 +106,8 @@ def open_store(nodes: Nodes) -> Opened:
     while True:
         try:
             if own := _own_address(host):
-                with suppress(RuntimeError):  # the port is taken: by another launcher of this run, or by somebody else
-                    return Opened(TCPStore(host, port, is_master=True, timeout=timeout), True, own)
+                with suppress(RuntimeError, _PortTaken):  # by another launcher of this run, or by somebody else
+                    return Opened(_listen(own, port, timeout), True, own)
             with socket.create_connection((host, port), timeout=1.0) as connection:
                 own = connection.getsockname()[0]
             break
@@ -106,6 +125,31 @@ def open_store(nodes: Nodes) -> Opened:
             f"what listens at {nodes.address} does not answer like a launcher: choose another port, the same on every "
             "node"
         ) from None
+
+
+class _PortTaken(Exception):
+    pass
+
+
+def _listen(own_address: str, port: int, timeout: timedelta) -> TCPStore:
+    """A store that listens at this address, where torch by itself would listen at all that the machine has."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
+    try:
+        listener = socket.create_server((own_address, port), family=family)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise _PortTaken from None
+    return TCPStore(
+        own_address,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _within(deadline_s: float, connect: Callable[[], TCPStore]) -> TCPStore:

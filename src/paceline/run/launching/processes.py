@@ -20,6 +20,10 @@ from paceline.run.launching import fork_server
 # which takes as long as torch itself.
 IMPORTED_AHEAD = ("torch", "torch._dynamo", "paceline.api.trainer", "paceline.comm.shared_memory")
 KILL_WAIT_S = 5.0  # for the kernel to end what was killed
+# A process to fork from that stands stopped (SIGSTOP) for so long is given up: it would never report an end. Counted
+# while the launcher itself runs, so that suspending all of a job and resuming it is no failure.
+STOPPED_S = 5.0
+STOPPED_LOOK_S = 0.5
 
 
 class Processes:
@@ -40,6 +44,7 @@ class Processes:
     def _start_server(self) -> None:
         self._channel, theirs = socket.socketpair()
         self._unread = b""
+        self._next_look_s, self._num_stopped = 0.0, 0
         with theirs:
             arguments = [str(self._start_file), str(theirs.fileno()), *IMPORTED_AHEAD]
             self._server = subprocess.Popen(
@@ -65,6 +70,7 @@ class Processes:
 
     def listen(self, timeout_s: float) -> None:
         """Learn what has happened; wait for something to happen, at most so long."""
+        self._look_after_server()
         self._channel.settimeout(max(timeout_s, 0.001))
         try:
             received = self._channel.recv(1 << 16)
@@ -94,6 +100,21 @@ class Processes:
         for pid in self.pids.values():
             _signal(pid, signal.SIGKILL, os.killpg)
 
+    def _look_after_server(self) -> None:
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + STOPPED_LOOK_S
+        self._num_stopped = self._num_stopped + 1 if _is_stopped(self._server.pid) else 0
+        if self._num_stopped * STOPPED_LOOK_S > STOPPED_S:
+            self._num_stopped = 0
+            print(
+                f"paceline: the process that workers are forked from (pid {self._server.pid}) was stopped and is ended,"
+                " with its workers",
+                file=sys.stderr,
+            )
+            self._server.kill()
+
     def _lose_server(self) -> None:
         """It is gone, and the kernel has killed its workers."""
         self.kill()
@@ -122,6 +143,14 @@ class Processes:
         with suppress(OSError, subprocess.TimeoutExpired):
             self._channel.shutdown(socket.SHUT_WR)
             self._server.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+    except (OSError, IndexError):
+        return False  # it is gone, or this is not Linux
+    return state == b"T"
 
 
 def _signal(pid: int, number: signal.Signals, send: Callable[[int, int], None]) -> None:

@@ -2,9 +2,10 @@
 
 It prints nothing of its own: how it ended goes into the launch's folder, where the launcher reads it.
 
-What lies in that folder: `start.json` and `call.pkl` from the launcher; from rank 0 `result.pkl`; and in `start-N` for
-the group's N-th start, from the worker of rank R, `pid-R` (it is up and answers STACK_SIGNAL), `stack-R` (its Python
-stack when asked or crashed), `heard-R` (it was told to end and needs a moment to save), `report-R.json` (how it ended).
+What lies in that folder: `start.json`, `call.pkl` and `secret` from the launcher; from rank 0 `result.pkl`; and in
+`start-N` for the group's N-th start `store`, where the workers of one host find each other, and from the worker of rank
+R `pid-R` (it is up and answers STACK_SIGNAL), `stack-R` (its Python stack when asked or crashed), `heard-R` (it was
+told to end and needs a moment to save), `report-R.json` (how it ended).
 With several nodes each has a folder of its own, with what its own workers say.
 """
 
@@ -32,6 +33,8 @@ from paceline.run.launching import fork_server
 START_FILE = "start.json"
 CALL_FILE = "call.pkl"
 RESULT_FILE = "result.pkl"
+STORE_FILE = "store"
+SECRET_FILE = "secret"
 STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
 # How long a worker that was stopped waits for the others to be done too: its end makes the agent end them.

@@ -1,0 +1,83 @@
+"""The run's secret, which its workers share and nobody else knows: what proves that a message is theirs.
+
+The launcher of a single host makes one for each run. On several hosts, and under torchrun, it is the user's: the
+variable PACELINE_SECRET_FILE names a file that only the user can read, or PACELINE_SECRET is the secret itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+FILE_VARIABLE = "PACELINE_SECRET_FILE"
+VARIABLE = "PACELINE_SECRET"
+MIN_BYTES = 16
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class ForgedError(ValueError):
+    """A message that no worker of this run can have written."""
+
+
+class Secret:
+    """Signs messages and checks signatures, by HMAC-SHA256."""
+
+    def __init__(self, value: bytes) -> None:
+        if len(value) < MIN_BYTES:
+            raise ValueError(
+                f"the secret has {len(value)} bytes: give at least {MIN_BYTES}, such as `openssl rand -hex 32` prints"
+            )
+        self._value = value
+
+    def sign(self, content: bytes, purpose: str) -> bytes:
+        """The content and its signature. It is valid for this purpose alone."""
+        return self._signature(content, purpose) + content
+
+    def check(self, message: bytes, purpose: str) -> bytes:
+        """The content of a signed message; ForgedError if it was not signed with this secret for this purpose."""
+        signature, content = message[:_DIGEST_BYTES], message[_DIGEST_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(content, purpose)):
+            raise ForgedError(
+                f"{purpose} was not written by a worker of this run: somebody else interferes, or the secrets differ"
+            )
+        return content
+
+    def name(self, purpose: str) -> str:
+        """A name that only those can find who know the secret."""
+        return self._signature(b"", purpose).hex()[:32]
+
+    def _signature(self, content: bytes, purpose: str) -> bytes:
+        return hmac.digest(self._value, purpose.encode() + b"\0" + content, "sha256")
+
+
+def run_secret(environment: Mapping[str, str] | None = None) -> Secret | None:
+    """The secret of the run that this process belongs to; None if it has none."""
+    env = os.environ if environment is None else environment
+    if path := env.get(FILE_VARIABLE):
+        return read_secret(Path(path))
+    value = env.get(VARIABLE)
+    return None if value is None else Secret(value.strip().encode())
+
+
+def read_secret(path: Path) -> Secret:
+    """The secret in this file. ValueError if others could read or change it."""
+    try:
+        with path.open("rb") as file:
+            mode, owner = os.fstat(file.fileno()).st_mode, os.fstat(file.fileno()).st_uid
+            value = file.read().strip()
+    except OSError as error:
+        raise ValueError(f"the secret file {path} cannot be read: {error.strerror}") from None
+    if mode & (stat.S_IRWXO | stat.S_IWGRP) or owner not in (0, os.geteuid()):
+        raise ValueError(
+            f"the secret file {path} has mode {stat.S_IMODE(mode):04o} and owner {owner}: others could read or change "
+            f"it. `chmod 600 {path}` as user {os.geteuid()}; for a Kubernetes secret, defaultMode: 0440"
+        )
+    try:
+        return Secret(value)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

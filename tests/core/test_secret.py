@@ -1,0 +1,57 @@
+"""The run's secret: who may know it, and what it proves."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.core.secret import ForgedError, Secret, read_secret, run_secret
+
+SECRET = Secret(b"0123456789abcdef")
+
+
+def test_a_signed_message_is_believed_for_its_purpose_alone() -> None:
+    signed = SECRET.sign(b"content", "key 1")
+    assert SECRET.check(signed, "key 1") == b"content"
+    for message, purpose in ((signed, "key 2"), (signed + b"x", "key 1"), (b"content", "key 1"), (b"", "key 1")):
+        with pytest.raises(ForgedError, match=f"^{purpose} was not written by a worker of this run"):
+            SECRET.check(message, purpose)
+    with pytest.raises(ForgedError):
+        Secret(b"another secret..").check(signed, "key 1")
+
+
+def test_names_depend_on_the_secret() -> None:
+    assert SECRET.name("store") == Secret(b"0123456789abcdef").name("store")
+    assert len({SECRET.name("store"), SECRET.name("other"), Secret(b"another secret..").name("store")}) == 3
+
+
+def test_where_it_comes_from(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef\n")
+    path.chmod(0o600)
+    for environment in ({"PACELINE_SECRET_FILE": str(path)}, {"PACELINE_SECRET": "0123456789abcdef"}):
+        found = run_secret(environment)
+        assert found is not None
+        assert found.name("x") == SECRET.name("x")
+    assert run_secret({}) is None
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o620, 0o602])
+def test_a_file_that_others_could_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "secret"
+    path.write_text("0123456789abcdef")
+    path.chmod(mode)
+    with pytest.raises(ValueError, match=f"has mode 0{mode:o} and owner {os.geteuid()}: others could .*chmod 600"):
+        read_secret(path)
+
+
+def test_short_and_missing_ones_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^the secret file .*/none cannot be read: No such file"):
+        read_secret(tmp_path / "none")
+    path = tmp_path / "secret"
+    path.write_text("short")
+    path.chmod(0o600)
+    with pytest.raises(ValueError, match="the secret has 5 bytes: give at least 16, such as `openssl rand -hex 32`"):
+        read_secret(path)
