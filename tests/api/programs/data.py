@@ -364,7 +364,10 @@ PROGRAMS: dict[str, Program] = {
     "strings": Program(EQUAL, data=lambda: TEXTS, loss=of_texts, batches=texts),
     "nested dicts": Program(EQUAL, data=lambda: NESTED, loss=of_nested, batches=nested),
     "None in samples": Program(
-        refused(r"NoneType"), data=lambda: WITH_NONE, loss=lambda model, batch: class_loss(model, rows(batch))
+        equal_or_refused(r"NoneType"),
+        data=lambda: WITH_NONE,
+        loss=lambda model, batch: functional.cross_entropy(model(batch[0]), batch[1]),
+        batches=lambda _: [(X[list(part)], Y[list(part)]) for part in whole_batches()],
     ),
     "None in samples, with a collate_fn": Program(
         EQUAL, data=lambda: WITH_NONE, settings={"collate_fn": with_notes}, loss=of_notes, batches=notes
