@@ -75,7 +75,9 @@ def assert_refused(failed: WorkersFailed, expected: Expected, where: str) -> Non
     """By an error of the worker that did it; others may only have found it gone."""
     texts = [f"{type(error).__name__}: {error}" for error in failed.errors.values()]
     assert expected.text is not None, f"{where}: expected to be equal to plain PyTorch, and refused: {texts}"
-    assert any(re.search(expected.text, text, re.IGNORECASE) for text in texts), f"{where}: {expected.text!r} not in {texts}"
+    assert any(re.search(expected.text, text, re.IGNORECASE) for text in texts), (
+        f"{where}: {expected.text!r} not in {texts}"
+    )
 
 
 def assert_equal(result: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, where: str) -> None:

@@ -6,6 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+import paceline as pl
 from programs.program import (
     EQUAL,
     Program,
@@ -17,12 +23,6 @@ from programs.program import (
     usual_loop,
     usual_plain_loop,
 )
-from torch import nn
-from torch.func import functional_call, grad, vmap
-from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
-
-import paceline as pl
 
 
 def each(trainer: pl.Trainer, program: Program, act: Callable[[pl.Trainer, Any], object]) -> None:

@@ -8,19 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from programs.program import (
-    EQUAL,
-    GLOBAL_BATCH,
-    MICRO_BATCH,
-    NUM_SAMPLES,
-    Program,
-    X,
-    Y,
-    class_loss,
-    equal_or_refused,
-    refused,
-    small,
-)
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import (
@@ -42,6 +29,18 @@ from torch.utils.data import (
 import paceline as pl
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.plan.order import EpochOrder
+from programs.program import (
+    EQUAL,
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    NUM_SAMPLES,
+    Program,
+    X,
+    Y,
+    equal_or_refused,
+    refused,
+    small,
+)
 
 PAIRS = TensorDataset(X, Y)
 
@@ -403,7 +402,10 @@ PROGRAMS: dict[str, Program] = {
         EQUAL, build=small, data=lambda: PAIR_LIST, settings={"collate_fn": only_long}, loss=of_pair, batches=kept
     ),
     "a collate_fn whose rows cannot be counted": Program(
-        equal_or_refused(r"weight_fn"), data=lambda: TEXTS, loss=of_texts, batches=texts,
+        equal_or_refused(r"weight_fn"),
+        data=lambda: TEXTS,
+        loss=of_texts,
+        batches=texts,
         settings={"collate_fn": lambda samples: tuple(samples)},
     ),  # fmt: skip
 }

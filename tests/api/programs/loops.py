@@ -7,6 +7,9 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch import nn
+
+import paceline as pl
 from programs.program import (
     EQUAL,
     Program,
@@ -24,9 +27,6 @@ from programs.program import (
     usual_plain_loop,
     weights_of,
 )
-from torch import nn
-
-import paceline as pl
 
 Outcome = Mapping[str, Any]
 
@@ -89,6 +89,11 @@ def two_steps_each(_: int) -> Iterable[Any]:
 def ended(trainer: pl.Trainer, program: Program) -> None:
     """Early stopping by a hook."""
     trainer.every(1, lambda record: trainer.end() if record.step == 4 else None)
+    usual_loop(trainer, program)
+
+
+def ended_epochs(trainer: pl.Trainer, program: Program) -> None:
+    trainer.every(2, lambda _: trainer.end_epoch())
     usual_loop(trainer, program)
 
 
@@ -411,15 +416,16 @@ def seeded_differently(program: Program, given: dict[str, Any]) -> Outcome:
 
 
 INSIDE = r"was called inside an epoch's loop, which workers leave at different times"
-LEFT = r"break|left|leave"
+LEFT = r"\bleft\b.*break|break.*\bleft\b"
 
 PROGRAMS: dict[str, Program] = {
-    # What `break` means: the next epoch begins. A worker without a share never gets to the body that breaks.
-    "break after a step": Program(
-        (EQUAL, EQUAL, equal_or_refused(LEFT)), loop=break_after_step, batches=two_steps_each
+    # One worker goes on with the next epoch, without the step that was begun; several would leave at different steps.
+    "break after a step": Program((EQUAL, refused(LEFT), refused(LEFT)), loop=break_after_step, batches=two_steps_each),
+    "break in a micro-batch": Program(
+        (EQUAL, refused(LEFT), refused(LEFT)), loop=break_in_micro_batch, batches=lambda _: []
     ),
-    "break in a micro-batch": Program(refused(LEFT), loop=break_in_micro_batch),
-    "a slice of an epoch": Program(refused(LEFT), loop=sliced),
+    "a slice of an epoch": Program((EQUAL, refused(LEFT), refused(LEFT)), loop=sliced, batches=lambda _: []),
+    "trainer.end_epoch": Program(EQUAL, loop=ended_epochs, batches=two_steps_each),
     "an epoch iterated twice": Program(refused(r"(once|twice|again|already)"), loop=twice),
     "a list of an epoch": Program(refused(r"asked for before step\(\) was called"), loop=listed),
     "a list of epochs": Program(equal_or_refused(r"epoch"), loop=kept_epochs),
@@ -453,7 +459,14 @@ PROGRAMS: dict[str, Program] = {
     "training after close": Program(refused(r"closed"), whole=closed),
     "three trainers one after another": Program(EQUAL, whole=one_after_another, plain_whole=three_times),
     "nested trainers": Program(EQUAL, whole=nested_trainers, plain_whole=plainly_nested),
-    "two trainers by turns": Program((EQUAL, EQUAL, EQUAL), whole=two_by_turns, plain_whole=plainly_by_turns),
+    # The worker without a share goes through all of the first trainer's steps before the second's first.
+    "two trainers by turns": Program(
+        (EQUAL, EQUAL, equal_or_refused(r"waited timeout_s=2 s .*did not call it")),
+        whole=two_by_turns,
+        plain_whole=plainly_by_turns,
+        settings={"timeout_s": 2.0},
+        modes=("plain",),
+    ),
     "another model on every worker": Program(
         (EQUAL, *[refused(r"ranks \[1.*built a model whose parameters or buffers differ from rank 0's")] * 2),
         whole=built_differently,

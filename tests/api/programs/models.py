@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 from models import SmallResNet
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
 from programs.program import (
     EQUAL,
     GLOBAL_BATCH,
+    Program,
     X,
     Y,
-    Program,
     adamw,
     copy_of,
     equal_or_refused,
@@ -21,10 +26,6 @@ from programs.program import (
     sgd,
     small,
 )
-from torch import nn
-from torch.nn import functional
-from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import checkpoint
 
 
 class Tied(nn.Module):
@@ -282,7 +283,12 @@ def dropping() -> nn.Module:
 
 def normed() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Linear(8, 4)
+        nn.Linear(12, 8),
+        nn.BatchNorm1d(8),
+        nn.Tanh(),
+        nn.Linear(8, 8),
+        nn.BatchNorm1d(8, momentum=None),
+        nn.Linear(8, 4),
     )
 
 
@@ -393,7 +399,9 @@ PROGRAMS = {
         refused(r"parameter '0.weight' is on meta"), build=lambda: nn.Sequential(nn.Linear(12, 4, device="meta"))
     ),
     "torch.compile, eager": Program(EQUAL, build=lambda: torch.compile(small(), backend="eager")),
-    "torch.compile, aot_eager": Program(EQUAL, build=lambda: torch.compile(small(), backend="aot_eager"), modes=("plain",)),
+    "torch.compile, aot_eager": Program(
+        EQUAL, build=lambda: torch.compile(small(), backend="aot_eager"), modes=("plain",)
+    ),
     "layers added later": Program(EQUAL, build=Growing, after_step=grow),
     "a layer taken out": Program(EQUAL, build=two_layers, after_step=shrink),
     "progressive unfreezing": Program(EQUAL, build=frozen, after_step=unfreeze),

@@ -7,6 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import paceline as pl
 from programs.program import (
     EQUAL,
     Program,
@@ -25,11 +30,6 @@ from programs.program import (
     usual_plain_loop,
     weights_of,
 )
-from torch import nn
-from torch.optim import lr_scheduler
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-import paceline as pl
 
 
 def muon_and_adamw(params: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
@@ -324,7 +324,6 @@ def plain_counted_steps(model: Any, made: Any, program: Program) -> Mapping[str,
     return {**usual_plain_loop(model, made, program), "steps": [len(count)]}
 
 
-
 def by_autocast(dtype: torch.dtype) -> Callable[[Any, Any, Program], Mapping[str, Any]]:
     def loop(model: Any, made: Any, program: Program) -> Mapping[str, Any]:
         losses = []
@@ -420,7 +419,9 @@ PROGRAMS: dict[str, Program] = {
     ),
     "gradients logged by p.grad": Program(EQUAL, loop=look),
     "zero_grad before backward": Program(EQUAL, loop=partial(zero, set_to_none=True, when="before")),
-    "zero_grad(set_to_none=False) before backward": Program(EQUAL, loop=partial(zero, set_to_none=False, when="before")),
+    "zero_grad(set_to_none=False) before backward": Program(
+        EQUAL, loop=partial(zero, set_to_none=False, when="before")
+    ),
     "zero_grad after a step": Program(EQUAL, loop=partial(zero, set_to_none=True, when="after")),
     "zero_grad(set_to_none=False) after a step": Program(EQUAL, loop=partial(zero, set_to_none=False, when="after")),
     "model.zero_grad before backward": Program(EQUAL, loop=zero_by_model),
@@ -428,7 +429,9 @@ PROGRAMS: dict[str, Program] = {
     "optimizer.step() left in after the step": Program(refused(OWNED), loop=step_left_in_after),
     "GradScaler": Program(refused(r"GradScaler|" + OWNED), loop=grad_scaler, settings={"precision": "fp16"}),
     "GradScaler without fp16": Program(
-        refused(r"GradScaler|unscale_\(\) has already been called|" + CHANGED), loop=grad_scaler_and_trainer, loss=class_loss
+        refused(r"GradScaler|unscale_\(\) has already been called|" + CHANGED),
+        loop=grad_scaler_and_trainer,
+        loss=class_loss,
     ),
     "fp16 with a bare backward": Program(
         refused(r"fp16.*trainer\.backward"), loop=bare, settings={"precision": "fp16"}
