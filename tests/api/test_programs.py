@@ -16,7 +16,7 @@ from programs.pending import PENDING
 from programs.program import SHARES, Expected, run, run_plain
 from worker_pool import WorkerPool, WorkersFailed
 
-SIZES = (1, 2, 3)
+SIZES = {"plain": (1, 2, 3), "exact": (1, 3)}
 TIMEOUT_S = 10.0  # for those who wait while another worker is refused
 
 
@@ -55,7 +55,7 @@ def in_paceline(name: str, mode: str, size: int) -> Mapping[str, Any]:
 @pytest.mark.parametrize(("name", "mode"), cases())
 def test_right_or_refused(name: str, mode: str, pool: WorkerPool) -> None:
     outcomes: dict[int, Mapping[str, Any]] = {}
-    for size in SIZES:
+    for size in SIZES[mode]:
         expected = PROGRAMS[name].expected(size)
         try:
             results = pool.run(in_paceline, size, name, mode, size)

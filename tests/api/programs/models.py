@@ -399,9 +399,6 @@ PROGRAMS = {
         refused(r"parameter '0.weight' is on meta"), build=lambda: nn.Sequential(nn.Linear(12, 4, device="meta"))
     ),
     "torch.compile, eager": Program(EQUAL, build=lambda: torch.compile(small(), backend="eager")),
-    "torch.compile, aot_eager": Program(
-        EQUAL, build=lambda: torch.compile(small(), backend="aot_eager"), modes=("plain",)
-    ),
     "layers added later": Program(EQUAL, build=Growing, after_step=grow),
     "a layer taken out": Program(EQUAL, build=two_layers, after_step=shrink),
     "progressive unfreezing": Program(EQUAL, build=frozen, after_step=unfreeze),
