@@ -1,4 +1,4 @@
-"""What the programs are made of. Each part works in plain PyTorch too, and knows nothing of Paceline but its planner."""
+"""What the programs are made of. Each part works in plain PyTorch too."""
 
 from __future__ import annotations
 

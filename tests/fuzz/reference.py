@@ -10,12 +10,12 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import parts
 import torch
 from generator import Program
 from parts import Batch, build, columns, halve, loss_of, set_frozen, weight
 from torch import nn
 
-import parts
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.plan.order import EpochOrder
 
@@ -48,10 +48,9 @@ class _Run:
                     every and step % every == 0 for every in (program.end_epoch_every, program.break_every)
                 ):
                     break
-            if program.scheduler_every == "epoch":
-                # An epoch that trainer.end() left in the middle has not ended.
-                if not self._is_over() or self._is_last_of_epoch:
-                    self._step_schedulers()
+            # An epoch that trainer.end() left in the middle has not ended.
+            if program.scheduler_every == "epoch" and (not self._is_over() or self._is_last_of_epoch):
+                self._step_schedulers()
         weights = dict(self.model.state_dict())
         outcome: dict[str, Any] = {"weights": weights, "losses": self.losses, "evaluations": self.evaluations}
         if program.ema:
@@ -65,7 +64,7 @@ class _Run:
         program = self.program
         order = EpochOrder(program.num_samples, seed=program.number, epoch=epoch, shuffle=program.shuffle)
         indices = torch.as_tensor(order.indices(0, program.num_samples).copy())
-        parts_of_it = [part for part in indices.split(program.global_batch)]
+        parts_of_it = list(indices.split(program.global_batch))
         if program.drop_last:
             parts_of_it = [part for part in parts_of_it if len(part) == program.global_batch]
         for number, part in enumerate(parts_of_it):

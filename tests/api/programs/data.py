@@ -407,5 +407,5 @@ PROGRAMS: dict[str, Program] = {
         loss=of_texts,
         batches=texts,
         settings={"collate_fn": lambda samples: tuple(samples)},
-    ),  # fmt: skip
+    ),
 }
