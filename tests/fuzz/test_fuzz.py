@@ -11,11 +11,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import parts
+import fuzz_parts as parts
+import fuzz_reference as reference
 import pytest
-import reference
 import torch
-from generator import Program, Segment, draw
+from fuzz_programs import Program, Segment, draw
 from models import digest
 from worker_pool import WorkerPool
 
@@ -89,8 +89,14 @@ def test_chosen(number: int, pool: WorkerPool, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("first", range(0, SOAK, BLOCK))
 def test_soak(first: int, pool: WorkerPool, tmp_path: Path) -> None:
+    failures = []
     for number in range(first, first + BLOCK):
-        check(number, pool, tmp_path)
+        try:
+            check(number, pool, tmp_path)
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise ExceptionGroup(f"{len(failures)} of {BLOCK} programs", failures)
 
 
 def test_a_number_is_a_program() -> None:

@@ -10,10 +10,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import parts
+import fuzz_parts as parts
 import torch
-from generator import Program
-from parts import Batch, build, columns, halve, loss_of, set_frozen, weight
+from fuzz_parts import Batch, build, columns, halve, loss_of, set_frozen, weight
+from fuzz_programs import Program
 from torch import nn
 
 from paceline.core.seeding import Purpose, derive_seed

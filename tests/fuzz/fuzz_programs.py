@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from parts import BATCH_NORMS, BY_MICRO_BATCH, MODELS, OPTIMIZERS, SCHEDULERS
+from fuzz_parts import BATCH_NORMS, BY_MICRO_BATCH, MODELS, OPTIMIZERS, SCHEDULERS
 
 # Parts that issue 15 asks for and that do not work yet: they are drawn, and left out.
 PENDING = frozenset({"freezing later", "end_epoch", "break"})
@@ -75,7 +75,7 @@ class Program:
         settings: dict[str, Any] = {
             "global_batch": self.global_batch,
             "micro_batch": self.micro_batch,
-            "scheduler": _name(self.scheduler),
+            "scheduler": self.scheduler,
             "scheduler_every": repr(self.scheduler_every) if self.scheduler_every != "step" else None,
             "max_grad_norm": self.max_grad_norm,
             "physical_batch": self.physical_batch,
@@ -139,10 +139,6 @@ class Program:
         if not self.break_every:
             return [*lines, "trainer.step()"]
         return [*lines, "record = trainer.step()", f"if record and record.step % {self.break_every} == 0:", "    break"]
-
-
-def _name(value: str | None) -> str | None:
-    return value
 
 
 def _described(segment: Segment) -> str:
@@ -210,7 +206,7 @@ def draw(number: int) -> Program:
         halves_gradients=rng.random() < 0.2,
         evaluate_every=maybe(rng.randint(1, 3), 0.3),
         frozen=frozen if "freezing later" not in PENDING else (),
-        end_at=end_at,
+        end_at=end_at if len(segments) == 1 else None,  # a run that is resumed goes on
         end_epoch_every=end_epoch_every if "end_epoch" not in PENDING else None,
         break_every=break_every if "break" not in PENDING and not end_epoch_every else None,
         segments=segments,
