@@ -281,6 +281,17 @@ def dropping() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 8), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 4))
 
 
+class LayerDrop(nn.Module):
+    """A layer that is left out now and then, by a number drawn in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(12, 12), nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.layer(x)) if torch.rand(()) < 0.5 else x)
+
+
 def normed() -> nn.Module:
     return nn.Sequential(
         nn.Linear(12, 8),
@@ -299,6 +310,13 @@ def frozen_norm() -> nn.Module:
         if isinstance(module, nn.BatchNorm1d):
             module.eval()
     return model
+
+
+def mixup(model: Any, batch: Any) -> torch.Tensor:
+    share, order = torch.rand(()), torch.randperm(len(batch.x))
+    outputs = model(share * batch.x + (1 - share) * batch.x[order])
+    losses = [functional.cross_entropy(outputs, y) for y in (batch.y, batch.y[order])]
+    return share * losses[0] + (1 - share) * losses[1]
 
 
 def channels_last() -> nn.Module:
@@ -361,6 +379,8 @@ PROGRAMS = {
         optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
     ),
     "dropout": Program(EQUAL, build=dropping, by_micro_batch=True),
+    "a layer left out at random": Program(EQUAL, build=LayerDrop, by_micro_batch=True),
+    "mixup in the loop": Program(EQUAL, loss=mixup, by_micro_batch=True),
     "a model given in eval mode": Program(EQUAL, build=lambda: dropping().eval(), by_micro_batch=True),
     "a copy of the model as a teacher": Program(
         EQUAL, loss=lambda model, batch: distil(model, batch), after_step=renew_teacher

@@ -358,6 +358,7 @@ PROGRAMS: dict[str, Program] = {
     "an optimizer's class": Program(EQUAL, optimizer=torch.optim.SGD),
     "an optimizer that exists": Program(EQUAL, whole=given_optimizer),
     "parameter groups": Program(EQUAL, optimizer=groups),
+    "an optimizer over some of the parameters": Program(EQUAL, optimizer=lambda params: sgd(list(params)[2:])),
     "LBFGS": Program(refused(r"LBFGS.*closure"), optimizer=torch.optim.LBFGS),
     "SGD, maximize": one_optimizer(torch.optim.SGD, lr=0.01, maximize=True),
     "SGD, not fused": one_optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, foreach=False),
