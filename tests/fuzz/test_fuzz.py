@@ -87,6 +87,7 @@ def test_chosen(number: int, pool: WorkerPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)  # of a block, on a machine that does something else as well
 @pytest.mark.parametrize("first", range(0, SOAK, BLOCK))
 def test_soak(first: int, pool: WorkerPool, tmp_path: Path) -> None:
     failures = []
