@@ -339,8 +339,8 @@ def by_autocast(dtype: torch.dtype) -> Callable[[Any, Any, Program], Mapping[str
 
 
 CHANGED = r"gradient.*(changed|modified|replaced).*max_grad_norm.*on_gradients"
-OWNED = r"optimizer.*step\(\).*trainer\.step\(\)"
-DIFFERENT_RATES = r"rank 2.*\blr\b.*(set_lr|scheduler=)"
+OWNED = r"SGD\.step\(\) was called on an optimizer that belongs to the trainer.*trainer\.step\(\) does it"
+DIFFERENT_RATES = r"'lr' in group 0 of SGD is \S+ on rank 2 and \S+ on rank 0: .*scheduler=.*set_lr"
 A_WORKER_IDLE = refused(DIFFERENT_RATES)
 
 
@@ -391,7 +391,7 @@ PROGRAMS: dict[str, Program] = {
         plain_loop=rates,
     ),
     "momentum set in the loop": Program(
-        (EQUAL, EQUAL, refused(r"rank 2.*momentum")),
+        (EQUAL, EQUAL, refused(r"'momentum' in group 0 of SGD is 0\.9 on rank 2 and 0\.5 on rank 0: .*trainer\.every")),
         loop=lambda trainer, program: body(trainer, program, momentum_in_the_loop, when="after"),
         plain_loop=lambda model, made, program: usual_plain_loop(
             model, made, with_after(program, lambda _, o, __: o.param_groups[0].update(momentum=0.5))
