@@ -102,7 +102,12 @@ class Recurrent(nn.Module):
 
 
 def _mlp(*between: nn.Module) -> nn.Module:
-    named = [("first", nn.Linear(WIDTH, 8)), *((f"between{i}", layer) for i, layer in enumerate(between))]
+    # A bias before BatchNorm has no gradient but rounding, which Adam would turn into steps.
+    has_bias = not any(isinstance(layer, nn.BatchNorm1d) for layer in between)
+    named = [
+        ("first", nn.Linear(WIDTH, 8, bias=has_bias)),
+        *((f"between{i}", layer) for i, layer in enumerate(between)),
+    ]
     model = nn.Sequential()
     for name, layer in [*named, ("tanh", nn.Tanh()), ("head", nn.Linear(8, CLASSES))]:
         model.add_module(name, layer)

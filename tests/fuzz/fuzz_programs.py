@@ -198,7 +198,7 @@ def draw(number: int) -> Program:
         weighted=rng.random() < 0.4 and global_batch > 2 and num_samples % global_batch != 1 and not is_normed,
         exact=exact,
         data=data,
-        feed=feed,
+        feed=feed if physical is None else "sharded",
         resident=rng.random() < 0.2 and data == "columns" and feed == "sharded",
         epochs=epochs,
         backward=backward,
