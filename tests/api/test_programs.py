@@ -17,7 +17,7 @@ from programs.program import SHARES, Expected, run, run_plain
 from worker_pool import WorkerPool, WorkersFailed
 
 SIZES = {"plain": (1, 2, 3), "exact": (1, 3)}
-TIMEOUT_S = 10.0  # for those who wait while another worker is refused
+TIMEOUT_S = 20.0  # for those who wait while another worker is refused
 
 
 def cases() -> list[Any]:
