@@ -81,13 +81,14 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, CLASSES)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
         self.expert = nn.Linear(WIDTH, CLASSES)
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = x[:, 0] > 1.0
-        y = self.first(x)
+        y = self.head(torch.tanh(self.first(x)))
         return y.index_add(0, chosen.nonzero()[:, 0], self.expert(x[chosen])) if chosen.any() else y
 
 
