@@ -17,7 +17,7 @@ BENCH_ENVIRONMENT := $(VENV)/.installed-bench
 BENCH_RESULTS := runs/bench
 BENCHMARKS ?= $$($(RUN)/python -c 'from bench.__main__ import BENCHMARKS; print(*BENCHMARKS)')
 
-.PHONY: help train test lint bench clean
+.PHONY: help train test soak lint bench clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -28,6 +28,9 @@ train: $(ENVIRONMENT) ## train a small transformer on generated stories, with tw
 
 test: lint ## lint, then every test, example and code block of the docs
 	$(RUN)/python -m pytest $(ARGS)
+
+soak: $(ENVIRONMENT) ## a thousand random training programs, each compared with plain PyTorch (about ten minutes)
+	$(RUN)/python -m pytest -m soak $(ARGS)
 
 lint: $(ENVIRONMENT) ## style, types and the direction of imports
 	$(RUN)/ruff check .
