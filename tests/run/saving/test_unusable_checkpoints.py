@@ -150,3 +150,11 @@ def test_a_folder_given_by_name_says_what_is_wrong_with_what_is_in_it(root: Path
         pl.CheckpointError, match=r"has no checkpoint that can be used: .*step-00000006 has no manifest"
     ):
         setup(root.parent / "other", **{what: root})
+
+
+def test_a_linked_checkpoint_can_be_named(root: Path) -> None:
+    for step in (2, 4, 6):
+        behind_a_link(root / f"step-0000000{step}")
+    assert run(root, 9, resume=root / "step-00000006") == run(None, 9)
+    assert (root / "step-00000006").is_symlink()
+    assert complete_steps(root) == [9]

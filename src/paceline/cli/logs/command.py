@@ -188,11 +188,13 @@ def _plot(options: argparse.Namespace) -> int:
     picture = _picture_path(options, runs)
     if picture is not None:
         check_output(picture)
+    # As text one panel after the other would run out of the screen.
+    only_loss = options.loss_curves or (picture is None and not options.metrics)
+    only = [*(options.metrics or ["loss", "eval/loss"]), options.x_axis] if options.metrics or only_loss else None
     panels = make_panels(
-        load_runs(runs, is_smoothed=options.smooth > 1),
+        load_runs(runs, is_smoothed=options.smooth > 1, only=only),
         metrics=options.metrics,
-        # As text one panel after the other would run out of the screen.
-        only_loss=options.loss_curves or (picture is None and not options.metrics),
+        only_loss=only_loss,
         x_axis=options.x_axis,
         smooth=options.smooth,
         log_scale=options.log_scale,

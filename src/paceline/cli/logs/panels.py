@@ -68,13 +68,24 @@ class Panel:
     is_log: bool = False
 
 
-def load_runs(runs: Sequence[RunFiles], *, is_smoothed: bool = False) -> list[LoadedRun]:
-    """is_smoothed: a mean over neighbours needs all of them, where otherwise thinned curves do."""
+def load_runs(
+    runs: Sequence[RunFiles], *, is_smoothed: bool = False, only: Sequence[str] | None = None
+) -> list[LoadedRun]:
+    """is_smoothed: a mean over neighbours needs all of them, where otherwise thinned curves do.
+
+    only: names of metrics, or of groups of them, whose numbers will be asked for; None for all.
+    """
     loaded = []
+
+    def is_wanted(name: str) -> bool:
+        return only is None or name in only or any(name.startswith(f"{each}/") for each in only)
+
     for files, label in zip(runs, short_labels(runs), strict=True):
         metrics = Curves()
         if files.metrics.is_file():
-            metrics = read_curves(files.metrics, is_whole=lambda name: is_smoothed and name not in NEVER_SMOOTHED)
+            metrics = read_curves(
+                files.metrics, is_wanted, is_whole=lambda name: is_smoothed and name not in NEVER_SMOOTHED
+            )
         if not metrics.num_lines:
             raise LogsError(f"{files.root.name} has no metrics yet: there is nothing to plot")
         loaded.append(LoadedRun(label, metrics))
