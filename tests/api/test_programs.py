@@ -12,7 +12,6 @@ import pytest
 import torch
 from models import digest
 from programs import PROGRAMS, TABLES
-from programs.pending import PENDING
 from programs.program import SHARES, Expected, run, run_plain
 from worker_pool import WorkerPool, WorkersFailed
 
@@ -22,22 +21,11 @@ TIMEOUT_S = 20.0  # for those who wait while another worker is refused
 
 def cases() -> list[Any]:
     return [
-        pytest.param(name, mode, id=f"{table}-{name.replace(' ', '_')}-{mode}", marks=marks(name, mode))
+        pytest.param(name, mode, id=f"{table}-{name.replace(' ', '_')}-{mode}")
         for table, programs in TABLES.items()
         for name, program in programs.items()
         for mode in program.modes
     ]
-
-
-def marks(name: str, mode: str) -> list[pytest.MarkDecorator]:
-    reason = PENDING.get(f"{name} ({mode})", PENDING.get(name))
-    if reason is None:
-        return []
-    return [pytest.mark.xfail(reason=reason, strict=False, run=not reason.startswith("hangs"))]
-
-
-def test_the_pending_programs_exist() -> None:
-    assert {name.removesuffix(" (plain)").removesuffix(" (exact)") for name in PENDING} <= set(PROGRAMS)
 
 
 @cache

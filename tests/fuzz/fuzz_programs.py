@@ -8,9 +8,6 @@ from typing import Any
 
 from fuzz_parts import BATCH_NORMS, BY_MICRO_BATCH, MODELS, OPTIMIZERS, SCHEDULERS
 
-# Parts that issue 15 asks for and that do not work yet: they are drawn, and left out.
-PENDING = frozenset({"freezing later", "end_epoch", "break"})
-
 DATA = {
     "columns": "data",
     "samples": "Samples(data)",
@@ -205,10 +202,10 @@ def draw(number: int) -> Program:
         ema=maybe(0.8, 0.2),
         halves_gradients=rng.random() < 0.2,
         evaluate_every=maybe(rng.randint(1, 3), 0.3),
-        frozen=frozen if "freezing later" not in PENDING else (),
+        frozen=frozen,
         end_at=end_at if len(segments) == 1 else None,  # a run that is resumed goes on
-        end_epoch_every=end_epoch_every if "end_epoch" not in PENDING else None,
-        break_every=break_every if "break" not in PENDING and not end_epoch_every else None,
+        end_epoch_every=end_epoch_every,
+        break_every=None if end_epoch_every else break_every,
         segments=segments,
     )
 

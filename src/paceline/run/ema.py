@@ -113,7 +113,8 @@ class WeightAverage:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         # What the saved run has trained beside what this one trains by now.
-        self._add({name: p for name, p in named_parameters(self._model).items() if plain_name(name) in state})
+        if isinstance(state, Mapping):
+            self._add({name: p for name, p in named_parameters(self._model).items() if plain_name(name) in state})
         if lines := model_differences(state, self.state_dict()):
             raise CheckpointError("the averaged weights are not of this model:\n  " + "\n  ".join(lines))
         _copy([state[name] for name in self._names], self._averages)

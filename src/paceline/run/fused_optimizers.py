@@ -44,4 +44,6 @@ def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         for parameter in group["params"]:
             if parameter.device.type not in _DEVICES:
                 return f"torch has no such kernel for parameters on {parameter.device.type}"
+            if parameter.is_cpu and parameter.dtype in (torch.bfloat16, torch.float16):
+                return f"torch's kernel gives wrong results for {parameter.dtype} on a CPU"
     return None

@@ -86,6 +86,7 @@ class Loop:
         self._config = config
         self._world = world
         self._planner = planner
+        replica.note_schedulers()  # which may have been loaded
         self._usual_plan: Plan = ()
         self._step = NO_STEP
         self._at_once = config.micro_batches_at_once(world.rank)
@@ -461,7 +462,6 @@ class Loop:
             plan,
             numbers,
             norm,
-            self._is_loss_known,
         )
         self.last_record = record
         self.position = self._feed.after_step(position)
@@ -583,7 +583,6 @@ class StepRecord:
     _plan: Plan
     _numbers: Numbers
     _norm: Number | None
-    _is_loss_known: bool
 
     @property
     def loss(self) -> float:
@@ -593,8 +592,7 @@ class StepRecord:
         exchange nothing between two meetings: then it is the mean over all workers' steps up to the last meeting,
         since the one before; NaN until the first.
         """
-        is_own = isinstance(self._numbers, LocalNumbers)  # what this worker was told counts at the next meeting
-        return self._numbers.loss if self._is_loss_known or is_own else math.nan
+        return self._numbers.loss
 
     @property
     def weight(self) -> float:

@@ -47,8 +47,8 @@ class Replica:
         self._note_parameters(parameters)
         self._check_parameters(device)
         _check_modules(self.model)
-        if train_mode and isinstance(self.model, nn.Module):
-            self.model.train()
+        if train_mode and isinstance(self.model, nn.Module) and not self.model.training:
+            self.model.train()  # else single layers that are in eval mode stay there
         share_weights(self.model, self.parameters, communicator)
         made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
         self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
@@ -64,6 +64,7 @@ class Replica:
         self.schedulers: list[Any] = (
             [] if scheduler is None else _as_list(_schedulers_of(scheduler, self.optimizers, seen))
         )
+        self.note_schedulers()
 
     @property
     def learning_rate(self) -> float:
@@ -107,6 +108,23 @@ class Replica:
 
     def step_schedulers(self, loss: Callable[[], float] | None = None) -> None:
         """`loss`: of the step, for a scheduler that follows it; None at the end of an epoch."""
+        self._check_schedulers()
+        self._step_schedulers(loss)
+        self.note_schedulers()
+
+    def note_schedulers(self) -> None:
+        """From now on nobody else may step them."""
+        self._scheduler_steps = [getattr(scheduler, "last_epoch", None) for scheduler in self.schedulers]
+
+    def _check_schedulers(self) -> None:
+        for scheduler, steps in zip(self.schedulers, self._scheduler_steps, strict=True):
+            if getattr(scheduler, "last_epoch", None) != steps:
+                raise MisuseError(
+                    f"{type(scheduler).__name__}.step() was called on a scheduler that belongs to the trainer, which "
+                    "steps it after every optimizer step, or every epoch (scheduler_every=): remove this call"
+                )
+
+    def _step_schedulers(self, loss: Callable[[], float] | None) -> None:
         for scheduler in self.schedulers:
             if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step()
@@ -290,6 +308,17 @@ def build_model(model: Any, device: torch.device, seed: int) -> Any:
 
 
 def _move(model: Any, device: torch.device) -> Any:
+    for name, parameter in named_parameters(model).items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} belongs to a lazy module and is uninitialized: run the model on one batch before "
+                "the set-up"
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on meta, without values: build the model on a real device, or give it values "
+                "first (model.to_empty(device=...), then initialise it or load a state_dict)"
+            )
     if isinstance(model, nn.Module):
         return model.to(device)
     for parameter in named_parameters(model).values():

@@ -80,6 +80,7 @@ class Layout:
             "largest": m if self.num_grids else 0,  # by micro-batch: the largest magnitude that it added to any sum
             "peaks": workers * self.num_grids,  # by worker and tensor: the largest of the worker's terms
             "weights": m,
+            "untold": 1,  # micro-batches whose loss nobody told, since the user called loss.backward()
             "timings": len(Timing._fields) * workers,
             "wishes": workers,
             "digests": 2 * workers,
@@ -134,8 +135,8 @@ class Numbers(Protocol):
 
     @property
     def loss(self) -> float:
-        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight. The same on every
-        worker: where steps are not exchanged, what was exchanged last."""
+        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight, or a micro-batch's
+        loss was not told. The same on every worker: where steps are not exchanged, what was exchanged last."""
 
     @property
     def total_weight(self) -> float: ...
@@ -285,7 +286,9 @@ class StepNumbers:
     def loss(self) -> float:
         weights = self.weights
         total = sum(weights)
-        return sum(map(mul, weights, self.losses)) / total if total else math.nan
+        if not total or self._values("untold")[0]:
+            return math.nan
+        return float(sum(map(mul, weights, self.losses)) / total)
 
 
 class OneLoss:
@@ -299,6 +302,7 @@ class OneLoss:
         self.timings: Sequence[Timing] = (message.timing,)
         self.wishes: Sequence[float] = (message.wish,)
         self.learning_rates: Sequence[tuple[float, int] | None] = (message.learning_rate,)
+        self._is_told = loss is not None
         # Without weight the loss is a mean over nothing, 0/0 perhaps.
         if loss is None or not weight:
             self._source: list[float] | Arriving = [0.0]
@@ -323,7 +327,7 @@ class OneLoss:
 
     @property
     def loss(self) -> float:
-        return self.losses[0] if self.total_weight else float("nan")
+        return self.losses[0] if self.total_weight and self._is_told else math.nan
 
 
 class RoundMean(NamedTuple):

@@ -65,16 +65,19 @@ class Tail:
         largest = self._largest[number]
         torch.maximum(largest, peaks.amax(), out=largest)
 
-    def write(self, message: WorkerMessage, used: Sequence[bool], changed: Sequence[bool]) -> None:
-        """What the host knows at the end. `used`: the parameters with a gradient; `changed`: the buffers without a rule
-        that forward changed."""
+    def write(
+        self, message: WorkerMessage, used: Sequence[float], changed: Sequence[bool], *, num_untold: int = 0
+    ) -> None:
+        """What the host knows at the end. `used`: 1 for parameters with a gradient; `changed`: the buffers without a
+        rule that forward changed; `num_untold`: micro-batches whose loss nobody told."""
         parts = self._layout.parts
+        self._numbers[parts["untold"].start] = num_untold
         self._put(parts["timings"], message.timing)
         self._put(parts["wishes"], (message.wish,))
         self._put(parts["digests"], digest_parts(message.digest))
         if message.learning_rate is not None:
             self._put(parts["learning_rates"], rate_parts(message.learning_rate))
-        if all(used):
+        if min(used) == 1:
             self._numbers[parts["used"]] = self._all_used
         else:
             self._written[parts["used"]] = used

@@ -383,7 +383,9 @@ PROGRAMS: dict[str, Program] = {
         (EQUAL, EQUAL, A_WORKER_IDLE), loop=scheduler_in_the_loop, plain_loop=halving
     ),
     "scheduler.step() left in": Program(
-        refused(r"scheduler.*step\(\)|\blr\b"), loop=scheduler_left_in, scheduler=warm_up
+        refused(r"LambdaLR\.step\(\) was called on a scheduler that belongs to the trainer"),
+        loop=scheduler_left_in,
+        scheduler=warm_up,
     ),
     "rates set in the loop": Program(
         (EQUAL, EQUAL, A_WORKER_IDLE),

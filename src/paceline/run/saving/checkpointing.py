@@ -303,6 +303,7 @@ class Checkpointing:
     def _write(self, writer: AsyncWriter, loop: Loop, metrics: Mapping[str, float]) -> None:
         with self._subject.timeline.during("checkpoint"):
             loop.synchronize()
+            loop.check_replicas()
             components = self._states(loop)
             for component in components:
                 if component.pattern is Pattern.REPLICATED:

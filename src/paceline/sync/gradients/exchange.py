@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.numbers import SILENCE, Layout, StepNumbers, WorkerMessage
 from paceline.sync.tail import Tail
 
+# How much a parameter counts as used by micro-batches that have no weight: its gradient is zero, unless the whole step
+# has no weight.
+WITHOUT_WEIGHT = 2.0**-10
 # A step that still does not fit its grids after so many repetitions never will.
 MAX_REPETITIONS = 8
 
@@ -94,7 +97,8 @@ class MeanGradients:
                 for index, parameter in enumerate(self._parameters)
             ]
         self._is_open = self._may_send = False
-        self._used: list[bool] = [False] * len(self._names)
+        self._used = [0.0] * len(self._names)
+        self._num_untold = 0
 
     @property
     def hooks_per_parameter(self) -> int:
@@ -114,7 +118,8 @@ class MeanGradients:
         self._scale = loss_scale * (total_weight or 1)
         self._pending = []
         self._is_first = True  # nothing was added yet
-        self._used = [False] * len(self._names)
+        self._used = [0.0] * len(self._names)
+        self._num_untold = 0
         self._tail.clear()
         self._buffers.begin_step(plan[-1].stop)
 
@@ -138,6 +143,7 @@ class MeanGradients:
                 return True
         return False
 
+    @torch.no_grad()  # gradients of backward(create_graph=True) have a graph of their own
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._may_send = self._is_open = False
         gradients = [parameter.grad for parameter in self._parameters]
@@ -150,11 +156,14 @@ class MeanGradients:
             for sums in self._sums[len(self._pending) :]:
                 self._add(sums, gradients[sums.layout.slice])
             self._is_first = False
-            self._used = [u or g is not None for u, g in zip(self._used, gradients, strict=True)]
-            if loss is not None:
+            if loss is None:
+                self._num_untold += 1
+            else:
                 self._tail.set_loss(self._number, loss)
         elif not self._is_calibrated:
             self._calibrate([], None)
+        use = 1.0 if self._factor else WITHOUT_WEIGHT
+        self._used = [max(u, use) if g is not None else u for u, g in zip(self._used, gradients, strict=True)]
         self._expected = list(map(max, self._expected, self._fired))
         peaks = self._buffers.add(change)
         if peaks is not None and self._is_exact:
@@ -166,7 +175,7 @@ class MeanGradients:
         if self._is_first:
             for sums in self._sums:
                 sums.clear()
-        self._tail.write(message, self._used, self._buffers.changed_unmanaged())
+        self._tail.write(message, self._used, self._buffers.changed_unmanaged(), num_untold=self._num_untold)
         while len(self._pending) < len(self._sums):
             self._send_next()
 
@@ -231,7 +240,10 @@ class MeanGradients:
 
     def _publish(self, numbers: StepNumbers) -> None:
         # A parameter this worker used is used. Only for the others must the host look at the exchanged numbers.
-        used = self._used if all(self._used) else [count > 0 for count in numbers.used]
+        used: Sequence[bool] = [True] * len(self._used)
+        if min(self._used) < 1:
+            least = 0.0 if numbers.total_weight else 1 - WITHOUT_WEIGHT
+            used = [count > least for count in numbers.used]
         divisor = self._tail.total_weight() if self._must_divide else None
         for sums in self._sums:
             pairs = zip(sums.layout.parameters, sums.means(divisor), used[sums.layout.slice], strict=True)
