@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -49,7 +50,8 @@ def test_replicas_on_a_gpu_are_averaged(pool: WorkerPool) -> None:
 
     first, second = pool.run(averaged, 2)
     assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in first.parameters)
-    assert first.losses[-1] < first.losses[0]
+    known = [loss for loss in first.losses if not math.isnan(loss)]  # from the first meeting on
+    assert known[-1] < known[0]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -155,6 +155,35 @@ def test_through_a_checkpoint(name: str, stop_at: int, tmp_path: Path, pool: Wor
     assert {outcome[0] for outcome in outcomes} == {whole}
 
 
+@pytest.mark.parametrize("stop_at", [2, 5])
+def test_a_group_of_unfrozen_parameters_through_a_checkpoint(stop_at: int, tmp_path: Path, pool: WorkerPool) -> None:
+    """The optimizer begins with the head alone; the rest comes with `add_param_group` after step 2."""
+
+    def program(max_steps: int, checkpoints: pl.Checkpoints | None = None) -> str:
+        def build() -> Growing:
+            model = Growing()
+            model.blocks.requires_grad_(False)
+            return model
+
+        def unfreeze(record: pl.StepRecord) -> None:
+            if record.step == 2:
+                trainer.model.blocks.requires_grad_(True)
+                trainer.optimizer.add_param_group({"params": trainer.model.blocks.parameters(), "lr": 0.01})
+
+        settings = {"data": X, "global_batch": 8, "micro_batch": 2, "exact": True, "checkpoints": checkpoints}
+        with pl.Trainer.setup(build, optimizer_of, **settings) as trainer:
+            trainer.every(1, unfreeze)
+            for epoch in trainer.epochs(max_steps=max_steps):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch))
+                    trainer.step()
+            return digest(trainer.model.state_dict(), trainer.optimizer.state_dict())
+
+    checkpoints = pl.Checkpoints(tmp_path, every_steps=1)
+    program(stop_at, checkpoints)
+    assert set(pool.run(partial(program, 8, checkpoints), 2)) == {program(8)}
+
+
 def test_an_average_of_the_weights_follows(pool: WorkerPool) -> None:
     def program() -> str:
         with pl.Trainer.setup(Growing, optimizer_of, data=X, global_batch=8, micro_batch=2, exact=True, ema=0.9) as t:

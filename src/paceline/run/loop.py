@@ -360,6 +360,7 @@ class Loop:
         return {
             "position": self.position.to_dict(),
             "trained": self.replica.names_to_train(),
+            "groups": self.replica.group_names(),
             "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
             "exchange": self._exchange.state_dict(),
             "num_workers": self._world.size,

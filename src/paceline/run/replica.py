@@ -163,6 +163,21 @@ class Replica:
         """The names, in the plain model, of what the next step will train."""
         return [plain_name(name) for name, p in named_parameters(self.model).items() if p.requires_grad]
 
+    def group_names(self) -> list[list[list[str]]]:
+        """By optimizer and group: the names of its parameters in the plain model."""
+        names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}
+        return [[[names.get(id(p), "") for p in group["params"]] for group in o.param_groups] for o in self.optimizers]
+
+    def add_groups(self, saved: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Give the optimizers the groups that a saved run has added to the ones that it began with."""
+        parameters = {plain_name(name): p for name, p in named_parameters(self.model).items()}
+        for optimizer, groups, own in zip(self.optimizers, saved, self.group_names(), strict=False):
+            if [list(group) for group in groups[: len(own)]] != own:
+                continue
+            for group in groups[len(own) :]:
+                if all(name in parameters for name in group):
+                    optimizer.add_param_group({"params": [parameters[name] for name in group]})
+
     def set_trained(self, names: Sequence[str]) -> None:
         """Train these parameters, by their names in the plain model, and freeze all others."""
         for name, parameter in named_parameters(self.model).items():

@@ -63,10 +63,11 @@ def left_error(ranks: Sequence[int]) -> MisuseError:
 class Layout:
     """Where the numbers lie. Written on the device: losses, peaks. Written by the host: the rest.
 
-    `num_grids`: tensors with a grid of their own; 0 where sums are not exact.
+    `num_grids`: tensors with a grid of their own. `is_exact`: it is known how large each micro-batch's gradients are.
     """
 
     num_micro_batches: int
+    is_exact: bool
     num_grids: int
     num_workers: int
     num_parameters: int
@@ -77,7 +78,7 @@ class Layout:
         m, workers = self.num_micro_batches, self.num_workers
         return {
             "losses": m,
-            "largest": m if self.num_grids else 0,  # by micro-batch: the largest magnitude that it added to any sum
+            "largest": m if self.is_exact else 0,  # by micro-batch: the largest magnitude that it added to any sum
             "peaks": workers * self.num_grids,  # by worker and tensor: the largest of the worker's terms
             "weights": m,
             "untold": 1,  # micro-batches whose loss nobody told, since the user called loss.backward()

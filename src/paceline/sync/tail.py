@@ -62,8 +62,12 @@ class Tail:
             return
         own_on_device = self.peaks[first : first + len(peaks)]
         torch.maximum(own_on_device, peaks, out=own_on_device)
+        self.note_largest(number, peaks.amax())
+
+    def note_largest(self, number: int, magnitude: torch.Tensor) -> None:
+        """The largest magnitude that a micro-batch adds to any sum."""
         largest = self._largest[number]
-        torch.maximum(largest, peaks.amax(), out=largest)
+        torch.maximum(largest, magnitude, out=largest)
 
     def write(
         self, message: WorkerMessage, used: Sequence[float], changed: Sequence[bool], *, num_untold: int = 0

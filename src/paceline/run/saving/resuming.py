@@ -158,6 +158,7 @@ class Beginning:
         if "model" in states:
             lines += model_differences(states["model"], model_state(replica.model))
         if "optimizer" in states:
+            replica.add_groups(states.get("engine", {}).get("groups", []))
             lines += optimizer_differences(listed(states["optimizer"]), listed(optimizer_state(replica)))
         if lines:
             raise CheckpointError(

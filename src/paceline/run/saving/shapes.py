@@ -54,6 +54,12 @@ def engine_problems(state: Any, step: int) -> list[str]:
     for name in ("exchange", "planner"):
         if not isinstance(state[name], Mapping):
             problems.append(f"{name!r} is {shown(state[name])}, expected a dict")
+    trained = state.get("trained", [])
+    if not isinstance(trained, list) or not all(isinstance(name, str) for name in trained):
+        problems.append(f"'trained' is {shown(trained)}, expected a list of names")
+    grids = state["exchange"].get("grids", {}) if isinstance(state["exchange"], Mapping) else {}
+    if not isinstance(grids, Mapping) or not all(type(top) is int for top in grids.values()):
+        problems.append(f"'grids' of 'exchange' is {shown(grids)}, expected a dict of integers")
     count, scale = state["num_workers"], state["loss_scale"]
     if type(count) is not int or count < 1:
         problems.append(f"'num_workers' is {shown(count)}, expected an integer >= 1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,9 @@ class MeanGradients:
     ) -> None:
         self._communicator = communicator
         self._max_micro_batches = max_micro_batches
-        self._is_exact = exact
+        # A sum of one term needs no rounding: nothing is added to it but zeros.
+        self._is_exact = exact and max_micro_batches > 1
+        self._is_one_term = exact and not self._is_exact
         self._overlap = overlap and communicator.world.size > 1
         self._bucket_bytes = bucket_bytes
         self._grid_state: dict[str, int] = {}
@@ -77,10 +80,15 @@ class MeanGradients:
         self._grids = Grids([*self._names, *buffers.names_of_statistics] if self._is_exact else [])
         self._grids.load(self._grid_state)
         numbers = Layout(
-            self._max_micro_batches, len(self._grids.names), world.size, len(self._names), buffers.num_unmanaged
+            self._max_micro_batches,
+            self._is_exact or self._is_one_term,
+            len(self._grids.names),
+            world.size,
+            len(self._names),
+            buffers.num_unmanaged,
         )
         tails = [0] * (len(layouts) - 1) + [buffers.numel + numbers.total]
-        kind = ExactSums if self._is_exact else PlainSums
+        kind = ExactSums if self._is_exact else partial(PlainSums, is_one_term=self._is_one_term)
         self._sums = [kind(layout, self._communicator, tail) for layout, tail in zip(layouts, tails, strict=True)]
         space = self._sums[-1].tail
         self._tail = Tail(numbers, space[buffers.numel :], world.rank)
@@ -237,6 +245,8 @@ class MeanGradients:
         sums.add(gradients, self._factor, first=self._is_first)
         if isinstance(sums, ExactSums):
             self._tail.note_peaks(self._number, sums.layout.first, sums.peaks)
+        elif self._is_one_term:
+            self._tail.note_largest(self._number, sums.largest())
 
     def _publish(self, numbers: StepNumbers) -> None:
         # A parameter this worker used is used. Only for the others must the host look at the exchanged numbers.

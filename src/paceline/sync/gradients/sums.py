@@ -37,9 +37,16 @@ class Sums(Protocol):
 
 
 class PlainSums:
-    """Sums in the parameters' own precision, float32 at least."""
+    """Sums in the parameters' own precision, float32 at least.
 
-    def __init__(self, layout: BucketLayout, communicator: Communicator, tail_numel: int) -> None:
+    `is_one_term`: in exact mode, where steps have one micro-batch. Its sum has no -0.0, which in a larger world the
+    zeros of other workers would make 0.0.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, communicator: Communicator, tail_numel: int, *, is_one_term: bool = False
+    ) -> None:
+        self._is_one_term = is_one_term
         self.layout = layout
         self.flat = communicator.empty(layout.numel + tail_numel, sum_dtype(layout.parameters), layout.device).zero_()
         self.tail = self.flat[layout.numel :]
@@ -64,12 +71,19 @@ class PlainSums:
         else:
             np.multiply(self._small, weight, out=self._small)
 
+    def largest(self) -> torch.Tensor:
+        """The largest magnitude in the sums; NaN if any is."""
+        low, high = torch.aminmax(self._payload)
+        return torch.maximum(high, -low)
+
     def clear(self) -> None:
         self._payload.zero_()
 
     def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
         if divisor is not None:
             self._payload.div_(divisor)
+        if self._is_one_term:
+            self._payload.add_(0.0)
         if self.layout.dtype == self.flat.dtype:
             return self._views
         return [view.to(self.layout.dtype) for view in self._views]
