@@ -115,6 +115,7 @@ def paceline(
     *,
     data: Any = None,
     tokens_of: Callable[[Any], Tensor] = lambda batch: batch,
+    prepare: Callable[[Any], None] = lambda trainer: None,  # noqa: ARG005
     **settings: Any,
 ) -> Loop:
     """Ours, over tokens in memory unless other data is given.
@@ -133,6 +134,7 @@ def paceline(
         threads=1,
         **settings,
     ) as trainer:
+        prepare(trainer)
         while True:
             for epoch in trainer.epochs(max_steps=trainer.position.step + 1):
                 for batch in epoch:
