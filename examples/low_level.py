@@ -3,7 +3,7 @@
 Shows one step from the inside, layer by layer:
 - plan: which samples make a micro-batch (`EpochOrder`, `Steps`), and who takes which (`shares`, `ranges`);
 - comm: how replicas of one process reach each other (`LocalGroup`);
-- sync: the exchange that gives all of them the mean gradient of the whole batch (`BucketedGradients`).
+- sync: the exchange that gives all of them the mean gradient of the whole batch (`MeanGradients`).
 The result is checked against one model that plain PyTorch trains on whole batches.
 
     python examples/low_level.py
@@ -25,7 +25,7 @@ from paceline.plan.order import EpochOrder
 from paceline.plan.shares import ranges, shares
 from paceline.plan.steps import Steps
 from paceline.sync.buffers import Buffers
-from paceline.sync.gradients import BucketedGradients
+from paceline.sync.gradients.exchange import MeanGradients
 
 NUM_EPOCHS, LEARNING_RATE, SEED = 10, 0.1, 0
 SPEEDS = (3.0, 1.0)  # as if the first device were three times as fast as the second
@@ -51,7 +51,7 @@ def train_replica(model: nn.Module, communicator: LocalCommunicator, x: torch.Te
     for parameter in model.parameters():
         communicator.broadcast(parameter.detach(), source=0).wait()  # all start with replica 0's weights
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    exchange = BucketedGradients(
+    exchange = MeanGradients(
         dict(model.named_parameters()),
         communicator,
         Buffers(model, communicator),

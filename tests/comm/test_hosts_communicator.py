@@ -578,7 +578,7 @@ OVER_GLOO = "workers exchange over gloo, not through shared memory: "
     [
         (worlds_of([2, 1]), None, None, "HostsCommunicator", "workers exchange inside each of 2 hosts through shared "),
         (worlds_of([2, 1], "same"), None, None, "HostsCommunicator", "workers exchange inside each of 2 hosts"),
-        (worlds_of([3]), None, None, "SharedMemoryCommunicator", ""),
+        (worlds_of([3]), None, None, "OneHostCommunicator", ""),
         (worlds_of([1, 1, 1]), None, None, FLAT, OVER_GLOO + "each of the 3 hosts has one worker"),
         (
             [World(rank, 3, rank, 3, device=torch.device("meta" if rank else "cpu")) for rank in range(3)],

@@ -62,7 +62,14 @@ def one_step(name: str, training: bool, exact: bool) -> dict[str, Any]:
         return trainer_model[0]
 
     with pl.Trainer.setup(
-        build, optimizer, data=(IMAGES, LABELS), global_batch=12, micro_batch=3, shuffle=False, exact=exact
+        build,
+        optimizer,
+        data=(IMAGES, LABELS),
+        global_batch=12,
+        micro_batch=3,
+        shuffle=False,
+        exact=exact,
+        train_mode=training,
     ) as trainer:
         initial = copy.deepcopy(trainer.model.state_dict())
         for epoch in trainer.epochs(1):

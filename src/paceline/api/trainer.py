@@ -159,9 +159,9 @@ class Trainer:
             epoch.
         fused_optimizers: SGD, Adam and AdamW update all parameters in one kernel, unless they were made with another
             choice (`fused=`, `foreach=`).
-        train_mode: put a model that is in evaluation mode, as those of `from_pretrained` are, into training mode. In one
-            that is in training mode, layers that are not, such as frozen BatchNorm, stay so. False: every module stays
-            in the mode it is in.
+        train_mode: put a model that is in evaluation mode, as those of `from_pretrained` are, into training mode. In
+            one that is in training mode, layers that are not, such as frozen BatchNorm, stay so. False: every module
+            stays in the mode it is in.
         data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
             torch Dataset; a source of `paceline.data`; or a stream, something to iterate over again and again, such as
             a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader

@@ -383,7 +383,7 @@ PROGRAMS: dict[str, Program] = {
         (EQUAL, EQUAL, A_WORKER_IDLE), loop=scheduler_in_the_loop, plain_loop=halving
     ),
     "scheduler.step() left in": Program(
-        refused(r"LambdaLR\.step\(\) was called on a scheduler that belongs to the trainer"),
+        refused(r"LambdaLR\.step\(\) was called on a scheduler that belongs to the trainer|'lr' in group 0 of SGD"),
         loop=scheduler_left_in,
         scheduler=warm_up,
     ),

@@ -67,14 +67,16 @@ def test_a_finished_run_is_not_run_again_and_one_with_more_epochs_goes_on(tmp_pa
 
 
 def test_exact_modes_grids_go_on_where_they_were(tmp_path: Path) -> None:
-    def grids(trainer: pl.Trainer) -> list[int]:
-        return trainer._run.loop._exchange.state_dict()["grid_tops"]
+    def grids(trainer: pl.Trainer) -> dict[str, int]:
+        return trainer._run.loop._exchange.state_dict()["grids"]
 
     with setup(tmp_path) as trainer:
         for batch in next(trainer.epochs(1)):
             step(trainer, batch)
-        trainer._run.loop._exchange._grids[0].top += 3  # as after a burst of larger gradients
+        name, top = next(iter(grids(trainer).items()))
+        trainer._run.loop._exchange._grids.load({name: top + 3})  # as after a burst of larger gradients
         saved = grids(trainer)
+        assert saved[name] == top + 3
     with setup(tmp_path) as trainer:
         assert grids(trainer) == saved
     with setup(None) as trainer:
