@@ -435,16 +435,19 @@ class Loop:
         self._keeper.observe(numbers)
         # From here on every worker does the same, drawing the same random numbers.
         self._seed_after_step(position.step)
-        if self._may_request_rates:
-            # A worker alone knows what it asked for; asking a GPU would wait for it.
-            self._set_requested_rate([message.learning_rate] if self._world.size == 1 else numbers.learning_rates)
+        # A worker alone knows what it asked for; asking a GPU would wait for it.
+        if self._world.size > 1:
+            if self._may_request_rates:
+                self._set_requested_rate(numbers.learning_rates)
+        elif message.learning_rate is not None:
+            self.replica.set_learning_rate(*message.learning_rate)
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
         norm = self.update.clip()
         if self._is_step_valid(numbers, norm):
             self.update.step()
             self._average.update()
-            if self._config.scheduler_every == "step":
+            if self.replica.schedulers and self._config.scheduler_every == "step":
                 self.replica.step_schedulers(lambda: self._told_loss(numbers))
             is_skipped = False
         else:
@@ -466,7 +469,8 @@ class Loop:
         )
         self.last_record = record
         self.position = self._feed.after_step(position)
-        self._replica_check.after_step(len(plan[0]), numbers, record.step)
+        if self._world.size > 1:
+            self._replica_check.after_step(len(plan[0]), numbers, record.step)
         self._may_end_epoch = True
         for steps, hook in self._hooks:
             if record.step % steps == 0:

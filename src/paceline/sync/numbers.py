@@ -253,7 +253,10 @@ class StepNumbers:
 
     @property
     def learning_rates(self) -> Sequence[tuple[float, int] | None]:
-        rows = self._part("learning_rates").reshape(self._layout.num_workers, -1).tolist()
+        part = self._part("learning_rates")
+        if not part.any():
+            return ()
+        rows = part.reshape(self._layout.num_workers, -1).tolist()
         return [(sum(parts), int(group) - 2) if group else None for group, *parts in rows]
 
     @property

@@ -51,7 +51,7 @@ class DirectGradients:
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         if self._replayed is None:
-            self._watch.check([parameter.grad for parameter in self._parameters])
+            self._watch.check()
             self._watch.forget()
         self._loss = loss
 

@@ -155,7 +155,7 @@ class MeanGradients:
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._may_send = self._is_open = False
         gradients = [parameter.grad for parameter in self._parameters]
-        self._watch.check(gradients)
+        self._watch.check()
         self._watch.forget()
         change = self._buffers.change(self._number)
         if self._factor:  # a micro-batch without weight adds nothing, not even 0 * NaN

@@ -6,13 +6,23 @@ result for every number of workers.
 
 from __future__ import annotations
 
-import operator
+import sys
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import MisuseError
+
+# A parameter's number, its gradient, and how often that had been changed.
+_Seen: TypeAlias = tuple[int, torch.Tensor | None, int]
+
+
+# A model with fewer elements than this has steps so short that looking at every gradient would show.
+SMALL_NUMEL = 1 << 17
+# Of such a model every gradient is looked at in so many micro-batches; then one of them in each, in turn.
+NUM_WHOLE_CHECKS = 64
 
 
 class GradientWatch:
@@ -25,9 +35,11 @@ class GradientWatch:
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         self._names = names
         self._parameters = parameters
-        self._gradients: list[torch.Tensor | None] | None = None
-        self._versions: list[int] = []
-        self._by_hooks: dict[int, tuple[torch.Tensor, int]] = {}
+        is_small = sum(parameter.numel() for parameter in parameters) < SMALL_NUMEL
+        self._num_whole_left = NUM_WHOLE_CHECKS if is_small else sys.maxsize
+        self._turn = -1
+        self._seen: list[_Seen] = []  # what backward has left, since the micro-batch began
+        self._by_hooks: dict[int, _Seen] = {}
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(parameters)
@@ -39,35 +51,32 @@ class GradientWatch:
 
     def forget(self) -> None:
         """Nothing is expected of the gradients any more, until the next backward."""
-        self._gradients = None
-        self._by_hooks.clear()
+        self._seen = []
+        if self._by_hooks:
+            self._by_hooks.clear()
 
     def run(self, backward: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
         """`backward(loss)` by the trainer: the gradients are what it leaves."""
         if self._hooks:
             self.close()
-        if self._gradients is not None:
-            self.check([parameter.grad for parameter in self._parameters])
+        if self._seen:
+            self.check()
         backward(loss)
-        self._gradients = [parameter.grad for parameter in self._parameters]
-        self._versions = [-1 if gradient is None else gradient._version for gradient in self._gradients]
+        parameters = self._parameters
+        if self._num_whole_left:
+            self._num_whole_left -= 1
+            gradients = [parameter.grad for parameter in parameters]
+            self._seen = [(i, g, -1 if g is None else g._version) for i, g in enumerate(gradients)]
+        else:
+            self._turn = turn = (self._turn + 1) % len(parameters)
+            gradient = parameters[turn].grad
+            self._seen = [(turn, gradient, -1 if gradient is None else gradient._version)]
 
-    def check(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise if these, the parameters' gradients now, are not what backward has left."""
-        if self._gradients is None:
-            for index, (gradient, version) in self._by_hooks.items():
-                if gradients[index] is not gradient or gradient._version != version:
-                    raise self._changed(index)
-            return
-        versions = [-1 if gradient is None else gradient._version for gradient in gradients]
-        if versions != self._versions or not all(map(operator.is_, gradients, self._gradients)):
-            changed = [
-                now is not then or version != version_then
-                for now, then, version, version_then in zip(
-                    gradients, self._gradients, versions, self._versions, strict=True
-                )
-            ]
-            raise self._changed(changed.index(True))
+    def check(self) -> None:
+        """Raise if the gradients are not what backward has left."""
+        for index, gradient, version in self._seen or self._by_hooks.values():
+            if self._parameters[index].grad is not gradient or (gradient is not None and gradient._version != version):
+                raise self._changed(index)
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -79,7 +88,7 @@ class GradientWatch:
             gradient = parameter.grad
             # A sparse one is refused elsewhere, by name.
             if gradient is not None:
-                self._by_hooks[index] = gradient, gradient._version
+                self._by_hooks[index] = index, gradient, gradient._version
 
         return hook
 
