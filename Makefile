@@ -29,7 +29,7 @@ train: $(ENVIRONMENT) ## train a small transformer on generated stories, with tw
 test: lint ## lint, then every test, example and code block of the docs
 	$(RUN)/python -m pytest $(ARGS)
 
-soak: $(ENVIRONMENT) ## a thousand random training programs, each compared with plain PyTorch (about ten minutes)
+soak: $(ENVIRONMENT) ## a thousand random programs against plain PyTorch, and long matrices (some ten minutes)
 	$(RUN)/python -m pytest -m soak $(ARGS)
 
 lint: $(ENVIRONMENT) ## style, types and the direction of imports

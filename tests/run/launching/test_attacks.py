@@ -122,7 +122,7 @@ def weights_of(output: str) -> str:
 
 @needs_root
 @needs_hosts
-@pytest.mark.parametrize("kind", ["plain", "thing"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.soak), "thing"])
 def test_another_user_of_the_host_does_no_harm(kind: str, victim: Path, tmp_path: Path, hosts: Hosts) -> None:
     """There is no port to connect to, no file to read, and a Unix socket hears only its own user."""
     namespace = hosts.link.namespaces[0]  # where nothing else runs
@@ -139,7 +139,7 @@ def test_another_user_of_the_host_does_no_harm(kind: str, victim: Path, tmp_path
 
 @needs_root
 @needs_hosts
-@pytest.mark.parametrize("secret", [True, False])
+@pytest.mark.parametrize("secret", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_another_user_of_another_host_does_no_harm(
     secret: bool,
     victim: Path,
