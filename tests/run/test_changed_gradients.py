@@ -13,6 +13,7 @@ from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
+from paceline.sync.gradients.watch import NUM_WHOLE_CHECKS
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
 
@@ -149,3 +150,19 @@ def test_hooks_on_gradients_still_change_them() -> None:
             return f"{trainer.model.weight.sum().item():.4f} {trainer.model.bias.item():.4f}"
 
     assert hooked(2) == hooked(12)
+
+
+@pytest.mark.parametrize(("name", "found_within"), [("scaling", 1), ("one element", 4)])
+def test_a_tiny_model_is_watched_by_turns_after_its_first_micro_batches(name: str, found_within: int) -> None:
+    """All gradients at first, then one of four in each micro-batch: a change of all is found at once."""
+    begin = NUM_WHOLE_CHECKS + 3
+    seen: list[int] = []
+
+    def change(model: nn.Module) -> None:
+        seen.append(len(seen))
+        if len(seen) > begin:
+            CHANGES[name](model)
+
+    with pytest.raises(pl.MisuseError, match=MESSAGE):
+        train("trainer.backward", change, data=X.repeat(8, 1), global_batch=2)
+    assert begin < len(seen) <= begin + found_within
