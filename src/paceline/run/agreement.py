@@ -10,6 +10,7 @@ import hashlib
 import json
 import operator
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,17 +41,15 @@ class Agreement:
         if self._is_alone:
             return 0
         values = [
-            value
-            for optimizer in self._replica.optimizers
-            for group in optimizer.param_groups
-            for key, value in group.items()
-            if key != "params"
+            value for optimizer in self._replica.optimizers for g in optimizer.param_groups for value in g.values()
         ]
         trained = self._replica.trained_names
         if trained is not self._trained or not _are_unchanged(values, self._values):
             self._values, self._trained = values, trained
             shapes = [f"{tuple(p.shape)} {p.dtype}" for p in self._replica.parameters.values()]
-            text = json.dumps([trained, shapes, [_plain(value) for value in values]])
+            groups = [g for optimizer in self._replica.optimizers for g in optimizer.param_groups]
+            plain = [[_plain(value) for key, value in group.items() if key != "params"] for group in groups]
+            text = json.dumps([trained, shapes, plain])
             self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
         return self._digest
 
@@ -58,11 +57,16 @@ class Agreement:
         """Raise on all workers if they differ. On a GPU the host looks when the numbers have arrived, or `now`."""
         if self._is_alone or isinstance(numbers, LocalNumbers):
             return
+        if not self._unread and numbers.has_arrived:
+            self._compare(numbers.digests)
+            return
         self._unread.append(numbers)
         while self._unread and (now or self._unread[0].has_arrived):
-            digests = self._unread.popleft().digests
-            if any(digest != digests[0] for digest in digests):
-                self._explain()
+            self._compare(self._unread.popleft().digests)
+
+    def _compare(self, digests: Sequence[int]) -> None:
+        if digests.count(digests[0]) != len(digests):
+            self._explain()
 
     def _explain(self) -> None:
         """All workers have seen the same difference, and all are here."""
@@ -103,7 +107,7 @@ class Agreement:
 def _are_unchanged(values: list[Any], before: list[Any]) -> bool:
     if len(values) != len(before) or not all(map(operator.is_, values, before)):
         return False
-    return not any(isinstance(value, torch.Tensor | list) for value in values)  # these may change in place
+    return torch.Tensor not in map(type, values)  # which may change in place
 
 
 def _plain(value: Any) -> Any:

@@ -31,29 +31,27 @@ class ReplicaCheck:
     def __init__(self, replica: Replica, communicator: Communicator | None) -> None:
         self._replica = replica
         self._communicator = communicator
-        self._elapsed_s = 0.0
-        self._num_steps = 0
+        self._num_steps = 0  # since the last look
         self._are_alike: bool | None = None  # the workers' devices; None: not asked yet
 
     def after_step(self, num_micro_batches: int, numbers: Numbers, step: int) -> None:
         """A step is completed; `num_micro_batches` of it were rank 0's."""
-        if self._communicator is None or self._communicator.world.size == 1:
-            return
         self._num_steps += 1
-        if numbers.has_arrived and self._communicator.world.device.type == "cpu":
-            timing = numbers.timings[0]
-            self._elapsed_s += num_micro_batches * timing.micro_batch + timing.sync + timing.rest
-            if self._num_steps < EVERY_STEPS or self._elapsed_s * MAX_COST < self._cost_s():
-                return
-        elif self._num_steps < EVERY_STEPS:
+        if self._num_steps % EVERY_STEPS or self._communicator is None:
             return
+        if self._communicator.world.device.type == "cpu":
+            # By a time that all workers have. Of a GPU it may not have arrived; there steps are long enough.
+            timing = numbers.timings[0]
+            step_s = num_micro_batches * timing.micro_batch + timing.sync + timing.rest
+            if self._num_steps * step_s * MAX_COST < self._cost_s():
+                return
         self.look(step)
 
     def look(self, step: int) -> None:
         """Raise on all workers if any has other weights than rank 0. All call it together."""
         if self._communicator is None or self._communicator.world.size == 1:
             return
-        self._num_steps, self._elapsed_s = 0, 0.0
+        self._num_steps = 0
         world = self._communicator.world
         if self._are_alike is None:
             self._are_alike = len(set(gather(_kind(world.device), self._communicator))) == 1

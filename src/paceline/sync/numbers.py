@@ -214,20 +214,27 @@ class StepNumbers:
 
     def __init__(self, layout: Layout, tail: torch.Tensor) -> None:
         self._layout = layout
-        self._source: Floats | HostCopy = tail.numpy().copy() if tail.is_cpu else HostCopy(tail)
+        self._source: list[float] | Floats | HostCopy
+        if not tail.is_cpu:
+            self._source = HostCopy(tail)
+        else:  # few numbers are sooner read from a list
+            self._source = tail.numpy().copy() if layout.num_grids else tail.tolist()
 
     @property
     def has_arrived(self) -> bool:
         return not isinstance(self._source, HostCopy) or self._source.has_arrived
 
     def _values(self, name: str) -> list[float]:
+        source = self._source
+        if isinstance(source, list):
+            return source[self._layout.parts[name]]
         values: list[float] = self._part(name).tolist()
         return values
 
     def _part(self, name: str) -> Floats:
         if isinstance(self._source, HostCopy):
             self._source = self._source.numbers()
-        return self._source[self._layout.parts[name]]
+        return np.asarray(self._source[self._layout.parts[name]])
 
     @property
     def losses(self) -> list[float]:
@@ -239,8 +246,8 @@ class StepNumbers:
 
     @cached_property
     def timings(self) -> Sequence[Timing]:
-        rows = self._part("timings").reshape(self._layout.num_workers, -1).tolist()
-        return [Timing(*row) for row in rows]
+        values, width = self._values("timings"), len(Timing._fields)
+        return [Timing(*values[start : start + width]) for start in range(0, len(values), width)]
 
     @property
     def wishes(self) -> Sequence[float]:
@@ -248,15 +255,15 @@ class StepNumbers:
 
     @property
     def digests(self) -> Sequence[int]:
-        pairs = self._part("digests").reshape(-1, 2).tolist()
-        return [(int(high) << _DIGEST_BITS) | int(low) for high, low in pairs]
+        values = self._values("digests")
+        return [(int(high) << _DIGEST_BITS) | int(low) for high, low in zip(values[::2], values[1::2], strict=True)]
 
     @property
     def learning_rates(self) -> Sequence[tuple[float, int] | None]:
-        part = self._part("learning_rates")
-        if not part.any():
+        values, width = self._values("learning_rates"), 1 + _RATE_PARTS
+        if not any(values):
             return ()
-        rows = part.reshape(self._layout.num_workers, -1).tolist()
+        rows = [values[start : start + width] for start in range(0, len(values), width)]
         return [(sum(parts), int(group) - 2) if group else None for group, *parts in rows]
 
     @property
@@ -276,10 +283,10 @@ class StepNumbers:
 
     def non_finite(self) -> tuple[str, float, int] | None:
         for what, part in (("loss", "losses"), ("gradient", "largest")):
-            values = self._part(part)
-            if not np.isfinite(values).all():
-                number = int(np.argmin(np.isfinite(values)))
-                return what, float(values[number]), number
+            values = self._values(part)
+            if not all(map(math.isfinite, values)):
+                number = next(i for i, value in enumerate(values) if not math.isfinite(value))
+                return what, values[number], number
         return None
 
     @property

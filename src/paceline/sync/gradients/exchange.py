@@ -151,7 +151,6 @@ class MeanGradients:
                 return True
         return False
 
-    @torch.no_grad()  # gradients of backward(create_graph=True) have a graph of their own
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._may_send = self._is_open = False
         gradients = [parameter.grad for parameter in self._parameters]
@@ -170,8 +169,7 @@ class MeanGradients:
                 self._tail.set_loss(self._number, loss)
         elif not self._is_calibrated:
             self._calibrate([], None)
-        use = 1.0 if self._factor else WITHOUT_WEIGHT
-        self._used = [max(u, use) if g is not None else u for u, g in zip(self._used, gradients, strict=True)]
+        self._note_use(gradients)
         self._expected = list(map(max, self._expected, self._fired))
         peaks = self._buffers.add(change)
         if peaks is not None and self._is_exact:
@@ -243,10 +241,23 @@ class MeanGradients:
                     "buffer: build its layer with sparse=False"
                 )
         sums.add(gradients, self._factor, first=self._is_first)
+        if sums.has_graph:
+            raise MisuseError(
+                "backward(create_graph=True) leaves gradients with a graph of their own, which are exchanged as "
+                "numbers: for a gradient penalty use torch.autograd.grad(..., create_graph=True) and add it to the loss"
+            )
         if isinstance(sums, ExactSums):
             self._tail.note_peaks(self._number, sums.layout.first, sums.peaks)
         elif self._is_one_term:
             self._tail.note_largest(self._number, sums.largest())
+
+    def _note_use(self, gradients: list[torch.Tensor | None]) -> None:
+        is_present = [gradient is not None for gradient in gradients]
+        use = 1.0 if self._factor else WITHOUT_WEIGHT
+        if all(is_present):
+            self._used = [use] * len(is_present) if use == 1.0 else [max(u, use) for u in self._used]
+        else:
+            self._used = [max(u, use) if here else u for u, here in zip(self._used, is_present, strict=True)]
 
     def _publish(self, numbers: StepNumbers) -> None:
         # A parameter this worker used is used. Only for the others must the host look at the exchanged numbers.
