@@ -156,6 +156,7 @@ class MeanGradients:
         gradients = [parameter.grad for parameter in self._parameters]
         self._watch.check()
         self._watch.forget()
+        self._refuse(0, gradients)
         change = self._buffers.change(self._number)
         if self._factor:  # a micro-batch without weight adds nothing, not even 0 * NaN
             if not self._is_calibrated:
@@ -234,22 +235,28 @@ class MeanGradients:
     # Sums
 
     def _add(self, sums: ExactSums | PlainSums, gradients: list[torch.Tensor | None]) -> None:
-        for index, gradient in enumerate(gradients):
-            if gradient is not None and gradient.layout is not torch.strided:
-                raise GradientError(
-                    f"parameter {sums.layout.names[index]!r} has a sparse gradient, which cannot be averaged in a flat "
-                    "buffer: build its layer with sparse=False"
-                )
         sums.add(gradients, self._factor, first=self._is_first)
-        if sums.has_graph:
-            raise MisuseError(
-                "backward(create_graph=True) leaves gradients with a graph of their own, which are exchanged as "
-                "numbers: for a gradient penalty use torch.autograd.grad(..., create_graph=True) and add it to the loss"
-            )
         if isinstance(sums, ExactSums):
             self._tail.note_peaks(self._number, sums.layout.first, sums.peaks)
         elif self._is_one_term:
             self._tail.note_largest(self._number, sums.largest())
+
+    def _refuse(self, first: int, gradients: list[torch.Tensor | None]) -> None:
+        """Gradients of the parameters from number `first` on that cannot be added up."""
+        for index, gradient in enumerate(gradients, first):
+            if gradient is None:
+                continue
+            if gradient.layout is not torch.strided:
+                raise GradientError(
+                    f"parameter {self._names[index]!r} has a sparse gradient, which cannot be averaged in a flat "
+                    "buffer: build its layer with sparse=False"
+                )
+            if gradient.requires_grad:
+                raise MisuseError(
+                    "backward(create_graph=True) leaves gradients with a graph of their own, which are exchanged as "
+                    "numbers: for a gradient penalty use torch.autograd.grad(..., create_graph=True) and add it to the "
+                    "loss"
+                )
 
     def _note_use(self, gradients: list[torch.Tensor | None]) -> None:
         is_present = [gradient is not None for gradient in gradients]
@@ -302,7 +309,9 @@ class MeanGradients:
             own = sums.layout.slice
             if not all(0 < n <= fired for n, fired in zip(self._expected[own], self._fired[own], strict=True)):
                 return
-            self._add(sums, [parameter.grad for parameter in sums.layout.parameters])
+            gradients = [parameter.grad for parameter in sums.layout.parameters]
+            self._refuse(sums.layout.first, gradients)
+            self._add(sums, gradients)
             self._send_next()
 
     def _send_next(self) -> None:

@@ -71,11 +71,6 @@ class PlainSums:
         else:
             np.multiply(self._small, weight, out=self._small)
 
-    @property
-    def has_graph(self) -> bool:
-        """Whether gradients were added that know how they were computed."""
-        return self._payload.requires_grad
-
     def largest(self) -> torch.Tensor:
         """The largest magnitude in the sums; NaN if any is."""
         low, high = torch.aminmax(self._payload)
@@ -106,11 +101,6 @@ class ExactSums:
         self._own = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
         self._views = layout.views(self._own)
         self._rounded = RoundedAddition(layout)
-
-    @property
-    def has_graph(self) -> bool:
-        """Whether gradients were added that know how they were computed."""
-        return self._own.requires_grad
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The grids' anchors, by parameter of the bucket."""
