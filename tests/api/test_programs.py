@@ -19,9 +19,18 @@ SIZES = {"plain": (1, 2, 3), "exact": (1, 3)}
 TIMEOUT_S = 20.0  # for those who wait while another worker is refused
 
 
+# Exactness is a matter of models and loops: what else programs differ in is tried in exact mode by `make soak`.
+EXACT_IN_SOAK = ("data", "optimizers")
+
+
 def cases() -> list[Any]:
     return [
-        pytest.param(name, mode, id=f"{table}-{name.replace(' ', '_')}-{mode}")
+        pytest.param(
+            name,
+            mode,
+            id=f"{table}-{name.replace(' ', '_')}-{mode}",
+            marks=pytest.mark.soak if mode == "exact" and table in EXACT_IN_SOAK else (),
+        )
         for table, programs in TABLES.items()
         for name, program in programs.items()
         for mode in program.modes
