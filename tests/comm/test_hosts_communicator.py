@@ -23,7 +23,6 @@ from gatherings import CPU, LocalLeaders, buffers, on_hosts, sum_in_rank_order, 
 from worker_pool import WorkerPool
 
 from paceline.comm import connect, shared_arena
-from paceline.comm.base import Combining
 from paceline.comm.hosts import PIECE_BYTES, HostsCommunicator
 from paceline.comm.local import LocalGroup
 from paceline.comm.places import Place, divide
@@ -135,11 +134,6 @@ def many_with_delays(sizes: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("sizes", [[2, 1], [2, 2]])
 def test_many_exchanges_with_workers_that_come_late(sizes: list[int], pool: WorkerPool) -> None:
     assert pool.run(many_with_delays, sum(sizes), sizes, 300) == [[]] * sum(sizes)
-
-
-def test_workers_of_other_hosts_do_not_see_each_others_numbers() -> None:
-    with on_hosts([2, 1]) as workers:
-        assert not isinstance(workers[0], Combining)
 
 
 # What goes wrong.

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import permutations
@@ -73,32 +73,6 @@ def test_broadcast_gives_all_the_part_of_the_source(numel: int) -> None:
             for each in reversed(pending):
                 each.wait()
             assert all((t == source + 1).all() for t in tensors)
-
-
-@pytest.mark.parametrize("numel", [5, LARGE, BLOCKS])
-def test_any_combination_of_the_parts_can_be_asked_for(numel: int) -> None:
-    def weighted(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        out.copy_(100 * parts[0] + 10 * parts[1] + parts[2])
-
-    with sharing(3) as workers:
-        tensors = buffers(workers, numel)
-        for _ in range(2):
-            for worker, tensor in zip(workers, tensors, strict=True):
-                tensor.fill_(worker.world.rank + 1)
-            together([w.combine(t, weighted).wait for w, t in zip(workers, tensors, strict=True)])
-            assert all((t == 123).all() for t in tensors)
-
-
-def test_only_what_the_peers_can_see_is_combined() -> None:
-    with sharing(2) as workers, pytest.raises(MisuseError, match="only what empty\\(\\) made can be combined"):
-        workers[0].combine(torch.zeros(3), lambda *_: None)
-
-
-def test_a_sum_and_another_combination_are_different_calls() -> None:
-    with sharing(2) as workers:
-        tensors = buffers(workers, 7)
-        calls = [workers[0].all_reduce(tensors[0]), workers[1].combine(tensors[1], lambda *_: None)]
-        assert all("every worker must make the same calls" in str(error) for error in together([c.wait for c in calls]))
 
 
 def test_a_tensor_over_the_whole_buffer_is_the_buffer_and_a_part_of_it_is_not() -> None:

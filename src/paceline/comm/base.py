@@ -10,7 +10,7 @@ peers do not show up within `timeout_s` raises `CommunicationTimeout`, one whose
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -52,17 +52,6 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Release what the communicator holds. Further calls are errors."""
-
-
-@runtime_checkable
-class Combining(Communicator, Protocol):
-    """A communicator of workers that see each other's numbers, and need not only add them up."""
-
-    def combine(self, tensor: torch.Tensor, combination: Combination) -> Pending:
-        """Replace `tensor`, made by `empty`, on every worker by the combination of all workers'.
-
-        The combination is asked for one block after another, of each by one worker; all give the same one.
-        """
 
 
 class PointToPoint(Protocol):

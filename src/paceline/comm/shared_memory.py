@@ -126,23 +126,15 @@ class SharedMemoryCommunicator(SharingCommunicator):
         if self._turns is not None:
             self._turns.close()
 
-    def combine(self, tensor: torch.Tensor, combination: Combination) -> Pending:
-        buffer = self._find(tensor)
-        if buffer is None:
-            raise MisuseError("only what empty() made can be combined: the peers cannot see any other tensor")
-        return self._start(buffer, "combine", combination=combination)
-
     def _make_buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         kind = _SmallBuffer if numel * dtype.itemsize <= SMALL_BYTES else _LargeBuffer
         return kind(self._workers.own, self._workers.arenas, numel, dtype)
 
-    def _start(
-        self, buffer: Buffer, operation: str, source: int | None = None, combination: Combination | None = None
-    ) -> Pending:
+    def _start(self, buffer: Buffer, operation: str, source: int | None = None) -> Pending:
         # Only now: what helps a worker has been started by its first exchange.
         if self._turns is None and self._workers.share_cores:
             self._turns = LongTurns()
-        return Exchange(self._workers, buffer, operation, source, combination)
+        return Exchange(self._workers, buffer, operation, source)
 
 
 class Workers:
@@ -338,21 +330,13 @@ class _LargeBuffer(Buffer):
 class Exchange:
     """A call on a shared buffer. What is to be done after all have called is done in `wait`."""
 
-    def __init__(
-        self,
-        workers: Workers,
-        buffer: Buffer,
-        operation: str,
-        source: int | None = None,
-        combination: Combination | None = None,
-    ) -> None:
+    def __init__(self, workers: Workers, buffer: Buffer, operation: str, source: int | None = None) -> None:
         self._call, text = buffer.describe(operation)
         if buffer.is_in_flight:
             raise MisuseError(f"{self._call} is called while it is in another exchange: wait() for that one first")
         self._workers = workers
         self._buffer = buffer
         self._source = source
-        self._combination = combination or _add_up
         self._is_done = False
         buffer.start()
         self._number = workers.own.board.announce_call(buffer.place, text)
@@ -374,10 +358,10 @@ class Exchange:
         workers.wait(lambda board: board.calls > number, self._call, "did not call it")
         workers.check_same_call(number, buffer.place, self._call)
         if not buffer.is_divided:
-            buffer.combine(self._combination, self._source)
+            buffer.combine(_add_up, self._source)
             return
         workers.own.board.enter(number)
-        buffer.combine(self._combination, self._source)
+        buffer.combine(_add_up, self._source)
         workers.own.board.leave()
         workers.wait(lambda board: board.inside != number, self._call, "did not finish their blocks")
 
