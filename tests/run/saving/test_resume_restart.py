@@ -17,6 +17,21 @@ import paceline as pl
 from paceline.checkpoint.folders import complete_steps
 
 
+def last_due(step: int, every: int) -> int:
+    """The last step before this one that was to be saved; 0 if none was."""
+    return (step - 1) // every * every if every else 0
+
+
+def wait_for_checkpoint(root: Path, step: int) -> None:
+    while step and not (root / f"step-{step:08d}").exists():
+        time.sleep(0.01)
+
+
+def wait_for_snapshot(root: Path, step: int) -> None:
+    while step and f"step-{step:08d}" not in [path.name for path in snapshots_of(root)]:
+        time.sleep(0.01)
+
+
 def job(root: Path, dies_at: dict[int, int], **settings: object) -> Callable[[], tuple[str, list[str]]]:
     """Train to the end; in the n-th start rank 1 (or 0, if alone) kills itself after step dies_at[n], once what was to
     be saved before that is on the disk.
@@ -24,7 +39,8 @@ def job(root: Path, dies_at: dict[int, int], **settings: object) -> Callable[[],
     The result: a digest, and what each start was resumed from.
     """
 
-    every = int(settings.get("every_steps", 10**6))
+    every = int(settings.get("every_steps", 0))
+    snapshot_every = int(settings.get("snapshot_every", 0))
 
     def main() -> tuple[str, list[str]]:
         start = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -35,9 +51,8 @@ def job(root: Path, dies_at: dict[int, int], **settings: object) -> Callable[[],
 
             def die(record: pl.StepRecord) -> None:
                 if record.step == dies_at.get(start) and trainer.world.rank == trainer.world.size - 1:
-                    last = (record.step - 1) // every * every
-                    while last and not (root / f"step-{last:08d}").exists():
-                        time.sleep(0.01)
+                    wait_for_checkpoint(root, last_due(record.step, every))
+                    wait_for_snapshot(root, last_due(record.step, snapshot_every))
                     os.kill(os.getpid(), signal.SIGKILL)
 
             trainer.every(1, die)
@@ -73,9 +88,9 @@ def test_a_restart_goes_on_from_memory_and_leaves_nothing_there(
     root = tmp_path / "run"
     digest, starts = pl.launch(job(root, {0: 7, 1: 8}, snapshot_every=1), 2, max_restarts=2)
     assert digest == undisturbed(tmp_path / "other")
-    # The snapshot of the step before the last is surely complete; whether the last one is depends on the instant.
+    # The snapshot of the step before the death is complete; whether that step's own is depends on the instant.
     assert [Path(start).parent.parent for start in starts[1:]] == [Path("/dev/shm")] * 2
-    assert all(int(Path(start).name[-2:]) >= step for start, step in zip(starts[1:], [5, 6], strict=True))
+    assert all(int(Path(start).name[-2:]) >= step for start, step in zip(starts[1:], [6, 7], strict=True))
     assert complete_steps(root) == [NUM_STEPS]
     assert not snapshots_of(root)
     err = capfd.readouterr().err
