@@ -68,7 +68,7 @@ def strategies(folder: Path, task: Task) -> Result:
 
 
 def strategy_loops(paths: list[str]) -> Loops:
-    from paceline.data.arrow import ArrowSource
+    from paceline.data.sources.arrow import ArrowSource
 
     hf_map = partial(hf_dataset, paths)
 

@@ -50,9 +50,9 @@ def fed(task: overhead.Task) -> Contestant:
     """The loop of `overhead.bare`, its batches from the feed that a run would use."""
     from paceline.comm.single import SingleCommunicator
     from paceline.core.world import World
-    from paceline.data.bring import DataSettings, as_data, make_feed
+    from paceline.data.feeds.make_feed import DataSettings, as_data, make_feed
     from paceline.plan.steps import Position, Steps
-    from paceline.run.planner import FixedPlanner
+    from paceline.run.step.planner import FixedPlanner
 
     model = overhead.make_model()
     optimizer = overhead.make_optimizer(model.parameters())
@@ -112,7 +112,7 @@ def samples_per_s(batches: Iterator[Any], num_batches: int) -> float:
 
 
 def ours(paths: list[str]) -> Iterator[torch.Tensor]:
-    from paceline.data.arrow import ArrowSource
+    from paceline.data.sources.arrow import ArrowSource
 
     source = ArrowSource(paths)
     return (source.read(indices, 0, 0)[COLUMN] for indices in shuffled(len(source)))
@@ -172,7 +172,7 @@ def second_start(folder: Path, num_turns: int, num_files: int) -> Result:
 
 
 def open_files(folder: Path) -> None:
-    from paceline.data.arrow import ArrowSource
+    from paceline.data.sources.arrow import ArrowSource
 
     ArrowSource(folder)
 

@@ -116,7 +116,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Result:
     if not torch.cuda.is_available():
         raise Unavailable("torch sees no CUDA device")
-    from paceline.data.tokens import TokenFile
+    from paceline.data.sources.tokens import TokenFile
 
     task = Task(options.batch, options.steps, options.turns, num_windows=64 * options.batch)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, task.num_windows * LENGTH, dtype=np.uint16)

@@ -30,7 +30,7 @@ from bench.models import mlp
 from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.observe.timeline.recorder import NoTimeline, Recorder, TimelineRecorder
-from paceline.run.stopwatch import stopwatch_for
+from paceline.run.step.stopwatch import stopwatch_for
 
 WIDTHS = (64, 512, 512, 10)
 NUM_SAMPLES = 8192

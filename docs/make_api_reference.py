@@ -18,11 +18,11 @@ import paceline
 
 PAGE = Path(__file__).with_name("api.md")
 SOURCES = {
-    "paceline.data.tokens": ["TokenFile"],
-    "paceline.data.arrow": ["ArrowSource"],
-    "paceline.data.images": ["ImageFolder"],
-    "paceline.data.sources": ["Source", "Pair", "as_source"],
-    "paceline.data.skip_bad": ["SkipBad", "Skipped"],
+    "paceline.data.sources.tokens": ["TokenFile"],
+    "paceline.data.sources.arrow": ["ArrowSource"],
+    "paceline.data.sources.images": ["ImageFolder"],
+    "paceline.data.sources.base": ["Source", "Pair", "as_source"],
+    "paceline.data.sources.skip_bad": ["SkipBad", "Skipped"],
 }
 # What users are given, and do not make themselves.
 HANDED_OUT = {"Builder", "Ddp", "Handle", "StepRecord", "Trainer", "TrainingState"}

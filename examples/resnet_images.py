@@ -21,7 +21,7 @@ from PIL import Image, ImageDraw
 from torch import nn
 
 import paceline as pl
-from paceline.data.images import ImageFolder
+from paceline.data.sources.images import ImageFolder
 
 SIDE = 48
 TRAINING_IMAGES, VALIDATION_IMAGES = 96, 24  # per class

@@ -13,7 +13,7 @@ import numpy as np
 from stories import tell_stories
 from words import Vocabulary, words_of
 
-from paceline.data.arrow import ArrowSource
+from paceline.data.sources.arrow import ArrowSource
 
 Part = Literal["training", "held_out"]
 

@@ -12,7 +12,7 @@ from typing import Any
 from batches import collate
 from corpus import Corpus, Part, in_memory
 
-from paceline.data.arrow import ArrowSource
+from paceline.data.sources.arrow import ArrowSource
 
 NUM_FILES = 8
 

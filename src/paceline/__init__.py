@@ -13,12 +13,12 @@ __version__ = "0.2.0"
 
 _HOMES = {
     "ArrayLoader": "paceline.data.array_loader",
-    "Averaging": "paceline.sync.averaging",
-    "Batches": "paceline.data.batches",
+    "Averaging": "paceline.sync.averaging.strategy",
+    "Batches": "paceline.data.sources.batches",
     "Builder": "paceline.api.builder",
     "Cadence": "paceline.plan.cadence",
     "CheckpointError": "paceline.checkpoint.errors",
-    "Checkpoints": "paceline.run.saving.checkpoints",
+    "Checkpoints": "paceline.run.saving.options",
     "CommunicationError": "paceline.core.errors",
     "CommunicationTimeout": "paceline.core.errors",
     "DataParallelDataLoader": "paceline.api.loaders",
@@ -35,16 +35,16 @@ _HOMES = {
     "NoProgressError": "paceline.run.saving.recovery",
     "NonFiniteError": "paceline.core.errors",
     "PacelineError": "paceline.core.errors",
-    "PerWorker": "paceline.data.batches",
+    "PerWorker": "paceline.data.sources.batches",
     "Position": "paceline.plan.steps",
     "Report": "paceline.run.report",
-    "StepRecord": "paceline.run.loop",
+    "StepRecord": "paceline.run.step.loop",
     "Stopped": "paceline.run.saving.stopping",
     "Timeline": "paceline.observe.timeline.timeline",
-    "TrainedState": "paceline.api.recipe",
+    "TrainedState": "paceline.api.builder_worker",
     "Trainer": "paceline.api.trainer",
     "TrainingHistory": "paceline.api.functional",
-    "TrainingState": "paceline.run.by_hand.training_state",
+    "TrainingState": "paceline.run.manual.training_state",
     "Validation": "paceline.run.evaluation.validation",
     "WorkerError": "paceline.core.errors",
     "World": "paceline.core.world",
@@ -65,6 +65,7 @@ __all__ = list(_HOMES)
 if TYPE_CHECKING:
     # The table once more, for type checkers and editors: they do not run the function below.
     from paceline.api.builder import Builder as Builder
+    from paceline.api.builder_worker import TrainedState as TrainedState
     from paceline.api.ddp import Ddp as Ddp
     from paceline.api.ddp_config import DdpConfig as DdpConfig
     from paceline.api.dp_train import DpResult as DpResult
@@ -79,7 +80,6 @@ if TYPE_CHECKING:
     from paceline.api.functional import update as update
     from paceline.api.handle import Handle as Handle
     from paceline.api.loaders import DataParallelDataLoader as DataParallelDataLoader
-    from paceline.api.recipe import TrainedState as TrainedState
     from paceline.api.trainer import Trainer as Trainer
     from paceline.checkpoint.errors import CheckpointError as CheckpointError
     from paceline.core.errors import CommunicationError as CommunicationError
@@ -94,22 +94,22 @@ if TYPE_CHECKING:
     from paceline.core.world import device_count as device_count
     from paceline.core.world import devices as devices
     from paceline.data.array_loader import ArrayLoader as ArrayLoader
-    from paceline.data.batches import Batches as Batches
-    from paceline.data.batches import PerWorker as PerWorker
+    from paceline.data.sources.batches import Batches as Batches
+    from paceline.data.sources.batches import PerWorker as PerWorker
     from paceline.observe.timeline.timeline import Timeline as Timeline
     from paceline.plan.cadence import Cadence as Cadence
     from paceline.plan.cadence import ElChe as ElChe
     from paceline.plan.steps import Position as Position
-    from paceline.run.by_hand.training_state import TrainingState as TrainingState
     from paceline.run.epoch_metrics import EpochMetrics as EpochMetrics
     from paceline.run.evaluation.validation import Validation as Validation
     from paceline.run.launching.launch import launch as launch
-    from paceline.run.loop import StepRecord as StepRecord
+    from paceline.run.manual.training_state import TrainingState as TrainingState
     from paceline.run.report import Report as Report
-    from paceline.run.saving.checkpoints import Checkpoints as Checkpoints
+    from paceline.run.saving.options import Checkpoints as Checkpoints
     from paceline.run.saving.recovery import NoProgressError as NoProgressError
     from paceline.run.saving.stopping import Stopped as Stopped
-    from paceline.sync.averaging import Averaging as Averaging
+    from paceline.run.step.loop import StepRecord as StepRecord
+    from paceline.sync.averaging.strategy import Averaging as Averaging
 else:
 
     def __getattr__(name):

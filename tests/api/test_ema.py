@@ -14,7 +14,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.run.loop import Loop
+from paceline.run.step.loop import Loop
 
 DECAY = 0.9
 X, Y = vectors(48)

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.run.by_hand.reach import tell_of_detours
 from paceline.run.evaluation.validation import topk_accuracy
+from paceline.run.manual.peer_access import tell_of_detours
 
 # Replicas equal one model.
 

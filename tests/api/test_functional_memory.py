@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import paceline as pl
-from paceline.run.by_hand.halving import parts
+from paceline.run.manual.halving import parts
 
 
 class Limited(nn.Module):

@@ -13,7 +13,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
-from paceline.run.stopwatch import HostStopwatch
+from paceline.run.step.stopwatch import HostStopwatch
 
 X, Y = vectors(40)
 

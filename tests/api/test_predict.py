@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.data.skip_bad import SkipBad
-from paceline.data.sources import as_source
+from paceline.data.sources.base import as_source
+from paceline.data.sources.skip_bad import SkipBad
 
 TRAIN, TEST = vectors(16), vectors(23, seed=9)
 

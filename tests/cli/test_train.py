@@ -12,7 +12,7 @@ from train_project import run_here, write_project
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.main import main
-from paceline.cli.train.mistakes import Told
+from paceline.cli.train.user_errors import Told
 from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from train_project import run_here, write_project
 
-from paceline.cli.train.watch import Watch
+from paceline.cli.train.monitor import Watch
 from paceline.observe.metrics import read_metrics
-from paceline.run.loop import StepRecord
+from paceline.run.step.loop import StepRecord
 
 MEASURED_AT = (200, 600, 1000)
 

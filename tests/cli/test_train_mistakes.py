@@ -11,7 +11,7 @@ import pytest
 from train_project import run_here, write_project
 
 from paceline.cli.main import main
-from paceline.cli.train.mistakes import Mistake, Told, told
+from paceline.cli.train.user_errors import Mistake, Told, told
 from paceline.core.errors import WorkerError
 from paceline.observe.run_files import RunFiles
 

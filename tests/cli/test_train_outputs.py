@@ -18,7 +18,7 @@ from train_project import run_here, write_project
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.main import main
-from paceline.cli.train import watch
+from paceline.cli.train import monitor as watch
 from paceline.observe import metrics, run_files
 from paceline.observe.run_files import RunFiles
 from paceline.observe.timeline import recorder

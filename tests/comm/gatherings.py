@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from paceline.comm.base import Communicator, Pending
+from paceline.comm.host_topology import find_hosts
 from paceline.comm.hosts import HostsCommunicator
 from paceline.comm.local import LocalCommunicator, LocalGroup
-from paceline.comm.places import find_hosts
-from paceline.comm.shared_memory import SharedMemoryCommunicator
+from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
 from paceline.core.world import World
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator, Pending
-from paceline.comm.shared_memory import SMALL_BYTES
+from paceline.comm.shared_memory.communicator import SMALL_BYTES
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 
 SIZE = 4

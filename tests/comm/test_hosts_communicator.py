@@ -22,10 +22,11 @@ import torch
 from gatherings import CPU, LocalLeaders, buffers, on_hosts, sum_in_rank_order, terms, together
 from worker_pool import WorkerPool
 
-from paceline.comm import connect, shared_arena
+from paceline.comm import connect
+from paceline.comm.host_topology import Place, divide
 from paceline.comm.hosts import PIECE_BYTES, HostsCommunicator
 from paceline.comm.local import LocalGroup
-from paceline.comm.places import Place, divide
+from paceline.comm.shared_memory import arena as shared_arena
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError, PacelineError
 from paceline.core.world import World
 

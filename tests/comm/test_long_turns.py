@@ -13,7 +13,7 @@ from gatherings import buffers, sharing
 
 from paceline.comm import long_turns
 from paceline.comm.long_turns import SWITCH, TURN_NS, LongTurns
-from paceline.comm.shared_arena import missing_arena
+from paceline.comm.shared_memory.arena import missing_arena
 
 if reason := missing_arena():
     pytest.skip(f"turns are chosen only where workers share memory: {reason}", allow_module_level=True)

@@ -11,7 +11,7 @@ import torch
 from worker_pool import WorkerPool
 
 from paceline.comm import connect
-from paceline.comm.one_host import SCRATCH_BYTES, OneHostCommunicator
+from paceline.comm.shared_memory.one_host import SCRATCH_BYTES, OneHostCommunicator
 from paceline.core.errors import CommunicationError
 from paceline.core.world import World
 

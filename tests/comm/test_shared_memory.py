@@ -22,11 +22,17 @@ import torch
 from gatherings import CPU, buffers, sharing, sum_in_rank_order, terms, together
 from worker_pool import WorkerPool
 
-from paceline.comm import shared_arena, shared_memory
 from paceline.comm.base import DONE, Communicator, Pending
 from paceline.comm.local import LocalGroup
 from paceline.comm.process_group import ProcessGroupCommunicator
-from paceline.comm.shared_memory import BLOCK_BYTES, SMALL_BYTES, SharedMemoryCommunicator, missing_shared_memory
+from paceline.comm.shared_memory import arena as shared_arena
+from paceline.comm.shared_memory import communicator as shared_memory
+from paceline.comm.shared_memory.communicator import (
+    BLOCK_BYTES,
+    SMALL_BYTES,
+    SharedMemoryCommunicator,
+    missing_shared_memory,
+)
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 

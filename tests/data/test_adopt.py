@@ -32,9 +32,9 @@ import paceline as pl
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.adopt import Wishes, adopt
-from paceline.data.bring import DataSettings, make_feed
-from paceline.data.orders import DrawnEpochs, Sampled, Visited
-from paceline.data.sources import Columns, as_source
+from paceline.data.epochs import DrawnEpochs, Sampled, Visited
+from paceline.data.feeds.make_feed import DataSettings, make_feed
+from paceline.data.sources.base import Columns, as_source
 from paceline.plan.shares import ranges
 from paceline.plan.steps import Position, Steps
 

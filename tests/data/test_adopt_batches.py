@@ -19,11 +19,11 @@ from training import train
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.data import resident as resident_module
-from paceline.data.batches import num_samples_of
-from paceline.data.resident import resident
-from paceline.data.skip_bad import Skipped
-from paceline.data.sources import Columns
+from paceline.data.feeds import resident as resident_module
+from paceline.data.feeds.resident import resident
+from paceline.data.sources.base import Columns
+from paceline.data.sources.batches import num_samples_of
+from paceline.data.sources.skip_bad import Skipped
 
 X, Y = vectors(50)
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")

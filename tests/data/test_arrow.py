@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worker_pool import WorkerPool
 
-from paceline.data import arrow_index
-from paceline.data.arrow import ArrowSource
 from paceline.data.errors import SampleError
+from paceline.data.sources import arrow_index
+from paceline.data.sources.arrow import ArrowSource
 
 FORMATS = ["stream", "file", "parquet", "compressed stream", "compressed file"]
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data import arrow_rows
-from paceline.data.arrow_batches import FileBatches, TableBatches
-from paceline.data.arrow_index import index_files
-from paceline.data.arrow_rows import read_columns
+from paceline.data.sources import arrow_rows
+from paceline.data.sources.arrow_batches import FileBatches, TableBatches
+from paceline.data.sources.arrow_index import index_files
+from paceline.data.sources.arrow_rows import read_columns
 
 NUM_ROWS = 20
 COLUMNS = {

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.blocks import ALIGNMENT_BYTES, BLOCK_BYTES, MAX_AT_ONCE, SWITCH, blocks_of
-from paceline.data.orders import CutEpoch, SeededEpochs
-from paceline.data.sharded import ShardedFeed
-from paceline.data.sources import Columns, Samples
+from paceline.data.epochs import CutEpoch, SeededEpochs
+from paceline.data.feeds.blocks import ALIGNMENT_BYTES, BLOCK_BYTES, MAX_AT_ONCE, SWITCH, blocks_of
+from paceline.data.feeds.sharded import ShardedFeed
+from paceline.data.sources.base import Columns, Samples
 from paceline.plan.shares import Plan
 from paceline.plan.steps import Position, Steps
 

@@ -30,12 +30,12 @@ from paceline.comm import connect
 from paceline.comm.base import Communicator
 from paceline.comm.local import LocalGroup
 from paceline.core.world import World
-from paceline.data.arrow import ArrowSource
-from paceline.data.bring import Connect, DataSettings, as_data, link_of_its_own, make_feed
-from paceline.data.feed import Feed
-from paceline.data.skip_bad import SkipBad
-from paceline.data.sources import as_source
-from paceline.data.tokens import TokenFile
+from paceline.data.feeds.base import Feed
+from paceline.data.feeds.make_feed import Connect, DataSettings, as_data, link_of_its_own, make_feed
+from paceline.data.sources.arrow import ArrowSource
+from paceline.data.sources.base import as_source
+from paceline.data.sources.skip_bad import SkipBad
+from paceline.data.sources.tokens import TokenFile
 from paceline.plan.order import EpochOrder
 from paceline.plan.shares import Plan, ranges, shares
 from paceline.plan.steps import Position, Steps

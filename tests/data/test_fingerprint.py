@@ -24,10 +24,10 @@ from torch.utils.data import (
 import paceline as pl
 from paceline.data.adopt import Wishes, adopt
 from paceline.data.fingerprint import Facts, facts_of, positions
-from paceline.data.images import ImageFolder
-from paceline.data.skip_bad import SkipBad
-from paceline.data.sources import as_source
-from paceline.data.tokens import TokenFile
+from paceline.data.sources.base import as_source
+from paceline.data.sources.images import ImageFolder
+from paceline.data.sources.skip_bad import SkipBad
+from paceline.data.sources.tokens import TokenFile
 
 X = torch.arange(60.0).reshape(20, 3)
 
@@ -125,7 +125,7 @@ def write_arrow(path: Path, values: list[int], text: str = "") -> None:
 
 
 def arrow(folder: Path) -> Any:
-    from paceline.data.arrow import ArrowSource
+    from paceline.data.sources.arrow import ArrowSource
 
     return ArrowSource(folder)
 

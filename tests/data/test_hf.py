@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from worker_pool import WorkerPool
 
-from paceline.data.hf import HfTable, hf_source, is_hf_dataset
-from paceline.data.ready import ready_source
-from paceline.data.sources import Samples
+from paceline.data.sources.base import Samples
+from paceline.data.sources.detect import ready_source
+from paceline.data.sources.hf import HfTable, hf_source, is_hf_dataset
 
 datasets = pytest.importorskip("datasets")
 

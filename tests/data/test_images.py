@@ -15,8 +15,8 @@ from PIL import Image
 from worker_pool import WorkerPool
 
 from paceline.data.errors import SampleError
-from paceline.data.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder, _random_box
-from paceline.data.sources import Pair
+from paceline.data.sources.base import Pair
+from paceline.data.sources.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder, _random_box
 
 
 def indices(*values: int) -> np.ndarray:

@@ -25,11 +25,11 @@ from torch.utils.data import Dataset
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.data.packing import pack, unpack
-from paceline.data.prefetch import Prefetcher
-from paceline.data.readers import ReaderDied, ReaderProcesses, ReaderThread
-from paceline.data.skip_bad import SkipBad
-from paceline.data.sources import as_source
+from paceline.data.feeds.packing import pack, unpack
+from paceline.data.feeds.prefetch import Prefetcher
+from paceline.data.feeds.readers import ReaderDied, ReaderProcesses, ReaderThread
+from paceline.data.sources.base import as_source
+from paceline.data.sources.skip_bad import SkipBad
 
 
 class Noisy(Dataset):
@@ -187,7 +187,7 @@ def test_readers_end_with_a_worker_that_is_killed(tmp_path: Any) -> None:
     script.write_text(
         textwrap.dedent("""
         import os, signal, socket, sys, time
-        from paceline.data.readers import ReaderProcesses
+        from paceline.data.feeds.readers import ReaderProcesses
         peer, ours = socket.socketpair()
         peer.set_inheritable(False)
         readers = ReaderProcesses(lambda request: os.getpid(), 2)

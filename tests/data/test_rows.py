@@ -21,7 +21,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.data.rows import count_rows
-from paceline.data.sources import Pair
+from paceline.data.sources.base import Pair
 
 X, Y = vectors(40)
 SAMPLES = list(zip(X, Y.tolist(), strict=True))
@@ -126,7 +126,7 @@ def test_the_gradient_is_the_mean_over_the_rows_that_arrive(way: str, pool: Work
 
 def test_arrow_rows_that_collate_fn_drops(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
-    from paceline.data.arrow import ArrowSource
+    from paceline.data.sources.arrow import ArrowSource
 
     table = pa.table({"x": X.tolist(), "y": Y.tolist()})
     with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:

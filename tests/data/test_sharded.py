@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from paceline.data.device import to_device
-from paceline.data.orders import SeededEpochs
-from paceline.data.sharded import ShardedFeed, weight_of
-from paceline.data.sources import as_source
+from paceline.data.epochs import SeededEpochs
+from paceline.data.feeds.device import to_device
+from paceline.data.feeds.sharded import ShardedFeed, weight_of
+from paceline.data.sources.base import as_source
 from paceline.plan.steps import Position, Steps
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from paceline.data.errors import SampleError, naming_sample
-from paceline.data.images import ImageFolder
-from paceline.data.joining import find_mismatch, join
-from paceline.data.skip_bad import SkipBad, Skipped
-from paceline.data.sources import as_source, collate
+from paceline.data.sources.base import as_source, collate
+from paceline.data.sources.collate import find_mismatch, join
+from paceline.data.sources.images import ImageFolder
+from paceline.data.sources.skip_bad import SkipBad, Skipped
 
 
 def indices(*values: int) -> np.ndarray:

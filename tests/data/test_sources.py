@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from paceline.data.sources import Columns, Cycle, Pair, Samples, as_source
+from paceline.data.sources.base import Columns, Cycle, Pair, Samples, as_source
 
 X = torch.arange(20.0).reshape(10, 2)
 Y = torch.arange(10) * 100

@@ -19,8 +19,8 @@ from worker_pool import WorkerPool
 
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
-from paceline.data.bring import DataSettings, make_feed
-from paceline.data.streams import IterableStream, ShuffleBuffer, Slot, StreamReader
+from paceline.data.feeds.make_feed import DataSettings, make_feed
+from paceline.data.sources.streams import IterableStream, ShuffleBuffer, Slot, StreamReader
 from paceline.plan.shares import ranges
 from paceline.plan.steps import Position, Steps
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from worker_pool import WorkerPool
 
 from paceline.data.errors import SampleError
-from paceline.data.sources import Pair
-from paceline.data.tokens import TokenFile
+from paceline.data.sources.base import Pair
+from paceline.data.sources.tokens import TokenFile
 
 
 def indices(*values: int) -> np.ndarray:

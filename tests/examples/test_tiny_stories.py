@@ -28,7 +28,7 @@ from worker_pool import WorkerPool
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.config import load_project, schema
-from paceline.cli.train.watch import Watch
+from paceline.cli.train.monitor import Watch
 from paceline.cli.train.work import Assignment, train
 from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles, prepare_run_folder

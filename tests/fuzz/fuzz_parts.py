@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.plan.shares import Plan, ranges, shares
-from paceline.run import planner
+from paceline.run.step import planner
 
 Batch = Mapping[str, torch.Tensor]
 WIDTH, CLASSES = 6, 3

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paceline.observe.timeline.recorder import NoTimeline
-from paceline.run import stopwatch
-from paceline.run.stopwatch import CudaStopwatch, RecordingCudaStopwatch
+from paceline.run.step import stopwatch
+from paceline.run.step.stopwatch import CudaStopwatch, RecordingCudaStopwatch
 
 
 class Recorded(NoTimeline):

@@ -12,8 +12,8 @@ from models import mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.run import backward as subject
-from paceline.run.backward import SWITCH, Backward
+from paceline.run.step import backward as subject
+from paceline.run.step.backward import SWITCH, Backward
 
 WAYS: list[Callable[[torch.Tensor], None]] = [Backward(), torch.Tensor.backward]
 

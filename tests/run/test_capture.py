@@ -380,7 +380,7 @@ def test_a_batch_with_something_opaque_is_left_to_python() -> None:
 
 
 def _with_object(samples: list[Any]) -> dict[str, Any]:
-    from paceline.data.sources import Pair
+    from paceline.data.sources.base import Pair
 
     x, y = torch.stack([s[0] for s in samples]), torch.tensor([s[1] for s in samples])
     return {"pair": Pair(x, y), "extra": object()}
@@ -425,7 +425,7 @@ def test_two_workers_replay_and_agree(pool: WorkerPool) -> None:
 
 
 def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.api import recipe
+    from paceline.api import builder_worker as recipe
 
     def means(graphs: Any) -> list[float]:
         monkeypatch.setattr("paceline.run.assemble.graphs_for", lambda *_: graphs or "none")

@@ -20,8 +20,8 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.run import collector
-from paceline.run.collector import EVERY_STEPS, FROZEN_BY_PYTHON, WARM_UP_STEPS, CollectBetweenSteps
+from paceline.run.step import gc_policy as collector
+from paceline.run.step.gc_policy import EVERY_STEPS, FROZEN_BY_PYTHON, WARM_UP_STEPS, CollectBetweenSteps
 
 BATCH = 2
 NUM_STEPS = 2 * EVERY_STEPS + 20

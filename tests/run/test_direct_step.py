@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import profile
 
-from paceline.run.direct_step import DirectStep
+from paceline.run.step.direct_step import DirectStep
 
 Change = Callable[[torch.optim.Optimizer, int], object]
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.timing import Timing
 from paceline.plan.balance import Balancer
-from paceline.run.planner import LOOK_EVERY_S, MAX_UNSEEN, MeasuringPlanner
+from paceline.run.step.planner import LOOK_EVERY_S, MAX_UNSEEN, MeasuringPlanner
 
 
 class CountingBalancer(Balancer):

@@ -17,8 +17,8 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.api.recipe import Recipe, train
-from paceline.sync.guard import DivergenceGuard
+from paceline.api.builder_worker import Recipe, train
+from paceline.sync.averaging.guard import DivergenceGuard
 
 X, Y = vectors(64)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.timing import Timing
-from paceline.sync.numbers import Layout, StepNumbers, WorkerMessage
-from paceline.sync.tail import Tail
+from paceline.sync.step_numbers import Layout, StepNumbers, WorkerMessage
+from paceline.sync.step_numbers_writer import Tail
 
 LAYOUT = Layout(num_micro_batches=3, is_exact=True, num_grids=2, num_workers=2, num_parameters=4, num_buffers=2)
 MESSAGES = [

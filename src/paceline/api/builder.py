@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from paceline.api.builder_worker import Recipe, train
 from paceline.api.handle import Handle
-from paceline.api.recipe import Recipe, train
 from paceline.api.trainer import Trainer
 from paceline.core.rank_variables import is_worker
 from paceline.core.world import World, choose_device
@@ -27,7 +27,7 @@ from paceline.run.config import RunConfig
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.launching.background import Background
 from paceline.run.launching.launch import workers_to_start
-from paceline.sync.averaging import Averaging
+from paceline.sync.averaging.strategy import Averaging
 
 Policy = Literal["sync", "cadence", "async"]
 AveragingBackend = Literal["device", "cpu"]

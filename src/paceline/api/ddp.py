@@ -10,7 +10,7 @@ import torch
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
-from paceline.run.by_hand.replicas import Replicas, join
+from paceline.run.manual.replicas import Replicas, join
 
 
 class Ddp:

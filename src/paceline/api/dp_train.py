@@ -15,14 +15,14 @@ from torch import nn
 from paceline.core.errors import NonFiniteError
 from paceline.core.seeding import host_randomness
 from paceline.core.world import World, devices
-from paceline.data.device import to_device
-from paceline.data.sources import Cycle, Source
+from paceline.data.feeds.device import to_device
+from paceline.data.sources.base import Cycle, Source
 from paceline.observe.progress import StepLines
 from paceline.run.assemble import assemble
 from paceline.run.config import Capture, RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
-from paceline.run.loop import StepRecord
-from paceline.run.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
+from paceline.run.step.loop import StepRecord
+from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
 
 DEFAULT_LR = 1e-3
 # Losses wait on the device and are fetched this many at a time.

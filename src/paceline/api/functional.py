@@ -11,12 +11,12 @@ import torch
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.observe.progress import StepLines
-from paceline.run.by_hand.step_loader import Reading
-from paceline.run.by_hand.training_state import Forward, LossFunction, TrainingState
 from paceline.run.evaluation.validation import Validation
-from paceline.run.replica import OptimizerFactory, SchedulerFactory
-from paceline.sync.numbers import Numbers
+from paceline.run.manual.step_loader import Reading
+from paceline.run.manual.training_state import Forward, LossFunction, TrainingState
+from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 from paceline.sync.replica_gradients import Reduce
+from paceline.sync.step_numbers import Numbers
 
 # Losses wait on the device and are fetched this many at a time.
 READ_INTERVAL = 256

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from paceline.api.recipe import TrainedState
+from paceline.api.builder_worker import TrainedState
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.launching.background import Background
 

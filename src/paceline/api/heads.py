@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.core.errors import MisuseError
-from paceline.data.sources import Pair
+from paceline.data.sources.base import Pair
 
 # Labels that no loss of transformers counts.
 IGNORED = -100

@@ -11,12 +11,12 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import Adopted, Wishes, adopt
-from paceline.data.batches import Batches, PerWorker
-from paceline.data.bring import DataSettings, make_feed
-from paceline.data.device import DeviceCopier
-from paceline.data.orders import source_of
-from paceline.data.sources import Columns
-from paceline.data.streams import IterableStream
+from paceline.data.epochs import source_of
+from paceline.data.feeds.device import DeviceCopier
+from paceline.data.feeds.make_feed import DataSettings, make_feed
+from paceline.data.sources.base import Columns
+from paceline.data.sources.batches import Batches, PerWorker
+from paceline.data.sources.streams import IterableStream
 from paceline.plan.steps import Position, Steps
 
 

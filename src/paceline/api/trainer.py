@@ -20,26 +20,26 @@ from paceline.core.errors import MisuseError
 from paceline.core.events import Event
 from paceline.core.world import World, device_count
 from paceline.data.adopt import Wishes, adopt, adopt_for_evaluation
-from paceline.data.bring import Way
-from paceline.data.skip_bad import Skipped
+from paceline.data.feeds.make_feed import Way
+from paceline.data.sources.skip_bad import Skipped
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
 from paceline.run.assemble import Run, WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
-from paceline.run.collector import GarbageCollection
 from paceline.run.config import Capture, Precision, RunConfig, SchedulerInterval, Strategy
 from paceline.run.evaluation import collect
 from paceline.run.evaluation.evaluate import evaluate
 from paceline.run.evaluation.predict import predict
-from paceline.run.loop import Loop, StepRecord
-from paceline.run.replica import OptimizerFactory, SchedulerFactory, only_or_all
 from paceline.run.report import Report
-from paceline.run.saving.checkpointing import SAVE, STOP
-from paceline.run.saving.checkpoints import Checkpoints
+from paceline.run.saving.checkpointer import SAVE, STOP
 from paceline.run.saving.export import export_weights, save_pretrained
+from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.recovery import Resume, Start
 from paceline.run.saving.resuming import HasState
 from paceline.run.saving.state import plain_model
+from paceline.run.step.gc_policy import GarbageCollection
+from paceline.run.step.loop import Loop, StepRecord
+from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, only_or_all
 
 if TYPE_CHECKING:
     from paceline.api.builder import Builder

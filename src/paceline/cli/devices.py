@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline.cli.commands import add_command, add_json_option, columns, reporting, shortened, size
-from paceline.comm.shared_memory import missing_shared_memory
+from paceline.comm.shared_memory.communicator import missing_shared_memory
 from paceline.core.world import World, devices
 from paceline.observe.environment import describe_environment
 from paceline.observe.formats import rate

@@ -42,8 +42,8 @@ def connect(world: World, backend: str | None = None, timeout_s: float = DEFAULT
 
 def _on_one_host(world: World, timeout_s: float) -> Communicator | None:
     """For CPU workers of one host, if they can share memory; else None, on all workers."""
-    from paceline.comm.one_host import OneHostCommunicator
     from paceline.comm.rendezvous import meet
+    from paceline.comm.shared_memory.one_host import OneHostCommunicator
 
     meeting = meet(world, timeout_s, world.local_size == world.size and world.device.type == "cpu")
     if not all(meeting.offers):
@@ -59,10 +59,10 @@ def _on_one_host(world: World, timeout_s: float) -> Communicator | None:
 
 def _through_memory(flat: ProcessGroupCommunicator) -> Communicator:
     """The same kind on all workers; CommunicationError on all of them if there is none."""
+    from paceline.comm.host_topology import find_hosts
     from paceline.comm.hosts import HostsCommunicator
     from paceline.comm.leaders import Leaders
-    from paceline.comm.places import find_hosts
-    from paceline.comm.shared_memory import SharedMemoryCommunicator
+    from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
 
     world = flat.world
     if flat.backend != "gloo":

@@ -14,8 +14,8 @@ import torch
 
 from paceline.comm.base import Combination, Communicator, Pending
 from paceline.comm.relay import Across, Piece, Relay, Task
-from paceline.comm.shared_arena import Count, State, missing_arena
-from paceline.comm.shared_memory import NAP_S, Buffer, Exchange, SharingCommunicator, Workers, agreed
+from paceline.comm.shared_memory.arena import Count, State, missing_arena
+from paceline.comm.shared_memory.communicator import NAP_S, Buffer, Exchange, SharingCommunicator, Workers, agreed
 from paceline.core.errors import CommunicationError, CommunicationTimeout, PacelineError
 
 # What is handed to the network at once, for each host: around a ring of them go messages of this size.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from paceline.comm.base import Pending
-from paceline.comm.shared_arena import Board
-from paceline.comm.shared_memory import ending
+from paceline.comm.shared_memory.arena import Board
+from paceline.comm.shared_memory.communicator import ending
 from paceline.core.errors import CommunicationError, CommunicationTimeout, PacelineError
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from paceline.data.array_loader import ArrayLoader
-from paceline.data.batches import Batches, BatchStream, PerWorker, WholeBatches
-from paceline.data.bring import Way, as_data
-from paceline.data.orders import NumberedData, Sampled, Visited, source_of
-from paceline.data.resident import columns
-from paceline.data.skip_bad import SkipBad, Skipped
-from paceline.data.sources import Columns, Source, as_source
-from paceline.data.streams import IterableStream
+from paceline.data.epochs import NumberedData, Sampled, Visited, source_of
+from paceline.data.feeds.make_feed import Way, as_data
+from paceline.data.feeds.resident import columns
+from paceline.data.sources.base import Columns, Source, as_source
+from paceline.data.sources.batches import Batches, BatchStream, PerWorker, WholeBatches
+from paceline.data.sources.skip_bad import SkipBad, Skipped
+from paceline.data.sources.streams import IterableStream
 from paceline.data.torch_loader import LoaderSays, what_it_says
 
 

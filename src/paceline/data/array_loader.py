@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from paceline.core.errors import MisuseError
-from paceline.data.orders import SeededEpochs
-from paceline.data.sources import Columns, Pair
+from paceline.data.epochs import SeededEpochs
+from paceline.data.sources.base import Columns, Pair
 from paceline.plan.steps import Steps
 
 

@@ -66,7 +66,7 @@ def facts_of(data: object) -> Facts:
     if isinstance(data, ConcatDataset | StackDataset):
         parts = data.datasets.values() if isinstance(data.datasets, dict) else data.datasets
         return {"type": type(data).__name__} | facts_of_several(parts)
-    from paceline.data.hf import is_hf_dataset  # not above: what it makes of one is a source
+    from paceline.data.sources.hf import is_hf_dataset  # not above: what it makes of one is a source
 
     return _hf_facts(data) if is_hf_dataset(data) else {"type": type(data).__name__}
 

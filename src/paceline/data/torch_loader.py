@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, default_collate
 
-from paceline.data.sources import Samples, Source, as_source
+from paceline.data.sources.base import Samples, Source, as_source
 
 
 @dataclass(frozen=True)

@@ -17,33 +17,33 @@ from paceline.comm.base import Communicator
 from paceline.comm.single import SingleCommunicator
 from paceline.core.events import Events
 from paceline.core.world import World
-from paceline.data.bring import DataSettings, make_feed
-from paceline.data.orders import NumberedData
-from paceline.data.streams import IterableStream
+from paceline.data.epochs import NumberedData
+from paceline.data.feeds.make_feed import DataSettings, make_feed
+from paceline.data.sources.streams import IterableStream
 from paceline.observe.timeline.recorder import NoTimeline, Recorder, TimelineRecorder
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
 from paceline.run.capture.step import Stepping, graphs_for
-from paceline.run.collector import collector_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
-from paceline.run.ema import Average, NoAverage, WeightAverage, check_ema
 from paceline.run.host_memory import keep_freed_memory, use_huge_pages
-from paceline.run.loop import Loop
-from paceline.run.planner import planner_for
-from paceline.run.replica import OptimizerFactory, Replica, SchedulerFactory, watch_replacement
-from paceline.run.saving.checkpointing import Checkpointing, Subject, Unsaved
-from paceline.run.saving.checkpoints import Checkpoints
+from paceline.run.saving.checkpointer import Checkpointing, Subject, Unsaved
 from paceline.run.saving.identity import data_facts, identity
+from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import load_weights
 from paceline.run.saving.state import plain_model
-from paceline.sync.averaging import AveragedReplicas, Averaging
+from paceline.run.step.ema import Average, NoAverage, WeightAverage, check_ema
+from paceline.run.step.gc_policy import collector_for
+from paceline.run.step.loop import Loop
+from paceline.run.step.planner import planner_for
+from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, watch_replacement
+from paceline.sync.averaging.gradients_first import GradientsFirst
+from paceline.sync.averaging.strategy import AveragedReplicas, Averaging
 from paceline.sync.buffers import Buffers, statistics_of
-from paceline.sync.exchange import GradientExchange
 from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.gradients.exchange import MeanGradients
-from paceline.sync.gradients_first import GradientsFirst
+from paceline.sync.strategy import GradientExchange
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
-from paceline.data.bring import Way
+from paceline.data.feeds.make_feed import Way
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
-from paceline.run.collector import GarbageCollection
-from paceline.sync.averaging import Averaging
+from paceline.run.step.gc_policy import GarbageCollection
+from paceline.sync.averaging.strategy import Averaging
 
 Precision = Literal["fp32", "bf16", "fp16"]
 SchedulerInterval = Literal["step", "epoch"]

@@ -15,8 +15,8 @@ import torch
 
 from paceline.comm.messages import gather
 from paceline.run.assemble import Run
-from paceline.run.loop import StepRecord
-from paceline.run.planner import GPU_LAG_STEPS
+from paceline.run.step.loop import StepRecord
+from paceline.run.step.planner import GPU_LAG_STEPS
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from paceline.core.errors import GradientError, MisuseError
 from paceline.plan.shares import Plan, ranges
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.exchange import MeanGradients
-from paceline.sync.numbers import StepNumbers
+from paceline.sync.step_numbers import StepNumbers
 
 # From the gradients of one parameter, one per replica that counts, and their weights, to the one gradient of all.
 Reduce = Callable[[list[torch.Tensor], list[int]], torch.Tensor]

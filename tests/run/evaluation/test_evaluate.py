@@ -16,7 +16,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
-from paceline.data.sources import Pair
+from paceline.data.sources.base import Pair
 
 TRAIN, TEST = vectors(16), vectors(23, seed=9)
 

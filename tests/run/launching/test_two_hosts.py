@@ -20,10 +20,10 @@ from worker_pool import WorkerPool
 
 from bench.namespaces import ADDRESSES, INTERFACE, PORT, Link, missing_slow_link, slow_link
 from paceline.checkpoint.folders import complete_steps
-from paceline.run.launching import meeting as meeting_module
 from paceline.run.launching import nodes as nodes_module
-from paceline.run.launching.meeting import Meeting
+from paceline.run.launching import rendezvous as meeting_module
 from paceline.run.launching.nodes import Nodes, NodesError, interface_of
+from paceline.run.launching.rendezvous import Meeting
 
 MISSING = missing_slow_link()
 needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))

@@ -19,7 +19,7 @@ from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
 from paceline.checkpoint.errors import CheckpointError
-from paceline.data.tokens import TokenFile
+from paceline.data.sources.tokens import TokenFile
 from paceline.plan.steps import Position
 from paceline.run.saving.identity import differences
 
@@ -68,7 +68,7 @@ def write_rows(path: Path, first: int) -> None:
 
 
 def arrow_files(folder: Path) -> Any:
-    from paceline.data.arrow import ArrowSource
+    from paceline.data.sources.arrow import ArrowSource
 
     if not folder.exists():
         folder.mkdir()

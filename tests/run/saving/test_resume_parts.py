@@ -18,7 +18,7 @@ import paceline as pl
 from paceline.checkpoint.folders import complete_steps
 from paceline.plan.balance import Balancer
 from paceline.plan.cadence import ElChe
-from paceline.run.planner import CadencePlanner, FixedPlanner, MeasuringPlanner
+from paceline.run.step.planner import CadencePlanner, FixedPlanner, MeasuringPlanner
 from paceline.sync.loss_scale import LossScale
 
 # Starting from weights alone

@@ -147,7 +147,7 @@ def test_a_save_asked_for_is_made_once_and_training_goes_on(tmp_path: Path) -> N
 
 def test_minutes_are_rank_0s_to_decide_and_all_workers_save_at_that_step(tmp_path: Path, pool: WorkerPool) -> None:
     def main() -> list[int]:
-        import paceline.run.saving.checkpointing as module
+        import paceline.run.saving.checkpointer as module
 
         # An hour passes with every step on rank 1, on rank 0 only with the fourth.
         clock = {"hours": 0}

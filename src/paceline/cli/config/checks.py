@@ -12,7 +12,7 @@ from paceline.cli.config.schema import Settings
 from paceline.plan.steps import Steps
 from paceline.run.config import RunConfig
 from paceline.run.saving.resuming import OWN
-from paceline.sync.averaging import Averaging
+from paceline.sync.averaging.strategy import Averaging
 
 # What checkpoints of a run from a project file hold.
 COMPONENTS = (*OWN, "loggers", "early_stopping")

@@ -16,8 +16,8 @@ from paceline.cli.config.factories import Factory, Reference
 from paceline.cli.config.schema import Settings
 from paceline.plan.cadence import Cadence
 from paceline.run.config import Strategy
-from paceline.run.saving.checkpoints import Checkpoints
-from paceline.sync.averaging import Averaging
+from paceline.run.saving.options import Checkpoints
+from paceline.sync.averaging.strategy import Averaging
 
 # Settings of the section `trainer` that have the same name and meaning in `Trainer.setup`.
 _SAME = (

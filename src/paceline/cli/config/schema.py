@@ -12,10 +12,10 @@ from paceline.checkpoint.compare import Level
 from paceline.cli.config.factories import Factory, Reference
 from paceline.cli.config.fields import setting
 from paceline.comm.base import DEFAULT_TIMEOUT_S
-from paceline.data.bring import Way
-from paceline.run.collector import GarbageCollection
+from paceline.data.feeds.make_feed import Way
 from paceline.run.config import Capture, Precision, SchedulerInterval
-from paceline.run.saving.checkpoints import Mode
+from paceline.run.saving.options import Mode
+from paceline.run.step.gc_policy import GarbageCollection
 
 Schedule = Literal["constant", "linear", "cosine"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]

@@ -8,9 +8,9 @@ from typing import Any
 from paceline.cli.config.factories import Factory
 from paceline.cli.config.schema import Arrow, Hf, Images, Tokens
 from paceline.core.optional import optional
-from paceline.data.arrow import ArrowSource
-from paceline.data.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder
-from paceline.data.tokens import TokenFile
+from paceline.data.sources.arrow import ArrowSource
+from paceline.data.sources.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder
+from paceline.data.sources.tokens import TokenFile
 
 
 def build_data(data: Factory | Tokens | Arrow | Images | Hf, folder: Path) -> Any:

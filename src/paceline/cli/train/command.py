@@ -18,8 +18,8 @@ from paceline.cli.config import ConfigError, Project, load_project, show
 from paceline.cli.logs.runs import LogsError, find_runs
 from paceline.cli.logs.summary import render
 from paceline.cli.train.dry_run import dry_run
-from paceline.cli.train.mistakes import Mistake, Told, told
-from paceline.cli.train.places import check_places
+from paceline.cli.train.path_checks import check_places
+from paceline.cli.train.user_errors import Mistake, Told, told
 from paceline.cli.train.work import Assignment, train
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import is_worker

@@ -12,8 +12,8 @@ import torch
 
 from paceline.api.trainer import Trainer
 from paceline.cli.config import Project, parts
-from paceline.cli.train.mistakes import noticing_mistakes
-from paceline.cli.train.watch import total_steps
+from paceline.cli.train.monitor import total_steps
+from paceline.cli.train.user_errors import noticing_mistakes
 from paceline.cli.train.work import loss_function, model_factory, steps_per_epoch
 from paceline.core.world import devices
 from paceline.observe import formats

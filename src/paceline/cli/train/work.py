@@ -18,11 +18,11 @@ from paceline.api.trainer import Trainer
 from paceline.cli.config import Project, parts
 from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import Settings
-from paceline.cli.train.mistakes import Told, noticing_mistakes
-from paceline.cli.train.watch import Watch
+from paceline.cli.train.monitor import Watch
+from paceline.cli.train.user_errors import Told, noticing_mistakes
 from paceline.observe.loggers.base import Loggers
 from paceline.observe.run_files import RunFiles
-from paceline.run.loop import StepRecord
+from paceline.run.step.loop import StepRecord
 
 
 @dataclass(frozen=True)

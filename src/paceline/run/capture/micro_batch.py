@@ -24,10 +24,10 @@ from paceline.run.capture.outbox import Outbox, Outboxes
 from paceline.run.capture.python_state import PythonState, RandomState, hook_of_user
 from paceline.run.capture.update import CapturedUpdate, Settings
 from paceline.run.capture.warm_up import WarmUp
-from paceline.run.loop import Loop
+from paceline.run.step.loop import Loop
 from paceline.sync.buffers import statistics_of
-from paceline.sync.exchange import GradientExchange
 from paceline.sync.gradients.direct import DirectGradients
+from paceline.sync.strategy import GradientExchange
 
 # The loss of a micro-batch, and numbers of the user's own about it.
 Function: TypeAlias = Callable[[Any], tuple[torch.Tensor, Mapping[str, Any]]]

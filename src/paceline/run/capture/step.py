@@ -11,9 +11,9 @@ from paceline.run.capture.micro_batch import CapturedPass, Function, PythonPass
 from paceline.run.capture.outbox import Outboxes
 from paceline.run.capture.update import CapturedUpdate
 from paceline.run.config import RunConfig
-from paceline.run.loop import Loop, StepRecord
-from paceline.sync.averaging import Averaging
-from paceline.sync.exchange import GradientExchange
+from paceline.run.step.loop import Loop, StepRecord
+from paceline.sync.averaging.strategy import Averaging
+from paceline.sync.strategy import GradientExchange
 
 
 class Stepping:

@@ -13,8 +13,8 @@ import torch
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.run.capture.graphs import CaptureFailed, Graph, Graphs
-from paceline.run.replica import Replica
-from paceline.run.update import Number, Update
+from paceline.run.step.replica import Replica
+from paceline.run.step.update import Number, Update
 
 STEPS_BEFORE_CAPTURE = 3
 # After so many steps without capture it is said why, and after so many captures there are no more.

@@ -10,9 +10,9 @@ from torch import nn
 
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.world import World
-from paceline.data.orders import SeededEpochs
-from paceline.data.sharded import reader_of
-from paceline.data.sources import Read, Source
+from paceline.data.epochs import SeededEpochs
+from paceline.data.feeds.sharded import reader_of
+from paceline.data.sources.base import Read, Source
 from paceline.plan.shares import ranges, shares
 from paceline.plan.steps import Steps
 

@@ -11,9 +11,9 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
-from paceline.data.device import DeviceCopier
-from paceline.data.sharded import weight_of
-from paceline.data.sources import Read, Source
+from paceline.data.feeds.device import DeviceCopier
+from paceline.data.feeds.sharded import weight_of
+from paceline.data.sources.base import Read, Source
 from paceline.run.evaluation.division import Division
 
 # What eval_fn's result is called if it is one number.

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.data.device import DeviceCopier
-from paceline.data.packing import rebuild
-from paceline.data.sources import Read, Source
+from paceline.data.feeds.device import DeviceCopier
+from paceline.data.feeds.packing import rebuild
+from paceline.data.sources.base import Read, Source
 from paceline.run.evaluation.collect import gather
 from paceline.run.evaluation.division import Division
 

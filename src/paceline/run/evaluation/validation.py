@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.data.sources import Source
+from paceline.data.sources.base import Source
 from paceline.run.evaluation.evaluate import evaluate
 
 LOSS = "loss"

@@ -15,8 +15,8 @@ from typing import Any
 from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.failure import ASKED, DIED, Ending, first_ending, first_failure, read_reports
-from paceline.run.launching.meeting import Meeting, Outcome
 from paceline.run.launching.processes import Processes
+from paceline.run.launching.rendezvous import Meeting, Outcome
 from paceline.run.launching.worker import heard_file, output_file
 
 GRACE_S = 3.0  # between asking a worker to end and killing it

@@ -25,10 +25,10 @@ from paceline.core.rank_variables import is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.agent import Workers
-from paceline.run.launching.meeting import Meeting
 from paceline.run.launching.nodes import ALONE, Nodes
 from paceline.run.launching.output import shown
 from paceline.run.launching.processes import Processes
+from paceline.run.launching.rendezvous import Meeting
 
 FOLDER_PREFIX = "paceline-run-"
 LOCK_FILE = "lock"

@@ -18,7 +18,7 @@ from paceline.run.launching import fork_server
 
 # What workers import before their first step, for all of them to share. Every optimizer of torch imports torch._dynamo,
 # which takes as long as torch itself.
-IMPORTED_AHEAD = ("torch", "torch._dynamo", "paceline.api.trainer", "paceline.comm.shared_memory")
+IMPORTED_AHEAD = ("torch", "torch._dynamo", "paceline.api.trainer", "paceline.comm.shared_memory.communicator")
 KILL_WAIT_S = 5.0  # for the kernel to end what was killed
 # A process to fork from that stands stopped (SIGSTOP) for so long is given up: it would never report an end. Counted
 # while the launcher itself runs, so that suspending all of a job and resuming it is no failure.

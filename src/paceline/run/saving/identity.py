@@ -14,7 +14,7 @@ from paceline.comm.messages import decided_by_rank_0
 from paceline.data.fingerprint import facts_of
 from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
-from paceline.run.replica import Replica
+from paceline.run.step.replica import Replica
 
 # A position counts the micro-batches of an epoch's order, so these cannot change in the middle of one.
 _CUT_OF_AN_EPOCH = ("micro_batch", "num_samples", "order", "seed", "shuffle", "num_shards", "shuffle_buffer")

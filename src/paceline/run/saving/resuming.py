@@ -14,8 +14,6 @@ from paceline.checkpoint.weights import read_weights
 from paceline.comm.base import Communicator
 from paceline.core.errors import PacelineError
 from paceline.plan.steps import Position
-from paceline.run.loop import Loop
-from paceline.run.replica import Replica
 from paceline.run.saving.identity import differences
 from paceline.run.saving.recovery import Found, Start, check_progress, find, forget_newer
 from paceline.run.saving.shapes import (
@@ -36,6 +34,8 @@ from paceline.run.saving.state import (
     model_state,
     optimizer_state,
 )
+from paceline.run.step.loop import Loop
+from paceline.run.step.replica import Replica
 
 # What code that is handed a state of the wrong shape raises.
 _LOAD_ERRORS = (CheckpointError, KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.plan.steps import Position
-from paceline.run.replica import only_or_all
+from paceline.run.step.replica import only_or_all
 
 # What torch's own optimizers keep in tensors of their parameter's shape.
 _LIKE_THE_PARAMETER = (

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.run.replica import Replica, named_parameters, only_or_all
 from paceline.run.saving.shapes import python_state, shown
+from paceline.run.step.replica import Replica, named_parameters, only_or_all
 
 
 def model_state(model: Any) -> Mapping[str, Any]:

@@ -15,13 +15,13 @@ from paceline.comm.base import Communicator, Pending
 from paceline.core.errors import GradientError, MisuseError
 from paceline.plan.shares import Plan, owner
 from paceline.sync.buffers import Buffers
-from paceline.sync.exchange import Accept
 from paceline.sync.gradients.grids import Grids
 from paceline.sync.gradients.layout import BUCKET_BYTES, GPU_BUCKET_BYTES, cut_into_buckets
 from paceline.sync.gradients.sums import ExactSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
-from paceline.sync.numbers import SILENCE, Layout, StepNumbers, WorkerMessage
-from paceline.sync.tail import Tail
+from paceline.sync.step_numbers import SILENCE, Layout, StepNumbers, WorkerMessage
+from paceline.sync.step_numbers_writer import Tail
+from paceline.sync.strategy import Accept
 
 # How much a parameter counts as used by micro-batches that have no weight: its gradient is zero, unless the whole step
 # has no weight.

@@ -1,0 +1,187 @@
+"""A run as the builder describes it, and one worker's part in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.api.trainer import Epoch, Trainer
+from paceline.comm.messages import gather
+from paceline.core.world import World
+from paceline.plan.steps import Position
+from paceline.run.capture.step import StepFunction
+from paceline.run.epoch_metrics import EpochMetrics, Tally
+from paceline.run.launching.background import Post
+from paceline.run.saving.state import model_state, optimizer_state
+from paceline.run.saving.stopping import Stopped
+from paceline.run.step.loop import StepRecord
+from paceline.run.step.replica import named_parameters
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """What a run has come to, on the host.
+
+    model: what `load_state_dict` takes. parameters, buffers: the same tensors by kind; tied parameters appear once.
+    optimizer: its state_dict; where replicas are averaged, rank 0's. position: the next step that was not taken.
+    """
+
+    model: dict[str, Any]
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    optimizer: Any
+    position: Position
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a worker needs; it travels by value. `settings` are those of `Trainer.setup`."""
+
+    model_factory: Callable[[], Any]
+    optim_factory: Callable[[list[torch.Tensor]], Any]
+    train_fn: Callable[[Any, Any], Any]
+    dataset: Any
+    num_epochs: int
+    devices: tuple[torch.device, ...]  # of the workers on this machine, by local rank
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    lr_factor: float = 1.0
+    checkpoint_every: int = 1
+    checkpoint_fn: Callable[[int, Any], object] | None = None
+    epoch_fn: Callable[[int, Any], object] | None = None
+    metrics_fn: Callable[[EpochMetrics], object] | None = None
+
+    def setup(self) -> Trainer:
+        return Trainer.setup(
+            self.model_factory,
+            partial(_scaled, self.optim_factory, self.lr_factor),
+            data=self.dataset,
+            device=self.devices[World.from_environment("cpu").local_rank],
+            **self.settings,
+        )
+
+
+def train(recipe: Recipe, post: Post) -> TrainedState:
+    """One worker's part of the run."""
+    with recipe.setup() as trainer:
+        run = trainer._run
+        tally = Tally(run)
+
+        def after_step(record: StepRecord) -> None:
+            tally.add(record)
+            if post.is_stop_asked():
+                trainer.request_stop()
+
+        trainer.every(1, after_step)
+        step = trainer._run.stepping.with_function(partial(_loss_of, recipe, trainer))
+        try:
+            for epoch in trainer.epochs(recipe.num_epochs):
+                tally.begin()
+                _train_epoch(step, trainer, epoch, tally)
+                metrics = tally.end(epoch.number)
+                post.send(metrics.to_dict())
+                if _call_back(recipe, trainer, metrics):
+                    break
+        except Stopped:
+            pass  # on all workers after the same step
+        return _state(trainer)
+
+
+def _train_epoch(step: StepFunction, trainer: Trainer, epoch: Epoch, tally: Tally) -> None:
+    loop = trainer._run.loop
+    for batch in epoch:
+        scalars = step.run_micro_batch(batch)
+        if scalars:
+            tally.note(scalars, loop.weight)
+        trainer.step()
+
+
+def _loss_of(recipe: Recipe, trainer: Trainer, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    with trainer.autocast():
+        return _loss_and_scalars(recipe.train_fn(trainer.model, batch))
+
+
+def _loss_and_scalars(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    loss, scalars = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(loss, torch.Tensor) or not isinstance(scalars, Mapping):
+        raise TypeError(
+            f"train_fn returned {_kind(returned)}: return the micro-batch's loss, a tensor with one number, or "
+            '(loss, {"name": number})'
+        )
+    return loss, scalars
+
+
+def _kind(value: Any) -> str:
+    return f"a tuple of {', '.join(map(_kind, value))}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+
+
+def _call_back(recipe: Recipe, trainer: Trainer, metrics: EpochMetrics) -> bool:
+    """At an epoch's end; whether a callback of any worker wants the run to end. All have the same callbacks."""
+    answers: list[object] = []
+    with _modes_kept(trainer.model):
+        if recipe.checkpoint_fn is not None and trainer.is_main and (metrics.epoch + 1) % recipe.checkpoint_every == 0:
+            recipe.checkpoint_fn(metrics.epoch, trainer.model)
+        if recipe.epoch_fn is not None:
+            answers.append(recipe.epoch_fn(metrics.epoch, trainer.model))
+        if recipe.metrics_fn is not None and trainer.is_main:
+            answers.append(recipe.metrics_fn(metrics))
+    if recipe.epoch_fn is None and recipe.metrics_fn is None:
+        return False
+    wants_end = any(isinstance(answer, bool | np.bool_) and bool(answer) for answer in answers)
+    return any(gather("end" if wants_end else "", trainer._run.communicator))
+
+
+@contextmanager
+def _modes_kept(model: Any) -> Iterator[None]:
+    """A callback may leave the model in evaluation mode: training goes on as before."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    were_training = [module.training for module in modules]
+    yield
+    for module, was_training in zip(modules, were_training, strict=True):
+        module.training = was_training
+
+
+def _scaled(factory: Callable[[list[torch.Tensor]], Any], factor: float, parameters: list[torch.Tensor]) -> Any:
+    made = factory(parameters)
+    if factor != 1.0:
+        for optimizer in made if isinstance(made, list | tuple) else [made]:
+            for group in getattr(optimizer, "param_groups", ()):  # no optimizer is an error of the run
+                group["lr"] = group["lr"] * factor
+    return made
+
+
+def _state(trainer: Trainer) -> TrainedState:
+    model = trainer.unwrapped_model
+    copies = _Copies()
+    return TrainedState(
+        model=copies.of(dict(model_state(model))),
+        parameters=copies.of(named_parameters(model)),
+        buffers=copies.of(dict(model.named_buffers()) if isinstance(model, nn.Module) else {}),
+        optimizer=copies.of(optimizer_state(trainer._run.loop.replica)),
+        position=trainer.position,
+    )
+
+
+class _Copies:
+    """Nested states on the host, independent of the run. What is one tensor stays one."""
+
+    def __init__(self) -> None:
+        self._copied: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if place not in self._copied:
+                self._copied[place] = value.detach().to("cpu", copy=True)
+            return self._copied[place]
+        if isinstance(value, Mapping):
+            return {key: self.of(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(map(self.of, value))
+        return value

@@ -1,0 +1,1 @@
+"""Workers of one host: sums in memory that all of them map."""

@@ -1,0 +1,1 @@
+"""How micro-batches reach a worker: sharded or coordinated reading, readers, copies to the device."""

@@ -1,0 +1,1 @@
+"""One small interface over what users keep their samples in."""

@@ -1,0 +1,158 @@
+"""Data that comes as whole batches: each is one micro-batch, of whatever size it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.fingerprint import Facts, facts_of
+from paceline.data.rows import count_rows
+from paceline.data.sources.base import Indices, Pair, Read
+from paceline.data.sources.streams import IterableStream, seeded, stream_facts
+
+
+class Batches:
+    """An iterable of batches that Paceline need not understand: the loader of another library, a function of yours.
+
+    Each item is one micro-batch, in the order they come; `batches_per_step` of them make a step. Rank 0 reads and
+    sends every worker its own, unless `feed="sharded"` lets every worker read everything and keep its own. A batch
+    weighs its samples, the rows that its tensors, arrays and lists agree on, unless a `weight_fn` says otherwise.
+
+    Args:
+        iterable: something that starts again whenever it is iterated over, or a function that returns an iterator.
+            Every epoch it must give the same batches when it is asked again: Python's, NumPy's and torch's generators
+            are seeded by (seed, epoch, batch) while it works, and `set_epoch` is called where there is one.
+    """
+
+    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        self.iterables: Sequence[Any] = (_restartable(iterable, "Batches"),)
+
+
+class PerWorker:
+    """N iterables of batches, one per worker, read side by side.
+
+    Of every step's batches each iterable gives an equal part: with N iterables and B batches per step, iterable i gives
+    the i-th B/N of them, in its own order. That holds on any number of workers, so the result does not depend on it.
+    With N workers and equal shares each one reads its own iterable and no other; a worker that computes a batch of
+    another's iterable reads that too, up to it. One that ends before the others leaves its places empty.
+
+    Args:
+        iterables: as for `Batches`, each with samples of its own.
+    """
+
+    def __init__(self, iterables: Sequence[Iterable[Any] | Callable[[], Iterable[Any]]]) -> None:
+        if not iterables:
+            raise ValueError("PerWorker got no iterables: give one per worker")
+        self.iterables: Sequence[Any] = tuple(_restartable(iterable, "PerWorker") for iterable in iterables)
+
+
+class BatchStream(IterableStream):
+    """Iterables of batches as the shards of one stream."""
+
+    def __init__(self, iterables: Sequence[Iterable[Any]], seed: int, convert: Callable[[Any], Any] | None = None):
+        self._iterables = iterables
+        self._seed = seed
+        self._convert = convert
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._iterables)
+
+    def fingerprint(self) -> Facts:
+        return stream_facts(self._iterables)
+
+    def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
+        assert num_shards == self.num_shards
+        batches = self._iterables[shard]
+        if hasattr(batches, "set_epoch"):
+            batches.set_epoch(epoch)
+        # A seed for each, or all would draw the same augmentations.
+        return seeded(batches, derive_seed(self._seed, Purpose.SAMPLE_BLOCK, shard), epoch, what="batch")
+
+    def as_read(self, batch: Any, *, is_weighed: bool) -> Read:
+        """A batch as it is trained, with the number of its samples; where the user weighs it, 1 will do for unknown."""
+        batch = as_pair(batch if self._convert is None else self._convert(batch))
+        return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
+
+
+class WholeBatches:
+    """A data set whose items are batches already: each index is one micro-batch."""
+
+    def __init__(self, items: Any, convert: Callable[[Any], Any], seed: int) -> None:
+        self._items = items
+        self._convert = convert
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._items)
+
+    @property
+    def counts_samples(self) -> bool:
+        return True
+
+    def read(self, indices: Indices, epoch: int, position: int) -> Any:
+        return self.read_counted(indices, epoch, position, is_weighed=True).batch
+
+    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
+        (index,) = indices.tolist()
+        with host_randomness() as randomness:
+            randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
+            try:
+                batch = as_pair(self._convert(self._items[index]))
+                return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
+            except StopIteration as error:
+                raise ended_by_stop_iteration(f"reading batch {index} of the data set") from error
+            except Exception as error:
+                error.add_note(f"while reading batch {index} of the data set")
+                raise
+
+
+def as_pair(batch: Any) -> Any:
+    """Plain pairs get names, as where Paceline joins samples itself."""
+    return Pair._make(batch) if type(batch) in (list, tuple) and len(batch) == 2 else batch
+
+
+def num_samples_of(batch: Any, *, is_weighed: bool = False) -> int:
+    """The rows of a batch that was made elsewhere; where the user weighs it, 1 will do for unknown."""
+    try:
+        num_rows = count_rows(batch)
+    except TypeError:
+        if not is_weighed:
+            raise
+        return 1
+    if not num_rows:
+        raise ValueError("a batch has no sample, since its tensors have no rows: leave such batches out")
+    return num_rows
+
+
+class _Called:
+    """A function that returns iterators, as something to iterate over."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+    @property
+    def fingerprint(self) -> Any:
+        """That of the function, if it was given one."""
+        return facts_of(self._make)
+
+
+def _restartable(iterable: Any, name: str) -> Iterable[Any]:
+    if not hasattr(iterable, "__iter__"):
+        if callable(iterable):
+            return _Called(iterable)
+        raise TypeError(f"{name} got a {type(iterable).__name__}, which cannot be iterated over: give batches")
+    if isinstance(iterable, Iterator):
+        raise TypeError(
+            f"{name} got a {type(iterable).__name__}, which can be read only once: give the function that makes it, "
+            "or something that starts again when it is iterated over"
+        )
+    return iterable  # type: ignore[no-any-return]

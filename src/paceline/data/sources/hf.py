@@ -1,0 +1,83 @@
+"""HF `datasets`, map-style: read from their Arrow tables where nothing stands in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.data.fingerprint import Facts, facts_of
+from paceline.data.sources.arrow_batches import TableBatches
+from paceline.data.sources.arrow_rows import read_columns
+from paceline.data.sources.base import Indices, Samples, Source
+
+
+def is_hf_dataset(data: Any) -> bool:
+    """Whether it is a `datasets.Dataset`, found without importing the package."""
+    return any((c.__module__, c.__name__) == ("datasets.arrow_dataset", "Dataset") for c in type(data).__mro__)
+
+
+def hf_source(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source:
+    """The source for a `datasets.Dataset`.
+
+    Micro-batches come straight from its table, as from an `ArrowSource`, where the data set has no format or a plain
+    `with_format("torch")` (then numbers are int64 and float32), and no collate function wants single samples. Else the
+    data set is asked for its samples.
+    """
+    if collate_fn is None and _is_plain(dataset):
+        return HfTable(dataset)
+    return Samples(dataset, collate_fn, seed)
+
+
+class HfTable:
+    """A data set's rows as micro-batches of columns. Pickled as the data set is: by path where it lies in files."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._is_torch = dataset.format["type"] == "torch"
+        self._batches = TableBatches(dataset.data.table.select(dataset.format["columns"]))
+        # Set by shuffle, filter and select: which row of the table each sample is.
+        mapping = dataset._indices
+        self._rows = None if mapping is None else mapping.table.column(0).to_numpy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HfTable, (self._dataset,)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._dataset)
+
+    def read(self, indices: Indices, epoch: int, position: int) -> dict[str, Any]:
+        rows = indices if self._rows is None else self._rows[indices].astype(np.int64)
+        columns = read_columns(self._batches, rows, indices)
+        return {name: _as_hf_torch(c) for name, c in columns.items()} if self._is_torch else columns
+
+
+def _as_hf_torch(column: Any) -> Any:
+    if not isinstance(column, torch.Tensor) or column.dtype == torch.bool:
+        return column
+    return column.to(torch.float32 if column.is_floating_point() else torch.int64)
+
+
+def _is_plain(dataset: Any) -> bool:
+    format = dataset.format
+    return (
+        format["type"] in (None, "torch")
+        and not format["format_kwargs"]
+        and not format["output_all_columns"]
+        and not any(_is_decoded(dataset.features[name]) for name in format["columns"])
+    )
+
+
+def _is_decoded(feature: Any) -> bool:
+    """Whether a feature, such as an image, is stored as something else than what it is."""
+    if isinstance(feature, dict):
+        return any(map(_is_decoded, feature.values()))
+    if isinstance(feature, list | tuple):
+        return any(map(_is_decoded, feature))
+    inner = getattr(feature, "feature", None)
+    return hasattr(feature, "decode_example") or (inner is not None and _is_decoded(inner))

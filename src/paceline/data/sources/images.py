@@ -1,0 +1,178 @@
+"""Folders of images, one sub-folder per class."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.core.optional import optional
+from paceline.core.seeding import Purpose, derive_seed
+from paceline.data.errors import check_range, naming_sample, suggestion
+from paceline.data.fingerprint import Facts, file_facts, value_facts
+from paceline.data.sources.base import Indices, Pair
+from paceline.data.sources.seeded import Seeded
+
+# Of ImageNet's training images, as every pretrained model expects them.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+# A random crop's part of the image's area, and its width over its height; tries before a centred one is taken.
+_AREA = (0.08, 1.0)
+_RATIO = (3 / 4, 4 / 3)
+_TRIES = 10
+# In evaluation: the side of the central square, as a part of the image's shorter side (224 of 256).
+_CENTRE = 0.875
+
+_Box = tuple[float, float, float, float]
+
+
+class ImageFolder(Seeded):
+    """Images under root/CLASS/..., as micro-batches `Pair(x, y)`: x float32 (samples, 3, size, size), y int64 labels.
+
+    In training an image is cropped at random (8 to 100% of its area) and flipped half of the time, drawn from (seed,
+    epoch, sample); else its centre is taken. Then it is scaled to `size` and normalised by `mean` and `std`.
+
+    Args:
+        root: the folder. Images are numbered class by class, sorted by name.
+        size: side of what the model sees, in pixels.
+        train: whether to crop and flip at random.
+        classes: names of the sub-folders to use; a label is a place in this list. All, sorted, unless given.
+        mean, std: per channel, of values between 0 and 1; ImageNet's unless given.
+        seed: of the random crops; the run's unless given.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        size: int = 224,
+        train: bool = True,
+        classes: Sequence[str] | None = None,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(seed)
+        _pillow()  # missing, it is missed before workers start
+        if size < 1:
+            raise ValueError(f"size={size} is too small: choose size >= 1")
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ValueError(
+                f"mean={tuple(mean)}, std={tuple(std)}: give three numbers each, for red, green and blue, with std > 0"
+            )
+        self._root = Path(root)
+        self._size = size
+        self._train = train
+        self._mean, self._std = tuple(mean), tuple(std)
+        self.classes = _class_names(self._root, classes)
+        self._files: list[str] = []
+        counts = []
+        for name in self.classes:
+            files = _image_files(self._root / name)
+            self._files += files
+            counts.append(len(files))
+        self._labels = np.repeat(np.arange(len(counts)), counts)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def fingerprint(self) -> Facts:
+        """Classes and names of files, some of what they hold, and how images are cut."""
+        shown = (
+            f"{self._size} pixels, {'random crops' if self._train else 'centres'}, mean {self._mean}, std {self._std}"
+        )
+        return {"images": shown, "classes": value_facts(self.classes)["content"]} | file_facts(self._files)
+
+    def read(self, indices: Indices, epoch: int, position: int) -> Pair:
+        check_range(indices, len(self))
+        pixels = np.empty((len(indices), self._size, self._size, 3), np.uint8)
+        for place, index in enumerate(indices.tolist()):
+            with naming_sample(index, self._files[index]):
+                pixels[place] = self._decode(index, epoch)
+        return Pair(self._normalised(torch.from_numpy(pixels)), torch.from_numpy(self._labels[indices]))
+
+    def _decode(self, index: int, epoch: int) -> npt.NDArray[np.uint8]:
+        """Cropped, scaled, maybe flipped: (size, size, 3)."""
+        pil = _pillow()
+        with pil.open(self._files[index]) as image:
+            rgb = image.convert("RGB")
+        flip = False
+        if self._train:
+            # A generator of its own: no other thread can draw from it in between.
+            draw = random.Random(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
+            box = _random_box(draw, *rgb.size)
+            flip = draw.random() < 0.5
+        else:
+            box = _centre_box(*rgb.size)
+        scaled = rgb.resize((self._size, self._size), pil.Resampling.BILINEAR, box=box)
+        array: npt.NDArray[np.uint8] = np.asarray(scaled)
+        return array[:, ::-1] if flip else array
+
+    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        mean, std = torch.tensor(self._mean).view(3, 1, 1), torch.tensor(self._std).view(3, 1, 1)
+        x = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        return x.sub_(255 * mean).div_(255 * std)
+
+
+def _pillow() -> Any:
+    return optional("PIL.Image", package="pillow", extra="images")
+
+
+def _random_box(draw: random.Random, width: int, height: int) -> _Box:
+    """Left, upper, right, lower edge: of random area, then of random shape, then at a random place."""
+    low, high = map(math.log, _RATIO)
+    for _ in range(_TRIES):
+        area = draw.uniform(*_AREA) * width * height
+        ratio = math.exp(draw.uniform(low, high))
+        w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
+        if w <= width and h <= height:
+            left, upper = draw.random() * (width - w), draw.random() * (height - h)
+            # Sums may end a rounding error outside of the image.
+            return left, upper, min(left + w, width), min(upper + h, height)
+    return _centred(min(width, height * _RATIO[1]), min(height, width / _RATIO[0]), width, height)
+
+
+def _centre_box(width: int, height: int) -> _Box:
+    side = _CENTRE * min(width, height)
+    return _centred(side, side, width, height)
+
+
+def _centred(w: float, h: float, width: int, height: int) -> _Box:
+    return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
+
+
+def _class_names(root: Path, wanted: Sequence[str] | None) -> list[str]:
+    if not root.is_dir():
+        raise FileNotFoundError(f"there is no folder of images at {root}")
+    found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not found:
+        raise FileNotFoundError(f"{root} has no sub-folders: put each class's images into one, named after the class")
+    if wanted is None:
+        return found
+    for name in wanted:
+        if name not in found:
+            raise ValueError(f"class {name!r} has no sub-folder in {root}: {suggestion(name, found)}")
+    if not wanted or len(set(wanted)) < len(wanted):
+        raise ValueError(f"classes={list(wanted)}: name at least one class, and each once")
+    return list(wanted)
+
+
+def _image_files(folder: Path) -> list[str]:
+    paths = [
+        os.path.join(parent, name)  # noqa: PTH118 - a million Path objects take seconds
+        for parent, _, names in os.walk(folder, followlinks=True)
+        for name in names
+        if name.lower().endswith(_SUFFIXES)
+    ]
+    if not paths:
+        raise FileNotFoundError(f"class folder {folder} holds no image ({' '.join(_SUFFIXES)}): fill or remove it")
+    return sorted(paths)

@@ -1,0 +1,162 @@
+"""Flat files of token ids, cut into windows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.data.errors import SampleError, check_range
+from paceline.data.fingerprint import Facts, file_facts
+from paceline.data.sources.base import Indices, Pair
+
+StrPath = str | os.PathLike[str]
+_Tokens = npt.NDArray[Any]
+
+
+class TokenFile:
+    """Windows of token ids out of memory-mapped files: raw arrays (.bin, any other name) or NumPy's (.npy).
+
+    A micro-batch is a `Pair` of int64 tensors (samples, length): x, and y one token further. Windows never reach over
+    the end of a file; tokens behind a file's last whole window are not used. Pickling takes the paths, never the data.
+
+    Args:
+        paths: one file, or several that count as one source, in this order.
+        length: tokens of a sample.
+        dtype: what raw files hold, uint16 unless given. NumPy's files say themselves, and must agree.
+        stride: from the start of a window to the next one's; `length` unless given, so that every token is a target
+            once.
+        targets: whether to read y. Without, a micro-batch is the tensor x, and no token follows a window.
+        vocab_size: check while reading that every id is below it.
+    """
+
+    def __init__(
+        self,
+        paths: StrPath | Sequence[StrPath],
+        length: int,
+        dtype: npt.DTypeLike | None = None,
+        stride: int | None = None,
+        *,
+        targets: bool = True,
+        vocab_size: int | None = None,
+    ) -> None:
+        for name, value in (("length", length), ("stride", stride), ("vocab_size", vocab_size)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} is too small: choose {name} >= 1")
+        self._paths = [os.fspath(p) for p in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+        if not self._paths:
+            raise ValueError("paths is empty: name at least one file of token ids")
+        self._length = length
+        self._width = length + 1 if targets else length
+        self._dtype = None if dtype is None else np.dtype(dtype)
+        self._stride = length if stride is None else stride
+        self._targets = targets
+        self._vocab_size = vocab_size
+        self._num_tokens = [len(_open(path, self._dtype)) for path in self._paths]
+        for path, num_tokens in zip(self._paths, self._num_tokens, strict=True):
+            if num_tokens < self._width:
+                raise ValueError(
+                    f"{path} has {num_tokens} tokens, fewer than one window of {self._width}: choose a smaller length "
+                    f"than {length}, or leave the file out"
+                )
+        counts = [(n - self._width) // self._stride + 1 for n in self._num_tokens]
+        self._starts = np.cumsum([0, *counts])
+        self._windows: dict[int, _Tokens] = {}
+
+    @property
+    def may_read_in_thread(self) -> bool:
+        """Reading waits for the disk and runs nobody's code."""
+        return True
+
+    def fingerprint(self) -> Facts:
+        """The files, in their order, some of what they hold, and how they are cut."""
+        windows = f"{self._width} tokens ({self._dtype or 'default dtype'}) every {self._stride}"
+        return {"windows": windows} | file_facts(self._paths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_windows": {}}
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, indices: Indices, epoch: int, position: int) -> Any:
+        check_range(indices, len(self))
+        x = torch.empty((len(indices), self._length), dtype=torch.int64)
+        y = torch.empty_like(x) if self._targets else None
+        files = np.searchsorted(self._starts, indices, side="right") - 1
+        for file in np.unique(files).tolist():
+            rows = slice(None) if len(self._paths) == 1 else np.flatnonzero(files == file)
+            offsets = (indices[rows] - self._starts[file]) * self._stride
+            tokens = self._windows_of(file)[offsets]
+            if self._vocab_size is not None:
+                self._check_ids(tokens, file, offsets, indices[rows])
+            x.numpy()[rows] = tokens[:, : self._length]
+            if y is not None:
+                y.numpy()[rows] = tokens[:, 1:]
+        return x if y is None else Pair(x, y)
+
+    def _windows_of(self, file: int) -> _Tokens:
+        """The windows that start at each token of a file: a view of (tokens - width + 1, width)."""
+        windows = self._windows.get(file)
+        if windows is None:
+            tokens = _open(self._paths[file], self._dtype)
+            if len(tokens) != self._num_tokens[file]:
+                raise SampleError(
+                    f"{self._paths[file]} has {len(tokens)} tokens now and had {self._num_tokens[file]} when the run "
+                    "began: restore it, or start again",
+                    file=self._paths[file],
+                )
+            windows = self._windows[file] = np.lib.stride_tricks.sliding_window_view(tokens, self._width)
+        return windows
+
+    def _check_ids(self, tokens: _Tokens, file: int, offsets: Indices, indices: Indices) -> None:
+        wrong = tokens >= self._vocab_size
+        if tokens.dtype.kind == "i":
+            wrong |= tokens < 0
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0].tolist()
+            path, index = self._paths[file], int(indices[row])
+            raise SampleError(
+                f"sample {index} of {path} has the token id {tokens[row, column]} at token {offsets[row] + column} of "
+                f"the file: ids must be >= 0 and below vocab_size={self._vocab_size}; check dtype and tokenizer",
+                index=index,
+                file=path,
+            )
+
+
+def _open(path: str, dtype: np.dtype[Any] | None) -> _Tokens:
+    """A file's tokens, memory-mapped."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file of token ids at {path}")
+    tokens = _open_npy(path, dtype) if path.endswith(".npy") else _open_raw(path, dtype or np.dtype(np.uint16))
+    if tokens.dtype.kind not in "iu" or not np.can_cast(tokens.dtype, np.int64):
+        raise ValueError(f"{path} holds {tokens.dtype}: token ids must be integers that fit int64")
+    return tokens
+
+
+def _open_npy(path: str, dtype: np.dtype[Any] | None) -> _Tokens:
+    try:
+        array: _Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no NumPy file of token ids, or it is truncated: {error}") from error
+    if array.ndim != 1:
+        raise ValueError(f"{path} holds an array of shape {array.shape}: token ids must lie in one flat array")
+    if dtype is not None and array.dtype != dtype:
+        raise ValueError(f"{path} holds {array.dtype}, but dtype={dtype} was given: leave dtype out for .npy files")
+    return np.asarray(array)
+
+
+def _open_raw(path: str, dtype: np.dtype[Any]) -> _Tokens:
+    size = Path(path).stat().st_size
+    if size % dtype.itemsize:
+        raise ValueError(
+            f"{path} has {size} bytes, which is no multiple of the {dtype.itemsize} bytes of {dtype}: "
+            "give the dtype it was written with"
+        )
+    # An empty file cannot be mapped.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)

@@ -1,0 +1,126 @@
+"""An exponential moving average of the weights, kept beside the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from paceline.checkpoint.errors import CheckpointError
+from paceline.core.errors import MisuseError
+from paceline.run.saving.state import model_differences
+from paceline.run.step.replica import Replica, named_parameters, plain_name
+from paceline.sync.averaging.strategy import Averaging
+
+
+def check_ema(decay: float | None, strategy: object) -> None:
+    """Whether a run with this strategy can keep an average with this decay; None for none."""
+    if decay is None:
+        return
+    if not isinstance(decay, float) or not 0.0 < decay < 1.0:
+        raise ValueError(f"ema={decay!r} is no decay: choose a number between 0 and 1, such as 0.999")
+    if isinstance(strategy, Averaging):
+        raise ValueError(
+            f"ema={decay} needs strategy='gradients' or a cadence: with Averaging the workers' weights differ between "
+            "two averages, and there is no one course to follow"
+        )
+
+
+class Average(Protocol):
+    """Kept beside the model, or not at all."""
+
+    def update(self) -> None:
+        """An optimizer step was taken."""
+
+    def set_parameters(self, replica: Replica) -> None:
+        """Other parameters are trained from now on."""
+
+    def in_model(self) -> AbstractContextManager[None]:
+        """The model has the averaged weights inside the block, and its own again afterwards."""
+
+
+class NoAverage:
+    """Of a run that keeps none."""
+
+    def update(self) -> None:
+        return
+
+    def set_parameters(self, replica: Replica) -> None:
+        return
+
+    def in_model(self) -> AbstractContextManager[None]:
+        raise MisuseError("the run keeps no average of its weights: give it a decay, such as ema=0.999")
+
+
+class WeightAverage:
+    """After every step decay * average + (1 - decay) * weights, beginning with the weights the run begins with.
+
+    Of the parameters that are or were trained; buffers, such as BatchNorm's statistics, are the model's own. Kept in
+    float32 where parameters are coarser than that: what a step adds would be rounded away.
+    """
+
+    def __init__(self, replica: Replica, decay: float) -> None:
+        self._model = replica.model
+        self._names: list[str] = []
+        self._parameters: list[torch.Tensor] = []
+        self._averages: list[torch.Tensor] = []
+        self.set_parameters(replica)
+        self._weight_of_new = 1.0 - decay
+        self._is_in_use = False
+
+    def set_parameters(self, replica: Replica) -> None:
+        self._add(replica.parameters)
+
+    def _add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Averages of parameters without one begin with their values now."""
+        for name, parameter in parameters.items():
+            if plain_name(name) not in self._names:
+                self._names.append(plain_name(name))
+                self._parameters.append(parameter)
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                self._averages.append(parameter.detach().to(dtype, copy=True))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        if self._is_in_use:
+            raise MisuseError("a step was taken inside ema_weights(), where the model has the averaged weights")
+        new = [p.to(average.dtype) for p, average in zip(self._parameters, self._averages, strict=True)]
+        torch._foreach_lerp_(self._averages, new, self._weight_of_new)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        if self._is_in_use:
+            raise MisuseError(
+                "ema_weights() was called inside ema_weights(): the model has the averaged weights already"
+            )
+        own = [parameter.detach().clone() for parameter in self._parameters]
+        self._is_in_use = True
+        try:
+            _copy(self._averages, self._parameters)
+            yield
+        finally:
+            _copy(own, self._parameters)
+            self._is_in_use = False
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        if self._is_in_use:
+            raise MisuseError(
+                "the run cannot be saved inside ema_weights(), where the model's own weights are not in it"
+            )
+        return dict(zip(self._names, self._averages, strict=True))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        # What the saved run has trained beside what this one trains by now.
+        if isinstance(state, Mapping):
+            self._add({name: p for name, p in named_parameters(self._model).items() if plain_name(name) in state})
+        if lines := model_differences(state, self.state_dict()):
+            raise CheckpointError("the averaged weights are not of this model:\n  " + "\n  ".join(lines))
+        _copy([state[name] for name in self._names], self._averages)
+
+
+@torch.no_grad()
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)

@@ -1,0 +1,460 @@
+"""A replica: one worker's copy of model, optimizer and scheduler, the same on every worker after every step."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator
+from paceline.core.errors import MisuseError
+from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
+from paceline.run.step.direct_step import DirectStep
+from paceline.run.step.fused_optimizers import fuse
+
+Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+# Made already, over the parameters of a model that is made already; or a function that makes it.
+OptimizerFactory: TypeAlias = Optimizers | Callable[[list[torch.Tensor]], Optimizers]
+# From the optimizer, or from all of them where there are several, to a scheduler or several; or one made already, over
+# an optimizer that is made already.
+SchedulerFactory: TypeAlias = Callable[[Any], Any] | torch.optim.lr_scheduler.LRScheduler
+
+
+class Replica:
+    """Made from the user's parts, on this worker's device, with rank 0's weights."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None,
+        communicator: Communicator,
+        seed: int,
+        *,
+        fused: bool = True,
+        train_mode: bool = True,
+    ) -> None:
+        device = communicator.world.device
+        self.model = build_model(model, device, seed)
+        parameters = named_parameters(self.model)
+        self._device = device
+        self._note_parameters(parameters)
+        self._check_parameters(device)
+        _check_modules(self.model)
+        if train_mode and isinstance(self.model, nn.Module) and not self.model.training:
+            self.model.train()  # else single layers that are in eval mode stay there
+        share_weights(self.model, self.parameters, communicator)
+        made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
+        self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
+        _check_optimizers(self.optimizers, [*parameters.values()])
+        _refuse_closures(self.optimizers)
+        if fused:
+            fuse(self.optimizers)
+        self._direct_steps = [DirectStep(each, num_own_hooks=1) for each in self.optimizers] if fused else None
+        self._num_parameters = self._count_parameters()
+        self._is_stepping = False
+        self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
+        seen = only_or_all(self.optimizers)
+        self.schedulers: list[Any] = (
+            [] if scheduler is None else _as_list(_schedulers_of(scheduler, self.optimizers, seen))
+        )
+        self.note_schedulers()
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def set_learning_rate(self, rate: float, group: int = -1) -> None:
+        """Of one parameter group, counted over all optimizers, or of all of them."""
+        groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
+        if not -1 <= group < len(groups):
+            raise ValueError(f"group={group}: the optimizers have {len(groups)} parameter groups, counted from 0")
+        for each in groups if group < 0 else [groups[group]]:
+            if isinstance(each["lr"], torch.Tensor):
+                each["lr"].fill_(rate)
+            else:
+                each["lr"] = rate
+
+    def step_optimizers(self) -> None:
+        self._is_stepping = True
+        try:
+            if self._direct_steps is not None:
+                for step in self._direct_steps:
+                    step()
+                return
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            self._is_stepping = False
+
+    def _refuse_foreign_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._is_stepping:
+            raise MisuseError(
+                f"{type(optimizer).__name__}.step() was called on an optimizer that belongs to the trainer, which "
+                "steps it with the mean gradient of the global batch: remove this call (also scaler.step(optimizer)), "
+                "trainer.step() does it. For fp16 pass precision='fp16', which scales losses by itself"
+            )
+
+    def close(self) -> None:
+        """Leave the optimizers as they were found."""
+        for guard in self._guards:
+            guard.remove()
+
+    def step_schedulers(self, loss: Callable[[], float] | None = None) -> None:
+        """`loss`: of the step, for a scheduler that follows it; None at the end of an epoch."""
+        self._check_schedulers()
+        self._step_schedulers(loss)
+        self.note_schedulers()
+
+    def note_schedulers(self) -> None:
+        """From now on nobody else may step them."""
+        self._scheduler_steps = [getattr(scheduler, "last_epoch", None) for scheduler in self.schedulers]
+
+    def _check_schedulers(self) -> None:
+        for scheduler, steps in zip(self.schedulers, self._scheduler_steps, strict=True):
+            if getattr(scheduler, "last_epoch", None) != steps:
+                raise MisuseError(
+                    f"{type(scheduler).__name__}.step() was called on a scheduler that belongs to the trainer, which "
+                    "steps it after every optimizer step, or every epoch (scheduler_every=): remove this call"
+                )
+
+    def _step_schedulers(self, loss: Callable[[], float] | None) -> None:
+        for scheduler in self.schedulers:
+            if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step()
+            elif loss is not None:
+                if not math.isnan(value := loss()):  # nobody knows the loss: no reason to lower the rate
+                    scheduler.step(value)
+            else:
+                raise MisuseError(
+                    "ReduceLROnPlateau needs to be told a value at the end of an epoch: leave scheduler= out, step it "
+                    "yourself in trainer.every_epoch, and register it with trainer.register for checkpoints"
+                )
+
+    @property
+    def trained_names(self) -> tuple[str, ...]:
+        """The names of `parameters`: the same tuple as long as they are the same parameters."""
+        return self._trained_names
+
+    def take_changes(self) -> list[torch.Tensor] | None:
+        """Look whether other parameters are trained than before, and from now on train those.
+
+        Frozen and unfrozen ones are noticed, and what was added with `add_param_group`. Returns the parameters that
+        are new to the run, None where nothing has changed.
+        """
+        if not self._has_changed():
+            return None
+        known = {id(p) for p in (*self._trained, *self._frozen)}
+        parameters = named_parameters(self.model)
+        _check_optimizers(self.optimizers, [*parameters.values()])
+        _check_modules(self.model)
+        self._note_parameters(parameters)
+        self._num_parameters = self._count_parameters()
+        self._check_parameters(self._device)
+        return [p for p in parameters.values() if id(p) not in known]
+
+    def names_to_train(self) -> list[str]:
+        """The names, in the plain model, of what the next step will train."""
+        return [plain_name(name) for name, p in named_parameters(self.model).items() if p.requires_grad]
+
+    def group_names(self) -> list[list[list[str]]]:
+        """By optimizer and group: the names of its parameters in the plain model."""
+        names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}
+        return [[[names.get(id(p), "") for p in group["params"]] for group in o.param_groups] for o in self.optimizers]
+
+    def add_groups(self, saved: Sequence[Sequence[Sequence[str]]]) -> None:
+        """Give the optimizers the groups that a saved run has added to the ones that it began with."""
+        parameters = {plain_name(name): p for name, p in named_parameters(self.model).items()}
+        for optimizer, groups, own in zip(self.optimizers, saved, self.group_names(), strict=False):
+            if [list(group) for group in groups[: len(own)]] != own:
+                continue
+            for group in groups[len(own) :]:
+                if all(name in parameters for name in group):
+                    optimizer.add_param_group({"params": [parameters[name] for name in group]})
+
+    def set_trained(self, names: Sequence[str]) -> None:
+        """Train these parameters, by their names in the plain model, and freeze all others."""
+        for name, parameter in named_parameters(self.model).items():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(plain_name(name) in names)
+
+    def _has_changed(self) -> bool:
+        for parameter in self._trained:
+            if not parameter.requires_grad:
+                return True
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                return True
+        return self._count_parameters() != self._num_parameters
+
+    def _count_parameters(self) -> int:
+        """Of all groups; parameters come to a run by `add_param_group`."""
+        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+
+    def _note_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self._trained = list(self.parameters.values())
+        self._trained_names = tuple(self.parameters)
+        self._frozen = [p for p in parameters.values() if not p.requires_grad]
+
+    def _check_parameters(self, device: torch.device) -> None:
+        if not self.parameters:
+            raise ValueError("the model has no parameter that requires a gradient: there is nothing to train")
+        for name, parameter in self.parameters.items():
+            if parameter.device != device:
+                raise ValueError(f"parameter {name!r} is on {parameter.device}, this worker drives {device}")
+            if not parameter.is_floating_point():
+                raise ValueError(f"parameter {name!r} is {parameter.dtype}: only real floating point can be averaged")
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter has in the model without torch.compile's wrapper."""
+    return name.removeprefix("_orig_mod.")
+
+
+def only_or_all(things: list[Any]) -> Any:
+    """What users see: the thing itself, or a list where there are several."""
+    return things[0] if len(things) == 1 else things
+
+
+def _as_list(one_or_several: Any) -> list[Any]:
+    return list(one_or_several) if isinstance(one_or_several, Sequence) else [one_or_several]
+
+
+def _check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> None:
+    own = {id(parameter) for parameter in parameters}
+    if not optimizers:
+        raise ValueError("optimizer is an empty list: give at least one optimizer")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer made a {type(optimizer).__name__}: pass a function from parameters to a torch "
+                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3), or a list of optimizers"
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in own:
+                    raise MisuseError(
+                        f"a parameter of shape {tuple(parameter.shape)} in group {number} of the "
+                        f"{type(optimizer).__name__} optimizer is not one of the model's, and would not be trained: "
+                        "build the optimizer over the model that is given to the trainer, or pass a function from "
+                        "parameters to an optimizer"
+                    )
+
+
+def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """An optimizer that calls the loss again by itself would need all of the step's micro-batches each time."""
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}, whose step(closure) computes the loss several times: a "
+                "step here has one gradient, the mean over its micro-batches. Choose an optimizer that steps from "
+                "that, such as torch.optim.AdamW"
+            )
+
+
+def _schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen: Any) -> Any:
+    """What `scheduler=` gives: a function is called with `seen`, the optimizer or all; what is made is checked."""
+    if not callable(scheduler):
+        given = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        for each in given:
+            _check_scheduler(each, "scheduler is")
+            if not any(getattr(each, "optimizer", None) is optimizer for optimizer in optimizers):
+                raise TypeError(
+                    f"scheduler is a {type(each).__name__} over another optimizer than the run's: pass a function, "
+                    f"such as lambda optimizer: {type(each).__name__}(optimizer, ...), or the optimizer that it was "
+                    "made with"
+                )
+        return scheduler
+    made = scheduler(seen)
+    for each in made if isinstance(made, Sequence) else [made]:
+        _check_scheduler(each, "scheduler made")
+    return made
+
+
+def _check_scheduler(scheduler: Any, what: str) -> None:
+    if not callable(getattr(scheduler, "step", None)):
+        raise TypeError(
+            f"{what} a {type(scheduler).__name__} without step(): pass a function from the optimizer to a torch "
+            "scheduler, such as lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+        )
+
+
+def named_parameters(model: Any) -> dict[str, torch.Tensor]:
+    """The parameters of a module, or of any object whose `parameters()` gives tensors or a dict of them.
+
+    Tied parameters appear once, under their first name.
+    """
+    if isinstance(model, nn.Module):
+        return dict(model.named_parameters())
+    if not callable(getattr(model, "parameters", None)):
+        raise TypeError(
+            f"the model is a {type(model).__name__} without a parameters() method: "
+            "return an nn.Module, or an object with forward(x) and parameters()"
+        )
+    found: Mapping[str, torch.Tensor] | Iterable[torch.Tensor] = model.parameters()
+    items = found.items() if isinstance(found, Mapping) else ((str(i), p) for i, p in enumerate(found))
+    unique: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, parameter in items:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"parameters() gave {type(parameter).__name__} for {name!r}: it must give tensors")
+        unique.setdefault(id(parameter), (name, parameter))
+    return dict(unique.values())
+
+
+def build_model(model: Any, device: torch.device, seed: int) -> Any:
+    """Move a model that exists; call a factory with the generators seeded, so that every worker builds the same."""
+    is_factory = isinstance(model, type) or (callable(model) and not hasattr(model, "parameters"))
+    if not is_factory:
+        return _move(model, device)
+    with host_randomness() as randomness:
+        model_seed = derive_seed(seed, Purpose.MODEL_INIT)
+        randomness.seed(model_seed)
+        seed_device(device, model_seed)
+        built = model()
+    return _move(built, device)
+
+
+def _move(model: Any, device: torch.device) -> Any:
+    for name, parameter in named_parameters(model).items():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name!r} belongs to a lazy module and is uninitialized: run the model on one batch before "
+                "the set-up"
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on meta, without values: build the model on a real device, or give it values "
+                "first (model.to_empty(device=...), then initialise it or load a state_dict)"
+            )
+    if isinstance(model, nn.Module):
+        return model.to(device)
+    for parameter in named_parameters(model).values():
+        parameter.data = parameter.data.to(device)
+    return model
+
+
+def _check_modules(model: Any) -> None:
+    """Refuse layers whose gradients or forward passes depend on other workers, or cannot be averaged."""
+    refuse_wrapped(model)
+    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise MisuseError(
+                f"{name!r} is a SyncBatchNorm, which exchanges inside forward; micro-batches are independent here. "
+                "Use BatchNorm: its statistics do not depend on the number of workers"
+            )
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise MisuseError(
+                f"{name!r} is built with sparse=True; sparse gradients cannot be averaged in a flat buffer: "
+                "build it with sparse=False"
+            )
+
+
+def refuse_wrapped(model: Any) -> None:
+    """Refuse a model that another library already divides or replicates: DDP, FSDP, DataParallel."""
+    if not isinstance(model, nn.Module):
+        return
+    kinds = (
+        nn.parallel.DistributedDataParallel,
+        nn.DataParallel,
+        *_loaded("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    )
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            what = f"its module {name!r}" if name else "the model"
+            raise MisuseError(
+                f"{what} is a {type(module).__name__}, which exchanges or divides by itself, at times that depend on "
+                "the worker's share: give the model that it wraps (its .module). Paceline does the exchange"
+            )
+    sharded = _loaded("torch.distributed.tensor", "DTensor")
+    for name, parameter in model.named_parameters() if sharded else ():
+        if isinstance(parameter, sharded):
+            raise MisuseError(
+                f"parameter {name!r} is a {type(parameter).__name__}, sharded over devices by fully_shard or "
+                "parallelize_module: give the plain model. Every worker holds a whole copy here"
+            )
+
+
+def _loaded(module: str, name: str) -> tuple[type, ...]:
+    """The class, where its module has been imported: a model can only be one then, and importing it takes long."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return (kind,) if isinstance(kind, type) else ()
+
+
+class ReplacementWatch:
+    """Called by torch when a state was loaded: `load_state_dict(assign=True)` puts other parameters into the model.
+
+    A model with it can be copied and pickled; nobody watches the copy.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> None:
+        self._parameters = dict(parameters)
+        self._model = model
+
+    def __reduce__(self) -> tuple[type[ReplacementWatch], tuple[Any, ...]]:
+        return ReplacementWatch, ({}, None)
+
+    def __call__(self, *_: object) -> None:
+        if self._model is None:
+            return
+        now = {id(parameter) for parameter in self._model.parameters()}
+        for name, parameter in self._parameters.items():
+            if id(parameter) not in now:
+                raise MisuseError(
+                    f"load_state_dict(assign=True) replaced parameter {name!r} of the model that is trained; the "
+                    "optimizer still updates the old one. Load without assign=True, which copies the values in, or "
+                    "load before Trainer.setup"
+                )
+
+
+def watch_replacement(model: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    """From now on a load that replaces parameters is an error; returns what ends that."""
+    if not isinstance(model, nn.Module):
+        return lambda: None
+    watch = ReplacementWatch(parameters, model)
+    handles = [module.register_load_state_dict_post_hook(watch) for module in model.modules()]
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return end
+
+
+@torch.no_grad()
+def share_weights(model: Any, parameters: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
+    """Every worker gets rank 0's parameters and buffers, frozen ones too, once their shapes are known to agree."""
+    if communicator.world.size == 1:
+        return
+    if isinstance(model, nn.Module):
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    else:
+        tensors = dict(parameters)
+    _check_agreement(tensors, communicator)
+    for tensor in tensors.values():
+        carrier = tensor.detach().to(torch.uint8) if tensor.dtype == torch.bool else tensor.detach().contiguous()
+        communicator.broadcast(carrier, 0).wait()
+        tensor.copy_(carrier)
+
+
+def _check_agreement(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
+    """Exchanging tensors of different shapes would hang or corrupt: compare a digest of all shapes first."""
+    world = communicator.world
+    text = ";".join(f"{name}:{tuple(t.shape)}:{t.dtype}" for name, t in tensors.items())
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
+    digests = torch.zeros(world.size, dtype=torch.float64, device=world.device)
+    digests[world.rank] = digest
+    communicator.all_reduce(digests).wait()
+    different = [rank for rank, other in enumerate(digests.tolist()) if other != digests[0].item()]
+    if different:
+        raise MisuseError(
+            f"ranks {different} built a model whose parameters or buffers differ from rank 0's in name, shape or "
+            f"dtype (rank {world.rank} has {len(tensors)}): every worker must build the same model"
+        )

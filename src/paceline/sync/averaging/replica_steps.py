@@ -1,0 +1,134 @@
+"""Steps of replicas that are computed one by one, several in each process, and then brought together.
+
+To the exchange a replica is a micro-batch: what its forward and backward have left, gradients, buffers and loss, is
+offered afterwards under its number among all. So the mean is the engine's, plain or exact, whichever process a replica
+lives in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.comm.base import Communicator
+from paceline.core.errors import MisuseError
+from paceline.plan.shares import Plan, ranges
+from paceline.sync.replica_gradients import Reduce, ReplicaGradients
+from paceline.sync.step_numbers import StepNumbers
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a replica has computed: the mean loss of `weight` samples, and the buffers that its forward has changed.
+
+    The gradients lie where backward has put them.
+    """
+
+    weight: int
+    loss: torch.Tensor
+    buffers: Mapping[str, torch.Tensor]
+
+
+class BufferWatch:
+    """Finds what a forward pass does to a model's buffers, and undoes it."""
+
+    def __init__(self, model: Any) -> None:
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        self._places = [
+            (f"{path}.{key}".lstrip("."), module, key)
+            for path, module in modules
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        # Running statistics are written by kernels that do not count it as a change of the tensor.
+        self._statistics = {name for name, module, _ in self._places if isinstance(module, _NormBase)}
+        self._before: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def begin(self) -> None:
+        """A forward pass is about to begin: what the buffers hold now is what it begins with."""
+        for name, buffer in self._buffers().items():
+            if not self._is_as_before(name, buffer):
+                self._before[name] = (buffer, buffer._version, buffer.clone())
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """The buffers that were written or replaced since `begin`, and all running statistics."""
+        return {name: buffer for name, buffer in self._buffers().items() if not self._is_as_before(name, buffer)}
+
+    @torch.no_grad()
+    def take(self) -> dict[str, torch.Tensor]:
+        """The values of the buffers that were changed, which have their former ones again.
+
+        A buffer that has another size now, such as a cache that grew, stays as it is.
+        """
+        taken = {}
+        for name, buffer in self._buffers().items():
+            value = self._before[name][2]
+            if not self._is_as_before(name, buffer) and buffer.shape == value.shape and buffer.dtype == value.dtype:
+                taken[name] = buffer.clone()
+                buffer.copy_(value)
+                self._before[name] = (buffer, buffer._version, value)
+        return taken
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, torch.Tensor]) -> None:
+        buffers = self._buffers()
+        for name, value in values.items():
+            buffers[name].copy_(value)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: buffer for name, module, key in self._places if (buffer := module._buffers[key]) is not None}
+
+    def _is_as_before(self, name: str, buffer: torch.Tensor) -> bool:
+        known, version, _ = self._before.get(name, (None, 0, None))
+        return buffer is known and buffer._version == version and name not in self._statistics
+
+
+class ReplicaSteps:
+    """`replicas`: the trainable parameters of this process's replicas; `watches`: over their buffers.
+
+    `model` is the first of them, on whose device the sums are made. `num_replicas`: of each process, by rank.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        replicas: Sequence[Mapping[str, torch.Tensor]],
+        watches: Sequence[BufferWatch],
+        communicator: Communicator,
+        num_replicas: Sequence[int],
+        *,
+        exact: bool,
+    ) -> None:
+        self._watches = watches
+        self._gradients = ReplicaGradients(replicas, communicator, ranges(num_replicas), exact=exact, model=model)
+
+    def exchange(self, offers: Sequence[Offer | None], reduce: Reduce | None) -> tuple[Plan, StepNumbers]:
+        """Give every replica of all processes the mean gradient, or what `reduce` makes of them, and the buffers as if
+        the replicas' batches had run one after another. Without an offer a replica has no batch in this step.
+
+        Returns who computed what, by process, and the step's numbers.
+        """
+        weights = self._gradients.gather([0 if offer is None else offer.weight for offer in offers])
+        if not any(weights):
+            raise MisuseError("no replica has a gradient to share: call train_step for at least one of them first")
+        first, *others = self._watches
+
+        def end(index: int) -> torch.Tensor:
+            offer = offers[index]
+            assert offer is not None
+            first.put(offer.buffers)
+            return offer.loss
+
+        result = self._gradients.average(weights, end, reduce)
+        combined = first.changed()
+        for other in others:
+            other.put(combined)
+        return result
+
+    def close(self) -> None:
+        self._gradients.close()

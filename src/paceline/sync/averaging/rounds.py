@@ -1,0 +1,203 @@
+"""Where replicas that differ meet: at their mean, or at what an outer optimizer makes of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.comm.base import Communicator, Pending
+from paceline.core.timing import Timing
+from paceline.sync.step_numbers import RoundMean
+
+
+@dataclass
+class Round:
+    """What happened since the last meeting: this worker's weight and losses, and the steps and micro-batches of all.
+
+    `loss_sum` is weighted, by what adds up to `loss_weight`.
+    """
+
+    weight: float = 0.0
+    loss_sum: float = 0.0
+    loss_weight: float = 0.0
+    steps: int = 0
+    micro_batches: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a meeting found. `round_s`: what the slowest worker took for the `steps` before it; `sync_s`: what the
+    meeting before it took of the worker that came last, who waited for nobody."""
+
+    drift: float
+    mean: RoundMean
+    timings: tuple[Timing, ...]
+    wishes: tuple[float, ...]
+    steps: int
+    round_s: float
+    sync_s: float
+
+
+class _Row(NamedTuple):
+    """What a worker tells at a meeting."""
+
+    weight: float
+    weighted_square: float  # of its change's length
+    round_s: float
+    sync_s: float
+    micro_batch_s: float
+    rest_s: float
+    wish: float
+    loss_sum: float
+    loss_weight: float
+
+
+class Meeting:
+    """All replicas' weights at one point, and the way from each replica to it.
+
+    What travels is each replica's change since the last meeting, which bears a coarse type better than the weights
+    themselves would. Changes are weighted by samples; the drift follows from their lengths and that of their mean.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        statistics: Sequence[torch.Tensor],
+        communicator: Communicator,
+        transfer: torch.dtype,
+        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
+    ) -> None:
+        self._tensors = [*(p.detach() for p in parameters), *statistics]
+        self._sizes = [tensor.numel() for tensor in self._tensors]
+        self._communicator = communicator
+        self._common = self._read()
+        device, size = self._common.device, communicator.world.size
+        self._travelling = communicator.empty(self._common.numel(), transfer, device)
+        self._table = communicator.empty(size * len(_Row._fields), torch.float64, device)
+        self._pending: list[Pending] = []
+        # A view: what the outer optimizer does to it, it does to the common weights, not to statistics.
+        self._trained = torch.nn.Parameter(self._common[: sum(p.numel() for p in parameters)])
+        self._outer = None if outer is None else outer([self._trained])
+        self._clock = _Clock(device)
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._pending)
+
+    @torch.no_grad()
+    def start(self, own: Round, timing: Timing, wish: float) -> None:
+        round_s, sync_s = self._clock.end_round()
+        with self._clock.sync():
+            self._steps = own.steps
+            self._change = self._read().sub_(self._common)
+            # Divided by a number all workers know, so that a sum over thousands of samples stays in fp16's range.
+            self._scale = 1.0 / max(own.micro_batches, 1)
+            torch.mul(self._change, own.weight * self._scale, out=self._travelling)
+            square = own.weight * self._change.norm(dtype=torch.float64).square().item()
+            row = _Row(
+                own.weight,
+                square,
+                round_s,
+                sync_s,
+                timing.micro_batch,
+                timing.rest,
+                wish,
+                own.loss_sum,
+                own.loss_weight,
+            )
+            rank = self._communicator.world.rank
+            self._table.zero_()
+            self._table.view(-1, len(row))[rank] = torch.tensor(row, dtype=torch.float64)
+            self._pending = [self._communicator.all_reduce(t) for t in (self._table, self._travelling)]
+
+    @torch.no_grad()
+    def finish(self, *, has_moved_on: bool) -> Outcome:
+        """The common weights for a replica that waited; for one that moved on since `start`, the way to them."""
+        with self._clock.sync():
+            for pending in self._pending:
+                pending.wait()
+            self._pending = []
+            rows = [_Row(*row) for row in self._table.view(-1, len(_Row._fields)).tolist()]
+            total = max(sum(row.weight for row in rows), 1.0)  # nobody saw a sample: nothing has changed
+            mean = self._travelling.to(torch.float32).div_(total * self._scale)
+            before = self._common.clone() if has_moved_on else None
+            self._advance(mean)
+            if before is None:
+                self._write(self._common)
+            else:
+                self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
+            length = mean.norm(dtype=torch.float64).item()
+            square_distance = max(0.0, sum(row.weighted_square for row in rows) / total - length**2)
+            drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
+        timings = tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows)
+        round_s, sync_s = max(row.round_s for row in rows), min(row.sync_s for row in rows)
+        wishes = tuple(row.wish for row in rows)
+        return Outcome(drift, _mean_of(rows, self._steps), timings, wishes, self._steps, round_s, sync_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For when no meeting is under way and nobody has moved on since the last."""
+        return {"common": self._common, "outer": None if self._outer is None else self._outer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._common.copy_(state["common"])
+        if self._outer is not None and state["outer"] is not None:
+            self._outer.load_state_dict(state["outer"])
+
+    def _advance(self, mean: torch.Tensor) -> None:
+        if self._outer is None:
+            self._common.add_(mean)
+            return
+        num_trained = self._trained.numel()
+        self._trained.grad = -mean[:num_trained]
+        self._outer.step()
+        self._common[num_trained:].add_(mean[num_trained:])
+
+    def _read(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in self._tensors])
+
+    def _write(self, values: torch.Tensor) -> None:
+        for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
+            part = part.view_as(tensor)
+            tensor.copy_(part if tensor.is_floating_point() else part.round())
+
+
+def _mean_of(rows: Sequence[_Row], num_steps: int) -> RoundMean:
+    loss_weight = sum(row.loss_weight for row in rows)
+    loss = sum(row.loss_sum for row in rows) / loss_weight if loss_weight else math.nan
+    return RoundMean(loss, sum(row.weight for row in rows) / max(num_steps, 1))
+
+
+class _Clock:
+    """What the meetings take of this worker's time, and what is left to its steps between two of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun = perf_counter()
+        self._sync_s = 0.0
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        begun = self._now()
+        try:
+            yield
+        finally:
+            self._sync_s += self._now() - begun
+
+    def end_round(self) -> tuple[float, float]:
+        """Seconds since the last call, in steps and in meetings."""
+        now = self._now()
+        sync_s, self._sync_s = self._sync_s, 0.0
+        round_s, self._begun = now - self._begun - sync_s, now
+        return round_s, sync_s
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":  # else the meeting would be blamed for work that was queued before it
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
