@@ -1,0 +1,107 @@
+"""The settings of a run, in frozen groups. A setting is declared here and nowhere else.
+
+Fields with course=True decide, together with the seed, the course of a run; the others only how fast it is.
+"""
+
+# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal
+
+from paceline.comm.base import DEFAULT_TIMEOUT_S
+from paceline.core.settings import check, setting
+
+Precision = Literal["fp32", "bf16", "fp16"]
+SchedulerInterval = Literal["step", "epoch"]
+Capture = Literal["auto", "on", "off"]
+FeedKind = Literal["sharded", "dispatched"]
+GarbageCollection = Literal["between steps", "as usual"]
+
+
+@dataclass(frozen=True)
+class Batching:
+    """How an epoch is cut into steps and micro-batches, beside global_batch and micro_batch."""
+
+    physical_batch: int | tuple[int, ...] | None = setting(
+        "samples that a device runs at once, a multiple of micro_batch: one number, or one per worker",
+        None,
+        course=True,
+        least=1,
+    )
+    batches_per_step: int | None = setting(
+        "for data that consists of whole batches: how many of them make a step", None, course=True, least=1
+    )
+    drop_last: bool = setting("drop an epoch's last step if it is smaller", False, course=True)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How samples are read."""
+
+    feed: FeedKind | None = setting(
+        "sharded: every worker reads its own samples; dispatched: rank 0 reads for all", None
+    )
+    readers: int | None = setting("processes per worker that read ahead", None, least=0, most=256)
+    prefetch: int | None = setting("number of micro-batches to read ahead", None, least=1)
+    num_shards: int | None = setting("number of shards a stream is divided into", None, course=True, least=1)
+    shuffle_buffer: int = setting("samples of a stream to draw the next one from", 0, course=True, least=0)
+    resident: bool = setting("keep all of the data on the device", False)
+    skip_bad_samples: bool | Callable[[Any], None] = setting("skip samples that cannot be read", False)
+    collate_fn: Callable[[list[Any]], Any] | None = setting("joins a list of samples into a batch", None)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """How workers divide a step. Nothing here changes the result."""
+
+    shares: tuple[float, ...] | Literal["measured", "equal"] = setting(
+        "measured: by measured speed; equal; or one relative speed per worker", "measured", above=0
+    )
+    speed_hints: tuple[float, ...] | None = setting(
+        "one relative speed per worker, used until speeds are measured", None, above=0
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """Details of the model's update."""
+
+    scheduler_every: SchedulerInterval = setting("when the scheduler is stepped", "step", course=True)
+    fused: bool = setting("use PyTorch's fused kernels for optimizers that are made by a factory", True, course=True)
+    ema: float | None = setting(
+        "decay of an exponential moving average of the weights, such as 0.999", None, course=True, above=0, below=1
+    )
+    train_mode: bool = setting("put the model into training mode", True, course=True)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """How a worker runs. Nothing here changes the result, except `threads` in exact mode."""
+
+    backend: str | None = setting("torch.distributed backend; by default chosen by the device", None)
+    timeout_s: float = setting("seconds a worker waits for the others", DEFAULT_TIMEOUT_S, above=0)
+    threads: int | None = setting("CPU threads per worker", None, least=1)
+    overlap: bool = setting("exchange gradients during the backward pass", True)
+    capture: Capture = setting("replay steps as CUDA graphs: auto does so where it is faster", "auto")
+    garbage_collection: GarbageCollection = setting("when Python's garbage collector runs", "between steps")
+    timeline: str | PathLike[str] | None = setting("folder to record a timeline of the run in", None)
+    quiet: bool = setting("print no summary line on stderr", False)
+
+    def __post_init__(self) -> None:
+        check(self)
