@@ -34,7 +34,7 @@ from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import load_weights
 from paceline.run.saving.state import plain_model
 from paceline.run.step.ema import Average, NoAverage, WeightAverage, check_ema
-from paceline.run.step.gc_policy import collector_for
+from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, watch_replacement
@@ -141,10 +141,10 @@ def assemble(
         planner = planner_for(config, world, config.max_micro_batches(world.size))
         feed = make_feed(data, _data_settings(config, world, weight_fn, collate_fn), steps, planner.plan, communicator)
         stack.callback(feed.close)
-        collector = collector_for(config.garbage_collection)
-        stack.callback(collector.close)
+        gc_policy = GcPolicy(config.garbage_collection)
+        stack.callback(gc_policy.close)
         loop = Loop(
-            config, communicator, replica, exchange, feed, planner, events, keeper, average, recorder, collector
+            config, communicator, replica, exchange, feed, planner, events, keeper, average, recorder, gc_policy
         )
         keeper.load_loop(loop)
         stepping = Stepping(loop, exchange, events, graphs, config)

@@ -30,8 +30,8 @@ class GradientExchange(Protocol):
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         """`is_last`: this worker has no further micro-batch in this step, so exchanging may start during backward."""
 
-    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        """Call `run(loss)`, a backward of the open micro-batch. A backward() called directly by the user counts too."""
+    def backward(self, run: Callable[[], None]) -> None:
+        """Call `run()`, a backward of the open micro-batch. A backward() called directly by the user counts too."""
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None: ...
 

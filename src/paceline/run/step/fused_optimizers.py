@@ -1,13 +1,14 @@
-"""Optimizers that update all parameters in one kernel, where torch has one.
+"""PyTorch's fused optimizers: one kernel updates all parameters.
 
-torch leaves this to the user, who has to know that it exists: on a CPU it updates one parameter after another unless
-told otherwise, which for a small model takes two to four times as long.
+PyTorch does not choose them by default. On a CPU its default updates one parameter after another, which takes two to
+four times as long for a small model.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def fuse(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Have fused kernels update the parameters; where that cannot be, the log says why, and nothing changes."""
+    """Choose the fused kernels for optimizers that were just built. The log names those that stay as they are."""
     for optimizer in optimizers:
         reason = obstacle(optimizer)
         if reason is not None:
@@ -29,11 +30,11 @@ def fuse(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer cannot be fused; None if it can. What its user has chosen stays as it is."""
+    """Why an optimizer is not fused; None if it can be. A choice made by the user is kept."""
     if type(optimizer) not in _OPTIMIZERS:
-        return "torch has no such kernel for it"
+        return "PyTorch has no fused kernel for it"
     if optimizer.state:
-        return "it has been used before, and goes on as it began"
+        return "it has been used before"
     for group in optimizer.param_groups:
         for name in ("fused", "foreach"):
             if group[name] is not None:
@@ -43,7 +44,26 @@ def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
                 return f"it was made with {name}=True"
         for parameter in group["params"]:
             if parameter.device.type not in _DEVICES:
-                return f"torch has no such kernel for parameters on {parameter.device.type}"
+                return f"PyTorch has no fused kernel for parameters on {parameter.device.type}"
             if parameter.is_cpu and parameter.dtype in (torch.bfloat16, torch.float16):
-                return f"torch's kernel gives wrong results for {parameter.dtype} on a CPU"
+                return f"PyTorch's fused kernel gives wrong results for {parameter.dtype} on a CPU"
     return None
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`. Fused SGD fails if only some parameters have momentum yet: such a group is not fused."""
+    mixed = [group for group in optimizer.param_groups if _has_newcomers(group, optimizer.state)]
+    for group in mixed:
+        group["fused"] = None
+    try:
+        optimizer.step()
+    finally:
+        for group in mixed:
+            group["fused"] = True
+
+
+def _has_newcomers(group: dict[str, Any], state: Any) -> bool:
+    if not group.get("momentum") or not group.get("fused"):
+        return False
+    has_momentum = {"momentum_buffer" in state.get(p, ()) for p in group["params"] if p.grad is not None}
+    return len(has_momentum) > 1

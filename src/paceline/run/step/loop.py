@@ -27,10 +27,9 @@ from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
 from paceline.run.report import Account, Report
 from paceline.run.step.agreement import Agreement
-from paceline.run.step.backward import Backward
 from paceline.run.step.ema import Average
 from paceline.run.step.finite import FiniteWatch
-from paceline.run.step.gc_policy import Collector
+from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.out_of_memory import explain_out_of_memory
 from paceline.run.step.planner import Planner
 from paceline.run.step.replica import Replica, share_weights
@@ -77,7 +76,7 @@ class Loop:
         keeper: Keeper,
         average: Average,
         timeline: Recorder,
-        collector: Collector,
+        gc_policy: GcPolicy,
     ) -> None:
         world = communicator.world
         self.position = Position()
@@ -94,7 +93,6 @@ class Loop:
         self._feed = feed
         self._seed_micro_batch = StepSeeding(world.device, config.seed, Purpose.MICRO_BATCH)
         self._seed_after_step = StepSeeding(world.device, config.seed, Purpose.AFTER_STEP)
-        self._backward = Backward()
         self._watch = FiniteWatch()
         # The plan of one worker needs no times.
         is_planned = world.size > 1 or config.strategy != "gradients"
@@ -104,7 +102,7 @@ class Loop:
         self._events = events
         self._keeper = keeper
         self._average = average
-        self._collector = collector
+        self._gc_policy = gc_policy
         self._loss_scale = LossScale() if config.precision == "fp16" else None
         # fp16 looks at the norm even where nothing is clipped.
         limit = math.inf if config.max_grad_norm is None and self._loss_scale else config.max_grad_norm
@@ -141,12 +139,12 @@ class Loop:
         """
         self.is_inside_epoch = True
         self._timeline.event("epoch begin", number=epoch)
-        self._collector.begin_epoch(self.position.step)
+        self._gc_policy.begin_epoch()
         begun_at: Position | None = None
         try:
             while self.position.epoch == epoch and not self.is_over:
                 self._keeper.between_steps(self)
-                self._collector.between_steps(self.position.step)
+                self._gc_policy.between_steps(self.position.step)
                 mine = self._begin_step()
                 if mine is None:
                     break
@@ -166,7 +164,7 @@ class Loop:
             self._left_epoch, self._is_left_open = epoch, True
             raise
         finally:
-            self._collector.end_epoch()
+            self._gc_policy.end_epoch()
             self.is_inside_epoch = False
             # On several workers the step stays as it is until the others are told.
             if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
@@ -256,8 +254,8 @@ class Loop:
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
-            run = partial(self._backward, retain_graph=True) if retain_graph else self._backward
-            self._exchange.backward(run, loss if self._loss_scale is None else loss * self._loss_scale.value)
+            scaled = loss if self._loss_scale is None else loss * self._loss_scale.value
+            self._exchange.backward(partial(scaled.backward, retain_graph=retain_graph))
         except torch.OutOfMemoryError as error:
             self.explain(error)
             raise

@@ -15,8 +15,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError
 from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
-from paceline.run.step.direct_step import DirectStep
-from paceline.run.step.fused_optimizers import fuse
+from paceline.run.step.fused_optimizers import fuse, step
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # Made already, over the parameters of a model that is made already; or a function that makes it.
@@ -54,9 +53,8 @@ class Replica:
         self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
         _check_optimizers(self.optimizers, [*parameters.values()])
         _refuse_closures(self.optimizers)
-        if fused:
+        if fused and callable(optimizer):
             fuse(self.optimizers)
-        self._direct_steps = [DirectStep(each, num_own_hooks=1) for each in self.optimizers] if fused else None
         self._num_parameters = self._count_parameters()
         self._is_stepping = False
         self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
@@ -84,12 +82,8 @@ class Replica:
     def step_optimizers(self) -> None:
         self._is_stepping = True
         try:
-            if self._direct_steps is not None:
-                for step in self._direct_steps:
-                    step()
-                return
             for optimizer in self.optimizers:
-                optimizer.step()
+                step(optimizer)
         finally:
             self._is_stepping = False
 

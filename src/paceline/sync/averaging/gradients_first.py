@@ -27,8 +27,8 @@ class GradientsFirst:
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         self._now.begin_micro_batch(number, weight, is_last=is_last)
 
-    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        self._now.backward(run, loss)
+    def backward(self, run: Callable[[], None]) -> None:
+        self._now.backward(run)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._now.end_micro_batch(loss)

@@ -125,8 +125,8 @@ class AveragedReplicas:
         self._micro_batch_weight = weight
         self._local.begin_micro_batch(number - self._mine.start, weight, is_last=is_last)
 
-    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        self._local.backward(run, loss)
+    def backward(self, run: Callable[[], None]) -> None:
+        self._local.backward(run)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         if loss is None and self._micro_batch_weight:

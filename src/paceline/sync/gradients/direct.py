@@ -46,8 +46,8 @@ class DirectGradients:
         """A graph has run the whole step, from the batch to the new weights: nobody gets to see its gradients."""
         self._replayed = loss
 
-    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        self._watch.run(run, loss)
+    def backward(self, run: Callable[[], None]) -> None:
+        self._watch.run(run)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         if self._replayed is None:

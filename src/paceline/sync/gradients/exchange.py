@@ -142,8 +142,8 @@ class MeanGradients:
             self._fired = [0] * len(self._names)
         self._is_open = True
 
-    def backward(self, run: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        self._watch.run(run, loss)
+    def backward(self, run: Callable[[], None]) -> None:
+        self._watch.run(run)
 
     def has_gradient(self) -> bool:
         for parameter in self._parameters:  # noqa: SIM110 - `any` takes longer to begin than the first one to answer

@@ -55,13 +55,13 @@ class GradientWatch:
         if self._by_hooks:
             self._by_hooks.clear()
 
-    def run(self, backward: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
-        """`backward(loss)` by the trainer: the gradients are what it leaves."""
+    def run(self, backward: Callable[[], None]) -> None:
+        """Call `backward()` for the trainer, and remember the gradients that it leaves."""
         if self._hooks:
             self.close()
         if self._seen:
             self.check()
-        backward(loss)
+        backward()
         parameters = self._parameters
         if self._num_whole_left:
             self._num_whole_left -= 1
