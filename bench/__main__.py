@@ -39,6 +39,7 @@ BENCHMARKS = {
     "startup": Benchmark("bench.startup", "seconds to the first step of 1 and 2 workers, against torchrun and DDP"),
     "dp_train": Benchmark("bench.dp_train", "steps/s of tiny models on 1 and 2 workers, against loops by hand and DDP"),
     "gpu": Benchmark("bench.gpu", "GPT-2, a CNN and an MLP on one GPU, against a bare loop and the peers"),
+    "exact": Benchmark("bench.exact", "step time of exact mode over plain mode, and of plain mode over a bare loop"),
     "checks": Benchmark("bench.checks", "what checking gradients, settings and replicas adds to a step"),
     "timeline": Benchmark("bench.timeline", "what recording a timeline adds to a step of 10 ms"),
     "against": Benchmark("bench.against", "step time of this tree against an earlier commit's, each over its limit"),

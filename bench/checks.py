@@ -42,8 +42,8 @@ class _Unwatched:
     def forget(self) -> None:
         return
 
-    def run(self, backward: Callable[[Any], None], loss: Any) -> None:
-        backward(loss)
+    def run(self, backward: Callable[[], None]) -> None:
+        backward()
 
     def check(self) -> None:
         return

@@ -18,7 +18,7 @@ logger = logging.getLogger("paceline")
 
 SWITCH = "PACELINE_TRITON"
 # Rounding makes several passes over the data; as many blocks as this stay in a core's cache between them.
-CPU_BLOCKS = 256
+CPU_BLOCKS = 1024
 _GPU_ROWS = 32  # blocks per program of the kernel
 
 
@@ -38,8 +38,7 @@ class RoundedAddition:
             self._anchor_of_block = torch.ones(layout.num_blocks, 1, dtype=torch.float64)
             rows = min(CPU_BLOCKS, layout.num_blocks)
             self._scratch = torch.empty(rows, BLOCK_NUMEL, dtype=torch.float64)
-            self._magnitudes = torch.empty(rows, BLOCK_NUMEL, dtype=layout.dtype)
-            self._peak_of_block = torch.zeros(layout.num_blocks, dtype=layout.dtype)
+            self._ends_of_block = torch.zeros(2, layout.num_blocks, dtype=layout.dtype)  # its least and largest
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """One per parameter of the bucket."""
@@ -84,10 +83,10 @@ class RoundedAddition:
             term.sub_(anchors)
             if not first:
                 sums.add_(term)
-            magnitudes = torch.abs(source, out=self._magnitudes[: len(source)])
-            torch.amax(magnitudes, 1, out=self._peak_of_block[rows])
+            torch.amin(source, 1, out=self._ends_of_block[0, rows])
+            torch.amax(source, 1, out=self._ends_of_block[1, rows])
         peaks = self.peaks.numpy()
-        self._layout.peaks(self._peak_of_block.double().numpy(), peaks)
+        self._layout.peaks(self._ends_of_block.abs().amax(0).double().numpy(), peaks)
         peaks *= abs(weight)
 
     def _gather_peaks(self, peak_of_block: torch.Tensor) -> None:
