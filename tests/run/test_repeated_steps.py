@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from models import digest
 from torch import nn
 from worker_pool import WorkerPool
 
 import paceline as pl
+from paceline.run.step.loop import Loop
+from paceline.run.step.update import Update
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 
 
-def run(burst_at: int | None = 3, factor: float = 1e9) -> dict[str, object]:
+def sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def run(burst_at: int | None = 3, factor: float = 1e9, optimizer: Any = sgd) -> dict[str, object]:
     """At one step the loss is `factor` times as large; BatchNorm and momentum would show a step taken twice."""
 
     def build() -> nn.Module:
@@ -22,7 +31,7 @@ def run(burst_at: int | None = 3, factor: float = 1e9) -> dict[str, object]:
     losses: list[float] = []
     with pl.Trainer.setup(
         build,
-        lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+        optimizer,
         data=X,
         global_batch=8,
         micro_batch=2,
@@ -64,3 +73,26 @@ def test_a_gradient_far_below_the_grid_is_repeated_on_a_finer_one(pool: WorkerPo
 def test_ordinary_steps_are_taken_once() -> None:
     calm = run(None)
     assert len(calm["seen"]) == 40
+
+
+@pytest.mark.parametrize(("burst_at", "factor"), [(None, 1.0), (3, 1e9), (3, 1e-12)])
+def test_an_update_that_is_queued_early_is_a_no_op_where_the_step_is_repeated(
+    burst_at: int | None, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU gets the update before the host knows whether the step counts; here a CPU does."""
+    usual = run(burst_at, factor, torch.optim.AdamW)
+    flags: list[float] = []
+    queue = Update.clip_and_step_unless
+
+    def noted(update: Update, is_void: torch.Tensor) -> object:
+        flags.append(is_void.item())
+        return queue(update, is_void)
+
+    def enabled(loop: Loop, name: str, value: object) -> None:
+        object.__setattr__(loop, name, True if name == "_may_update_early" else value)
+
+    monkeypatch.setattr(Update, "clip_and_step_unless", noted)
+    monkeypatch.setattr(Loop, "__setattr__", enabled)
+    assert run(burst_at, factor, torch.optim.AdamW) == usual
+    assert flags.count(0.0) == 10
+    assert flags[3] == (burst_at is not None)

@@ -98,6 +98,10 @@ class Tail:
         """All workers' numbers, when the exchange is over."""
         return StepNumbers(self._layout, self._space)
 
+    def peaks_of_all(self) -> torch.Tensor:
+        """By tensor with a grid: the largest of all workers' terms, on the device, when the exchange is over."""
+        return self._space[self._layout.parts["peaks"]].view(self._layout.num_workers, -1).amax(0)
+
     def total_weight(self) -> torch.Tensor:
         """Of all workers' micro-batches, on the device, when the exchange is over."""
         return self._space[self._layout.parts["weights"]].sum()

@@ -18,6 +18,8 @@ from paceline.sync.step_numbers import SILENCE, Numbers, WorkerMessage
 
 # From a step's numbers to whether the step counts.
 Accept: TypeAlias = Callable[[Numbers], bool]
+# Queues the step's update on the device, where a flag of 1.0 makes it a no-op.
+UpdateUnless: TypeAlias = Callable[[torch.Tensor], None]
 
 
 class GradientExchange(Protocol):
@@ -48,11 +50,14 @@ class GradientExchange(Protocol):
     def send(self, message: WorkerMessage = SILENCE) -> None:
         """Start exchanging what has not left yet, and with it what this worker has to tell the others."""
 
-    def finish(self, accept: Accept = lambda _: True) -> Numbers | None:
-        """Wait for the exchange: now every parameter has its mean gradient, and everybody the step's numbers.
+    def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> Numbers | None:
+        """Wait for the exchange: now every parameter has its mean gradient, and every worker the step's numbers.
 
-        None: `accept` has said no to the numbers, on all workers alike, or the sums did not fit their grids, which are
-        wider now. Nothing was published; begin the step again.
+        None: `accept` refused the numbers, on all workers alike, or the sums did not fit their grids, which are wider
+        now. Nothing was published; begin the step again.
+
+        `update_unless` may be called before the host knows whether the sums fit, so that the device has work
+        meanwhile. Its flag is set if they do not.
         """
 
     def complete(self) -> None:

@@ -48,6 +48,10 @@ class CapturedUpdate(Update):
         self.disarm()
         self._parameters = list(self._replica.parameters.values())
 
+    @property
+    def can_be_voided(self) -> bool:
+        return not self._is_armed and super().can_be_voided
+
     def arm(self) -> None:
         """Micro-batches are replayed from now on, so their gradients lie at fixed places."""
         if self._is_armed or self._is_over:

@@ -40,7 +40,7 @@ from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.loss_scale import LossScale
 from paceline.sync.step_numbers import LEFT, LocalNumbers, Numbers, WorkerMessage, left_error
-from paceline.sync.strategy import GradientExchange
+from paceline.sync.strategy import GradientExchange, UpdateUnless
 
 # From how many steps one is measured where nothing depends on it.
 SELDOM_MEASURED = 16
@@ -107,6 +107,8 @@ class Loop:
         # fp16 looks at the norm even where nothing is clipped.
         limit = math.inf if config.max_grad_norm is None and self._loss_scale else config.max_grad_norm
         self.update = Update(replica, limit)
+        # A GPU would stand still while the host waits to know whether exact sums fit their grids.
+        self._may_update_early = config.exact and world.device.type == "cuda"
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._epoch_hooks: list[tuple[int, Callable[[int], object]]] = []
         self._gradient_hooks: list[Callable[[Mapping[str, torch.Tensor]], object]] = []
@@ -422,7 +424,9 @@ class Loop:
         )
         self._requested_rate = None
         self._exchange.send(message)
-        numbers = self._exchange.finish(self._accept)
+        early: list[Number | None] = []  # the norm, where the update was queued before the exchange's outcome is known
+        update_unless = self._update_unless(early) if message.learning_rate is None else None
+        numbers = self._exchange.finish(self._accept, update_unless)
         self._stopwatch.received()
         if numbers is None:
             if self._added is not None:
@@ -441,9 +445,10 @@ class Loop:
             self.replica.set_learning_rate(*message.learning_rate)
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
-        norm = self.update.clip()
+        norm = early[0] if early else self.update.clip()
         if self._is_step_valid(numbers, norm):
-            self.update.step()
+            if not early:
+                self.update.step()
             self._average.update()
             if self.replica.schedulers and self._config.scheduler_every == "step":
                 self.replica.step_schedulers(lambda: self._told_loss(numbers))
@@ -477,6 +482,13 @@ class Loop:
         if self.position.epoch != position.epoch:
             self._end_epoch(position.epoch)
         return record
+
+    def _update_unless(self, norms: list[Number | None]) -> UpdateUnless | None:
+        """Lets the exchange queue the update before the host waits for it, where nothing on the host comes between."""
+        is_direct = not self._gradient_hooks and self._added is None and self._loss_scale is None
+        if not self._may_update_early or not is_direct or not self.update.can_be_voided:
+            return None
+        return lambda is_void: norms.append(self.update.clip_and_step_unless(is_void))
 
     def _end_epoch(self, number: int) -> None:
         """Its last step is done: on all workers, also on one that leaves its loop by `break` now."""

@@ -1,4 +1,4 @@
-"""What follows the exchange, on every worker alike: the gradients are clipped and the optimizers take their step."""
+"""The update that follows the exchange, the same on every worker: clipping and the optimizers' step."""
 
 from __future__ import annotations
 
@@ -34,3 +34,24 @@ class Update:
 
     def step(self) -> None:
         self._replica.step_optimizers()
+
+    @property
+    def can_be_voided(self) -> bool:
+        """Whether `clip_and_step_unless` is available: fused Adam and AdamW take a flag on the device."""
+        return all(
+            type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(g["fused"] for g in optimizer.param_groups)
+            for optimizer in self._replica.optimizers
+        )
+
+    def clip_and_step_unless(self, is_void: torch.Tensor) -> Number | None:
+        """Queue the whole update before the host knows whether the step counts: 1.0 in `is_void` makes it a no-op."""
+        norm = self._clip()
+        optimizers = self._replica.optimizers
+        for optimizer in optimizers:
+            optimizer.found_inf = is_void  # type: ignore[attr-defined]  # as torch.amp.GradScaler does
+        try:
+            self._replica.step_optimizers()
+        finally:
+            for optimizer in optimizers:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        return norm

@@ -10,7 +10,7 @@ import torch
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
 from paceline.sync.step_numbers import SILENCE, Numbers, WorkerMessage
-from paceline.sync.strategy import Accept, GradientExchange
+from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 
 
 class GradientsFirst:
@@ -46,8 +46,8 @@ class GradientsFirst:
     def send(self, message: WorkerMessage = SILENCE) -> None:
         self._now.send(message)
 
-    def finish(self, accept: Accept = lambda _: True) -> Numbers | None:
-        return self._now.finish(accept)
+    def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> Numbers | None:
+        return self._now.finish(accept, update_unless)
 
     def complete(self) -> None:
         self._now.complete()

@@ -32,7 +32,7 @@ from paceline.sync.step_numbers import (
     WorkerMessage,
     check_nobody_left,
 )
-from paceline.sync.strategy import Accept, GradientExchange
+from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 
 logger = logging.getLogger("paceline")
 
@@ -153,7 +153,7 @@ class AveragedReplicas:
         if self._mine:
             self._local.send(message)
 
-    def finish(self, accept: Accept = lambda _: True) -> LocalNumbers:
+    def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> LocalNumbers:
         timings, wishes = self._timings, self._wishes
         self._forget_outcome()
         own = self._local.finish() if self._mine else OneLoss(None, 0.0)

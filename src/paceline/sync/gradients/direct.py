@@ -11,7 +11,7 @@ from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.step_numbers import SILENCE, Arriving, OneLoss, WorkerMessage
-from paceline.sync.strategy import Accept
+from paceline.sync.strategy import Accept, UpdateUnless
 
 
 class DirectGradients:
@@ -61,7 +61,7 @@ class DirectGradients:
     def send(self, message: WorkerMessage = SILENCE) -> None:
         self._message = message
 
-    def finish(self, accept: Accept = lambda _: True) -> OneLoss:
+    def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> OneLoss:
         if not self._weight:
             self._drop()
         return OneLoss(self._replayed or self._loss, self._weight, self._message)

@@ -21,7 +21,7 @@ from paceline.sync.gradients.sums import ExactSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.step_numbers import SILENCE, Layout, StepNumbers, WorkerMessage
 from paceline.sync.step_numbers_writer import Tail
-from paceline.sync.strategy import Accept
+from paceline.sync.strategy import Accept, UpdateUnless
 
 # How much a parameter counts as used by micro-batches that have no weight: its gradient is zero, unless the whole step
 # has no weight.
@@ -186,13 +186,15 @@ class MeanGradients:
         while len(self._pending) < len(self._sums):
             self._send_next()
 
-    def finish(self, accept: Accept = lambda _: True) -> StepNumbers | None:
+    def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> StepNumbers | None:
         for pending in self._pending:
             pending.wait()
         self._pending = []
         numbers = self._tail.numbers()
         # Before looking at the peaks: while the host waits for them, a GPU has this to do.
         self._publish(numbers)
+        if update_unless is not None and self._is_exact:
+            update_unless(self._misfit())
         if not accept(numbers) or (self._is_exact and not self._fits(numbers)):
             self.complete()
             self._buffers.restore()
@@ -337,6 +339,14 @@ class MeanGradients:
         self._grids.calibrate(peaks.cpu().numpy(), self._plan[-1].stop)
         self._set_anchors()
 
+    def _misfit(self) -> torch.Tensor:
+        """On the device: 1.0 if some sum left its grid, as `Grids.fit` judges on the host."""
+        peaks, num_terms = self._tail.peaks_of_all(), self._plan[-1].stop
+        reach = peaks * num_terms
+        is_judged = (reach > 0) & reach.isfinite()
+        largest, coarsest = self._grid_limits
+        return (is_judged & ((reach > largest) | (peaks < coarsest))).any().to(torch.float32)
+
     def _fits(self, numbers: StepNumbers) -> bool:
         """Whether every sum stayed on its grid. Moves the grids either way: to repeat the step, or for the next."""
         peaks, num_terms = numbers.peaks.astype(np.float64), self._plan[-1].stop
@@ -363,3 +373,5 @@ class MeanGradients:
             assert isinstance(sums, ExactSums)
             sums.set_anchors(anchors[sums.layout.slice])
         self._buffers.set_anchors(anchors[len(self._names) :])
+        device = self._communicator.world.device
+        self._grid_limits = [torch.from_numpy(limits).to(device) for limits in self._grids.limits]

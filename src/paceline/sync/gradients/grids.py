@@ -50,6 +50,11 @@ class Grids:
         return np.ldexp(3.0, self._tops)
 
     @property
+    def limits(self) -> tuple[Floats, Floats]:
+        """By tensor: what the sum of its terms may reach, and below which largest term its grid is too coarse."""
+        return np.ldexp(1.0, self._tops), np.ldexp(1.0, self._tops - COARSEST_BITS)
+
+    @property
     def are_known(self) -> bool:
         return bool(self._is_known.all())
 
@@ -64,15 +69,15 @@ class Grids:
         """Whether every tensor's terms could be summed on its grid: neither over its limit nor too coarsely."""
         reach = peaks * num_terms
         is_judged = (reach > 0) & np.isfinite(reach)
-        over = reach > np.ldexp(1.0, self._tops)
-        return not bool((is_judged & (over | self._is_coarse(peaks))).any())
+        largest, coarsest = self.limits
+        return not bool((is_judged & ((reach > largest) | (peaks < coarsest))).any())
 
     def follow(self, peaks: Floats, num_terms: int) -> bool:
         """Move the grids that these peaks are not comfortable on; returns whether any has moved."""
         reach = peaks * num_terms
         low, high = self._comfort()
         is_judged = (reach > 0) & np.isfinite(reach)
-        is_coarse = is_judged & self._is_coarse(peaks)
+        is_coarse = is_judged & (peaks < self.limits[1])
         is_low = is_judged & (reach < low) & ~is_coarse
         is_refitted = is_coarse | (is_judged & (reach > high))
         self._tops[is_low] -= 1
@@ -88,9 +93,6 @@ class Grids:
             if name in state:
                 self._tops[index], self._is_known[index] = state[name], True
         self._limits = None
-
-    def _is_coarse(self, peaks: Floats) -> Any:
-        return peaks < np.ldexp(1.0, self._tops - COARSEST_BITS)
 
     def _fit_to(self, which: Any, reach: Floats, headroom_bits: int) -> None:
         self._tops[which] = np.frexp(reach[which])[1] + headroom_bits
