@@ -11,8 +11,8 @@ from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
-from paceline.run.step import replica_check
-from paceline.run.step.replica_check import digests
+from paceline.run.step import checks as replica_check
+from paceline.run.step.checks import digests
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 

@@ -15,8 +15,8 @@ from paceline.run.evaluation.validation import Validation
 from paceline.run.manual.step_loader import Reading
 from paceline.run.manual.training_state import Forward, LossFunction, TrainingState
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
+from paceline.sync.numbers import Numbers
 from paceline.sync.replica_gradients import Reduce
-from paceline.sync.step_numbers import Numbers
 
 # Losses wait on the device and are fetched this many at a time.
 READ_INTERVAL = 256

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.core.timing import Timing
 from paceline.plan.shares import Plan
-from paceline.sync.step_numbers import Numbers
+from paceline.sync.numbers import Numbers
 
 STEPS_AT_ONCE = 32
 

@@ -14,7 +14,7 @@ import torch
 
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
-from paceline.sync.step_numbers import SILENCE, Numbers, WorkerMessage
+from paceline.sync.numbers import SILENCE, Numbers, WorkerMessage
 
 # From a step's numbers to whether the step counts.
 Accept: TypeAlias = Callable[[Numbers], bool]

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import torch
 
-from paceline.sync.step_numbers import HostCopy
+from paceline.sync.numbers import HostCopy
 
 ROWS = 32
 

@@ -24,11 +24,11 @@ from paceline.run.evaluation.validation import Validator
 from paceline.run.manual.halving import FittingBackward, batch_norm_in_training
 from paceline.run.manual.peer_access import tell_of_detours
 from paceline.run.manual.step_loader import Reading, StepLoader
-from paceline.run.step.finite import FiniteWatch
+from paceline.run.step.checks import FiniteWatch
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, only_or_all
 from paceline.sync.averaging.replica_steps import BufferWatch, Offer, ReplicaSteps
+from paceline.sync.numbers import Numbers
 from paceline.sync.replica_gradients import Reduce
-from paceline.sync.step_numbers import Numbers
 
 # From model and batch to the model's output and its target, and from these to the loss.
 Forward = Callable[[Any, Any], tuple[Any, Any]]

@@ -37,7 +37,7 @@ from paceline.run.saving.stopping import Stopped, StopSignals
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import GPU_LAG_STEPS
 from paceline.run.step.replica import Replica
-from paceline.sync.step_numbers import Numbers, check_nobody_left
+from paceline.sync.numbers import Numbers, check_nobody_left
 
 logger = logging.getLogger("paceline")
 

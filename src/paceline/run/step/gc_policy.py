@@ -44,9 +44,9 @@ class GcPolicy:
             gc.set_threshold(young, middle, old * POSTPONED)
         self._inside.append(self)
 
-    def between_steps(self, step: int) -> None:
-        """The moment for a full collection: `step` steps are completed and the next one has not begun."""
-        if step % EVERY_STEPS == 0 and self in self._inside and gc.isenabled() and gc.get_count()[2]:
+    def collect(self) -> None:
+        """Between two steps, after every EVERY_STEPS: a full collection, if any object became old since the last."""
+        if self in self._inside and gc.isenabled() and gc.get_count()[2]:
             gc.collect()
 
     def end_epoch(self) -> None:

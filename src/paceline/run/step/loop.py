@@ -26,20 +26,19 @@ from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
 from paceline.run.report import Account, Report
-from paceline.run.step.agreement import Agreement
+from paceline.run.step import gc_policy
+from paceline.run.step.checks import Agreement, FiniteWatch, ReplicaCheck
 from paceline.run.step.ema import Average
-from paceline.run.step.finite import FiniteWatch
 from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.out_of_memory import explain_out_of_memory
 from paceline.run.step.planner import Planner
 from paceline.run.step.replica import Replica, share_weights
-from paceline.run.step.replica_check import ReplicaCheck
 from paceline.run.step.stopwatch import stopwatch_for
 from paceline.run.step.update import Number, Update
 from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.step_numbers import LEFT, LocalNumbers, Numbers, WorkerMessage, left_error
+from paceline.sync.numbers import LEFT, LocalNumbers, Numbers, WorkerMessage, left_error
 from paceline.sync.strategy import GradientExchange, UpdateUnless
 
 # From how many steps one is measured where nothing depends on it.
@@ -76,7 +75,7 @@ class Loop:
         keeper: Keeper,
         average: Average,
         timeline: Recorder,
-        gc_policy: GcPolicy,
+        collections: GcPolicy,
     ) -> None:
         world = communicator.world
         self.position = Position()
@@ -102,7 +101,7 @@ class Loop:
         self._events = events
         self._keeper = keeper
         self._average = average
-        self._gc_policy = gc_policy
+        self._gc_policy = collections
         self._loss_scale = LossScale() if config.precision == "fp16" else None
         # fp16 looks at the norm even where nothing is clipped.
         limit = math.inf if config.max_grad_norm is None and self._loss_scale else config.max_grad_norm
@@ -146,7 +145,8 @@ class Loop:
         try:
             while self.position.epoch == epoch and not self.is_over:
                 self._keeper.between_steps(self)
-                self._gc_policy.between_steps(self.position.step)
+                if self.position.step % gc_policy.EVERY_STEPS == 0:
+                    self._gc_policy.collect()
                 mine = self._begin_step()
                 if mine is None:
                     break

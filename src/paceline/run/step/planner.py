@@ -12,7 +12,7 @@ from paceline.plan.balance import Balancer
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan, ranges, shares
 from paceline.run.config import RunConfig
-from paceline.sync.step_numbers import Numbers
+from paceline.sync.numbers import Numbers
 
 # A GPU's numbers are read this many steps late, so that the host need not wait for them; the CPU's at once.
 GPU_LAG_STEPS = 2

@@ -9,7 +9,7 @@ import torch
 
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
-from paceline.sync.step_numbers import SILENCE, Numbers, WorkerMessage
+from paceline.sync.numbers import SILENCE, Numbers, WorkerMessage
 from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 
 

@@ -13,7 +13,7 @@ import torch
 
 from paceline.comm.base import Communicator, Pending
 from paceline.core.timing import Timing
-from paceline.sync.step_numbers import RoundMean
+from paceline.sync.numbers import RoundMean
 
 
 @dataclass

@@ -23,15 +23,8 @@ from paceline.plan.shares import Plan
 from paceline.sync.averaging.guard import DivergenceGuard
 from paceline.sync.averaging.rounds import Meeting, Outcome, Round
 from paceline.sync.buffers import Buffers
-from paceline.sync.step_numbers import (
-    SILENCE,
-    LocalNumbers,
-    OneLoss,
-    RoundMean,
-    StepNumbers,
-    WorkerMessage,
-    check_nobody_left,
-)
+from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
+from paceline.sync.step_numbers import StepNumbers
 from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 
 logger = logging.getLogger("paceline")

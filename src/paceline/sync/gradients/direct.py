@@ -10,7 +10,7 @@ import torch
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.watch import GradientWatch
-from paceline.sync.step_numbers import SILENCE, Arriving, OneLoss, WorkerMessage
+from paceline.sync.numbers import SILENCE, Arriving, OneLoss, WorkerMessage
 from paceline.sync.strategy import Accept, UpdateUnless
 
 

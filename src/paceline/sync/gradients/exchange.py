@@ -19,8 +19,8 @@ from paceline.sync.gradients.grids import Grids
 from paceline.sync.gradients.layout import BUCKET_BYTES, GPU_BUCKET_BYTES, cut_into_buckets
 from paceline.sync.gradients.sums import ExactSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
-from paceline.sync.step_numbers import SILENCE, Layout, StepNumbers, WorkerMessage
-from paceline.sync.step_numbers_writer import Tail
+from paceline.sync.numbers import SILENCE, WorkerMessage
+from paceline.sync.step_numbers import Layout, StepNumbers, StepNumbersWriter
 from paceline.sync.strategy import Accept, UpdateUnless
 
 # How much a parameter counts as used by micro-batches that have no weight: its gradient is zero, unless the whole step
@@ -91,7 +91,7 @@ class MeanGradients:
         kind = ExactSums if self._is_exact else partial(PlainSums, is_one_term=self._is_one_term)
         self._sums = [kind(layout, self._communicator, tail) for layout, tail in zip(layouts, tails, strict=True)]
         space = self._sums[-1].tail
-        self._tail = Tail(numbers, space[buffers.numel :], world.rank)
+        self._writer = StepNumbersWriter(numbers, space[buffers.numel :], world.rank)
         self._buffers = buffers
         buffers.accumulate_in(space[: buffers.numel], exact=self._is_exact)
         self._set_anchors()
@@ -128,14 +128,14 @@ class MeanGradients:
         self._is_first = True  # nothing was added yet
         self._used = [0.0] * len(self._names)
         self._num_untold = 0
-        self._tail.clear()
+        self._writer.clear()
         self._buffers.begin_step(plan[-1].stop)
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         self.complete()  # of a backward of the user's own, between micro-batches
         self._watch.forget()
         self._number = number
-        self._tail.set_weight(number, weight)
+        self._writer.set_weight(number, weight)
         self._factor = weight / self._scale
         self._may_send = is_last and bool(self._hooks) and self._factor > 0 and self._is_calibrated
         if self._hooks:
@@ -167,14 +167,14 @@ class MeanGradients:
             if loss is None:
                 self._num_untold += 1
             else:
-                self._tail.set_loss(self._number, loss)
+                self._writer.set_loss(self._number, loss)
         elif not self._is_calibrated:
             self._calibrate([], None)
         self._note_use(gradients)
         self._expected = list(map(max, self._expected, self._fired))
         peaks = self._buffers.add(change)
         if peaks is not None and self._is_exact:
-            self._tail.note_peaks(self._number, len(self._names), peaks)
+            self._writer.note_peaks(self._number, len(self._names), peaks)
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
         if not self._is_calibrated:
@@ -182,7 +182,7 @@ class MeanGradients:
         if self._is_first:
             for sums in self._sums:
                 sums.clear()
-        self._tail.write(message, self._used, self._buffers.changed_unmanaged(), num_untold=self._num_untold)
+        self._writer.write(message, self._used, self._buffers.changed_unmanaged(), num_untold=self._num_untold)
         while len(self._pending) < len(self._sums):
             self._send_next()
 
@@ -190,7 +190,7 @@ class MeanGradients:
         for pending in self._pending:
             pending.wait()
         self._pending = []
-        numbers = self._tail.numbers()
+        numbers = self._writer.numbers()
         # Before looking at the peaks: while the host waits for them, a GPU has this to do.
         self._publish(numbers)
         if update_unless is not None and self._is_exact:
@@ -239,9 +239,9 @@ class MeanGradients:
     def _add(self, sums: ExactSums | PlainSums, gradients: list[torch.Tensor | None]) -> None:
         sums.add(gradients, self._factor, first=self._is_first)
         if isinstance(sums, ExactSums):
-            self._tail.note_peaks(self._number, sums.layout.first, sums.peaks)
+            self._writer.note_peaks(self._number, sums.layout.first, sums.peaks)
         elif self._is_one_term:
-            self._tail.note_largest(self._number, sums.largest())
+            self._writer.note_largest(self._number, sums.largest())
 
     def _refuse(self, first: int, gradients: list[torch.Tensor | None]) -> None:
         """Gradients of the parameters from number `first` on that cannot be added up."""
@@ -274,7 +274,7 @@ class MeanGradients:
         if min(self._used) < 1:
             least = 0.0 if numbers.total_weight else 1 - WITHOUT_WEIGHT
             used = [count > least for count in numbers.used]
-        divisor = self._tail.total_weight() if self._must_divide else None
+        divisor = self._writer.total_weight() if self._must_divide else None
         for sums in self._sums:
             pairs = zip(sums.layout.parameters, sums.means(divisor), used[sums.layout.slice], strict=True)
             for parameter, mean, is_used in pairs:
@@ -321,10 +321,6 @@ class MeanGradients:
 
     # Grids
 
-    @property
-    def _is_calibrated(self) -> bool:
-        return self._grids.are_known
-
     def _calibrate(self, gradients: list[torch.Tensor | None], change: torch.Tensor | None) -> None:
         """Fix the grids that are not known yet by the step's micro-batch 0; all workers wait for its owner."""
         device = self._communicator.world.device
@@ -341,7 +337,7 @@ class MeanGradients:
 
     def _misfit(self) -> torch.Tensor:
         """On the device: 1.0 if some sum left its grid, as `Grids.fit` judges on the host."""
-        peaks, num_terms = self._tail.peaks_of_all(), self._plan[-1].stop
+        peaks, num_terms = self._writer.peaks_of_all(), self._plan[-1].stop
         reach = peaks * num_terms
         is_judged = (reach > 0) & reach.isfinite()
         largest, coarsest = self._grid_limits
@@ -366,6 +362,7 @@ class MeanGradients:
         return False
 
     def _set_anchors(self) -> None:
+        self._is_calibrated = self._grids.are_known
         if not self._is_exact:
             return
         anchors = self._grids.anchors

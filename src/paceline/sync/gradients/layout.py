@@ -25,6 +25,7 @@ class BucketLayout:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], first: int) -> None:
         self.first = first
+        self.slice = slice(first, first + len(parameters))  # of its parameters among those of all buckets
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.dtype = self.parameters[0].dtype
@@ -41,11 +42,6 @@ class BucketLayout:
 
     def __len__(self) -> int:
         return len(self.parameters)
-
-    @property
-    def slice(self) -> slice:
-        """Of this bucket's parameters among those of all buckets."""
-        return slice(self.first, self.first + len(self.parameters))
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of a flat buffer, with the parameter's shape and strides (channels_last, say)."""

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.timing import Timing
-from paceline.sync.step_numbers import Layout, StepNumbers, WorkerMessage
-from paceline.sync.step_numbers_writer import Tail
+from paceline.sync.numbers import WorkerMessage
+from paceline.sync.step_numbers import Layout, StepNumbers, StepNumbersWriter
 
 LAYOUT = Layout(num_micro_batches=3, is_exact=True, num_grids=2, num_workers=2, num_parameters=4, num_buffers=2)
 MESSAGES = [
@@ -20,14 +20,14 @@ MESSAGES = [
 ]
 
 
-def tails(dtype: torch.dtype = torch.float64) -> list[Tail]:
-    found = [Tail(LAYOUT, torch.full((LAYOUT.total,), math.nan, dtype=dtype), rank) for rank in range(2)]
+def tails(dtype: torch.dtype = torch.float64) -> list[StepNumbersWriter]:
+    found = [StepNumbersWriter(LAYOUT, torch.full((LAYOUT.total,), math.nan, dtype=dtype), rank) for rank in range(2)]
     for tail in found:
         tail.clear()
     return found
 
 
-def exchanged(workers: list[Tail]) -> StepNumbers:
+def exchanged(workers: list[StepNumbersWriter]) -> StepNumbers:
     total = torch.stack([tail._space for tail in workers]).sum(0)
     for tail in workers:
         tail._space.copy_(total)

@@ -1,0 +1,249 @@
+"""What is checked while a run trains: that the workers agree, that losses are finite, that replicas stay equal.
+
+A worker without a share in a step does not run the loop's body. Code there that changes an optimizer, the set of
+trained parameters or weights can leave replicas different without any error. So every exchange carries a digest of
+hyper-parameters and trained parameters, and now and then a digest of all weights is compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.comm.messages import gather
+from paceline.core.errors import MisuseError, NonFiniteError, PacelineError
+from paceline.plan.shares import Plan, owner
+from paceline.run.step.replica import Replica
+from paceline.sync.numbers import LocalNumbers, Numbers
+
+EVERY_STEPS = 100
+# At most this part of the time goes into looking.
+MAX_COST = 1e-3
+# How far apart norms may be on unlike devices, whose optimizers round differently.
+TOLERANCE = 1e-3
+# What looking takes, estimated generously: per parameter, and per byte.
+_PARAMETER_S, _BYTE_S = 20e-6, 0.5e-9
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Agreement:
+    """Compares hyper-parameters and trained parameters over the workers, as each step's exchange brings them."""
+
+    def __init__(self, replica: Replica, communicator: Communicator) -> None:
+        self._replica = replica
+        self._communicator = communicator
+        self._is_alone = communicator.world.size == 1
+        self._values: list[Any] = []
+        self._trained: tuple[str, ...] = ()
+        self._digest = 0
+        self._unread: deque[Numbers] = deque()
+
+    def digest(self) -> int:
+        """Of this worker, for the exchange."""
+        if self._is_alone:
+            return 0
+        values = [
+            value for optimizer in self._replica.optimizers for g in optimizer.param_groups for value in g.values()
+        ]
+        trained = self._replica.trained_names
+        if trained is not self._trained or not _are_unchanged(values, self._values):
+            self._values, self._trained = values, trained
+            shapes = [f"{tuple(p.shape)} {p.dtype}" for p in self._replica.parameters.values()]
+            groups = [g for optimizer in self._replica.optimizers for g in optimizer.param_groups]
+            plain = [[_plain(value) for key, value in group.items() if key != "params"] for group in groups]
+            text = json.dumps([trained, shapes, plain])
+            self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+        return self._digest
+
+    def check(self, numbers: Numbers, *, now: bool) -> None:
+        """Raise on all workers if they differ. On a GPU the host looks when the numbers have arrived, or `now`."""
+        if self._is_alone or isinstance(numbers, LocalNumbers):
+            return
+        if not self._unread and numbers.has_arrived:
+            self._compare(numbers.digests)
+            return
+        self._unread.append(numbers)
+        while self._unread and (now or self._unread[0].has_arrived):
+            self._compare(self._unread.popleft().digests)
+
+    def _compare(self, digests: Sequence[int]) -> None:
+        if digests.count(digests[0]) != len(digests):
+            self._explain()
+
+    def _explain(self) -> None:
+        """All workers have seen the same difference, and all are here."""
+        own = {"hyper-parameters": self._hyper_parameters(), "trained": list(self._replica.trained_names)}
+        everybody = [json.loads(text) for text in gather(json.dumps(own), self._communicator)]
+        first = everybody[0]
+        for rank, other in enumerate(everybody):
+            if other["trained"] != first["trained"]:
+                names = set(other["trained"]) ^ set(first["trained"])
+                name = next((n for n in [*first["trained"], *other["trained"]] if n in names), first["trained"][0])
+                here, elsewhere = (rank, 0) if name in other["trained"] else (0, rank)
+                raise MisuseError(
+                    f"parameter {name!r} is trained on rank {here} and not on rank {elsewhere}: a worker without a "
+                    "share in a step skips the loop's body. Freeze, unfreeze, add and remove parameters on all "
+                    "workers alike: in a hook of "
+                    "trainer.every or trainer.every_epoch, or between epochs"
+                )
+            for field, value in first["hyper-parameters"].items():
+                found = other["hyper-parameters"].get(field, "missing")
+                if found != value:
+                    raise MisuseError(
+                        f"{field} is {found} on rank {rank} and {value} on rank 0: a worker without a share in a step "
+                        "skips the loop's body. Give schedulers to the set-up (scheduler=), call trainer.set_lr, or "
+                        "change hyper-parameters in a hook of trainer.every, which all workers reach"
+                    )
+        raise MisuseError("the workers' optimizers differ in number or kind: every worker must build the same")
+
+    def _hyper_parameters(self) -> dict[str, str]:
+        fields = {}
+        for optimizer in self._replica.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    if key != "params":
+                        fields[f"{key!r} in group {number} of {type(optimizer).__name__}"] = str(_plain(value))
+        return fields
+
+
+def _are_unchanged(values: list[Any], before: list[Any]) -> bool:
+    if len(values) != len(before) or not all(map(operator.is_, values, before)):
+        return False
+    return torch.Tensor not in map(type, values)  # which may change in place
+
+
+def _plain(value: Any) -> Any:
+    """The value where two processes would write it alike; else its type."""
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.is_cpu:
+        return value.tolist()
+    return type(value).__name__
+
+
+class FiniteWatch:
+    """Raises `NonFiniteError` for a step whose loss is inf or NaN, in exact mode also for a gradient.
+
+    On the CPU before the optimizer's step. On a GPU when the losses have arrived on the host, a step or so later,
+    or some 32 steps where graphs replay whole ones; `flush` waits for the rest.
+    """
+
+    def __init__(self) -> None:
+        self._unseen: deque[tuple[int, Plan, Numbers]] = deque()
+
+    def check(self, step: int, plan: Plan, numbers: Numbers) -> None:
+        if not self._unseen and numbers.has_arrived:
+            _raise_if_not_finite(step, plan, numbers)
+            return
+        self._unseen.append((step, plan, numbers))
+        while self._unseen and self._unseen[0][2].has_arrived:
+            self._look_at_oldest()
+
+    def flush(self) -> None:
+        while self._unseen:
+            self._look_at_oldest()
+
+    def _look_at_oldest(self) -> None:
+        _raise_if_not_finite(*self._unseen.popleft())
+
+
+def _raise_if_not_finite(step: int, plan: Plan, numbers: Numbers) -> None:
+    found = numbers.non_finite()
+    if found is None:
+        return
+    what, value, number = found
+    rank = owner(plan, number)
+    raise NonFiniteError(
+        f"{what} is {value} at step {step}, micro-batch {number}, rank {rank}: look at that micro-batch's data, lower "
+        "the learning rate or clip gradients",
+        step=step,
+        micro_batch=number,
+        rank=rank,
+    )
+
+
+class ReplicaCheck:
+    """Compares a digest of all weights: every hundred steps, more rarely where steps are short, and when asked to.
+
+    All workers look after the same steps, since they decide by times that all of them have. `communicator`: None for
+    replicas that may differ.
+    """
+
+    def __init__(self, replica: Replica, communicator: Communicator | None) -> None:
+        self._replica = replica
+        self._communicator = communicator
+        self._num_steps = 0  # since the last look
+        self._are_alike: bool | None = None  # the workers' devices; None: not asked yet
+
+    def after_step(self, num_micro_batches: int, numbers: Numbers, step: int) -> None:
+        """A step is completed; `num_micro_batches` of it were rank 0's."""
+        self._num_steps += 1
+        if self._num_steps % EVERY_STEPS or self._communicator is None:
+            return
+        if self._communicator.world.device.type == "cpu":
+            # By a time that all workers have. Of a GPU it may not have arrived; there steps are long enough.
+            timing = numbers.timings[0]
+            step_s = num_micro_batches * timing.micro_batch + timing.sync + timing.rest
+            if self._num_steps * step_s * MAX_COST < self._cost_s():
+                return
+        self.look(step)
+
+    def look(self, step: int) -> None:
+        """Raise on all workers if any has other weights than rank 0. All call it together."""
+        if self._communicator is None or self._communicator.world.size == 1:
+            return
+        self._num_steps = 0
+        world = self._communicator.world
+        if self._are_alike is None:
+            self._are_alike = len(set(gather(_kind(world.device), self._communicator))) == 1
+        own = (digests if self._are_alike else norms)(self._replica.parameters)
+        rows = torch.zeros(world.size, len(own), dtype=own.dtype, device=world.device)
+        rows[world.rank] = own
+        self._communicator.all_reduce(rows).wait()
+        is_other = rows != rows[0] if self._are_alike else (rows - rows[0]).abs() > TOLERANCE * rows[0].abs()
+        different = is_other.nonzero().tolist()
+        if different:
+            rank, index = different[0]
+            name = list(self._replica.parameters)[index]
+            raise PacelineError(
+                f"after step {step} the weights of {name!r} on rank {rank} differ from rank 0's: "
+                f"{len(different)} of {world.size * len(own)} digests differ. Something changes weights on some "
+                "workers only, such as code in the loop's body, which a worker without a share skips: do it in "
+                "a hook of trainer.every. Or a device computes wrongly"
+            )
+
+    def _cost_s(self) -> float:
+        parameters = self._replica.parameters.values()
+        return sum(_PARAMETER_S + _BYTE_S * p.numel() * p.element_size() for p in parameters)
+
+
+@torch.no_grad()
+def digests(parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of each parameter, an integer that depends on all of its bits; the same wherever it is computed."""
+    return torch.stack([_digest(parameter.detach()) for parameter in parameters.values()])
+
+
+@torch.no_grad()
+def norms(parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([parameter.detach().double().norm() for parameter in parameters.values()])
+
+
+def _kind(device: torch.device) -> str:
+    """Devices of one kind compute the same bits."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+
+
+def _digest(tensor: torch.Tensor) -> torch.Tensor:
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(words).sum(dtype=torch.int64)
