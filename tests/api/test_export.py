@@ -98,7 +98,7 @@ def test_averaged_weights_on_request(tmp_path: Path) -> None:
         own = digest(trainer.model.state_dict()["0.weight"])
     assert digest(load_file(tmp_path / "averaged.safetensors")["0.weight"]) == expected
     assert digest(load_file(tmp_path / "own.safetensors")["0.weight"]) == own != expected
-    with setup() as trainer, pytest.raises(pl.MisuseError, match="the run keeps no average of its weights"):
+    with setup() as trainer, pytest.raises(pl.MisuseError, match="the run has no average of its weights"):
         trainer.export(tmp_path / "none.safetensors", ema=True)
 
 

@@ -131,6 +131,6 @@ def test_a_plateau_scheduler_cannot_step_by_epochs() -> None:
     sgd = torch.optim.SGD
     with (
         setup(mlp, lambda p: sgd(p, lr=1.0), scheduler=plateau, scheduler_every="epoch") as trainer,
-        pytest.raises(pl.MisuseError, match="ReduceLROnPlateau needs to be told a value at the end of an epoch"),
+        pytest.raises(pl.MisuseError, match="ReduceLROnPlateau needs a value at the end of an epoch"),
     ):
         train(trainer)

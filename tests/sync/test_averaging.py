@@ -299,7 +299,7 @@ def test_a_cadence_finds_how_often_to_meet(pool: WorkerPool) -> None:
     [
         (
             lambda: pl.Averaging(every=pl.Cadence(speed_hint=(0, 2.0))),
-            r"Cadence\(speed_hint=\) would be ignored in averaging",
+            r"Averaging ignores Cadence\(speed_hint=\)",
         ),
         (lambda: pl.Averaging(every=0), "every=0: choose how many steps"),
         (lambda: pl.Averaging(first_step=-1), "first_step=-1: choose a number of steps >= 0"),

@@ -1,12 +1,12 @@
-"""Buffers: what a forward pass changes beside the gradients.
+"""The buffers of a model, which forward passes change.
 
-Every micro-batch of a step starts from the same buffers, as if it were the only one. Its changes are put together
-afterwards, so they depend on the micro-batches and not on who ran them:
+Every micro-batch of a step starts from the same buffers. Its changes are combined afterwards, so that the result
+depends on the micro-batches and not on the workers that ran them:
 
-- the statistics of BatchNorm and its kin move as they would have if the micro-batches had run one after another:
+- statistics of BatchNorm and similar layers change as if the micro-batches had run one after another:
   new = old + sum_k (1 - momentum)**(M-1-k) * (after_k - old), a running average (momentum=None) by its counter;
-- counters of batches are added up;
-- any other buffer takes the value that the step's last micro-batch left, with one warning.
+- batch counters are summed;
+- any other buffer takes the value of the step's last micro-batch, with one warning.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline.comm.base import Communicator
 class Buffers:
     """The buffers of a model, combined over the micro-batches of a step.
 
-    `numel` numbers travel with the gradients, in the space that `accumulate_in` hands over; so do `num_unmanaged`
-    flags that tell whether a buffer without a rule was changed. In exact mode each statistic has a grid of its own.
+    `numel` numbers are exchanged with the gradients, in the memory given to `accumulate_in`, and `num_unmanaged` flags
+    that say whether a buffer without a rule changed. In exact mode each statistic has a grid.
     """
 
     def __init__(self, model: object, communicator: Communicator) -> None:
@@ -52,7 +52,7 @@ class Buffers:
         self._anchors = torch.ones_like(space) if exact else None
 
     def set_anchors(self, anchors: np.ndarray) -> None:
-        """Of the statistics' grids, one for each."""
+        """The anchors of the statistics' grids."""
         if self._anchors is not None and self.numel:
             self._anchors.copy_(torch.from_numpy(np.repeat(anchors, self._statistics.sizes)))
 
@@ -65,7 +65,7 @@ class Buffers:
             other.begin_step()
 
     def change(self, number: int) -> torch.Tensor | None:
-        """What this micro-batch did to the statistics, with the weight that it has in the step; then undone."""
+        """This micro-batch's weighted change of the statistics, which are then restored."""
         for other in self._others:
             other.end_micro_batch(keep=number == self._num_micro_batches - 1)
         if not self.numel:
@@ -77,7 +77,7 @@ class Buffers:
         return change
 
     def add(self, change: torch.Tensor | None) -> torch.Tensor | None:
-        """Add what `change` gave to the step's sum. Returns each statistic's largest magnitude."""
+        """Add a change to the step's sum. Returns the largest magnitude of each statistic."""
         if change is None:
             return None
         peaks = self.peaks_of(change) if self._anchors is not None else None
@@ -85,14 +85,14 @@ class Buffers:
         return peaks
 
     def peaks_of(self, change: torch.Tensor) -> torch.Tensor:
-        """Each statistic's largest magnitude in it; NaN if any is."""
+        """The largest magnitude of each statistic; NaN if there is a NaN."""
         return torch.stack([part.abs().amax() for part in change.split(self._statistics.sizes)])
 
     def changed_unmanaged(self) -> Sequence[bool]:
         return [other.is_changed for other in self._others]
 
     def finish(self, changed: Sequence[float], owner_of_last: int) -> None:
-        """After the exchange: put the combined values in place. The owner ran the step's last micro-batch."""
+        """After the exchange: write the combined values. owner_of_last: the rank that ran the last micro-batch."""
         if self.numel:
             self._statistics.write(self._before + self._space)
         for other, is_changed in zip(self._others, changed, strict=True):
@@ -100,7 +100,7 @@ class Buffers:
                 other.take(self._communicator, owner_of_last)
 
     def restore(self) -> None:
-        """Give the step up: back to where it began."""
+        """Restore the buffers that the step began with."""
         if self.numel:
             self._statistics.write(self._before)
         for other in self._others:
@@ -108,12 +108,12 @@ class Buffers:
 
 
 def statistics_of(model: object) -> list[torch.Tensor]:
-    """The running statistics and counters of the model's normalisation layers."""
+    """The running statistics and counters of the model's normalization layers."""
     return _Statistics(dict(model.named_modules()) if isinstance(model, nn.Module) else {}).tensors
 
 
 class _Statistics:
-    """The running statistics and counters of all normalisation layers, read and written as one float64 vector."""
+    """The running statistics and counters of all normalization layers, as one float64 vector."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         found = {name: m for name, m in modules.items() if isinstance(m, _NormBase) and m.running_mean is not None}
@@ -121,8 +121,8 @@ class _Statistics:
         keys = ("running_mean", "running_var", "num_batches_tracked")
         self.names = [f"{name}.{key}".lstrip(".") for name in found for key in keys]
         self.tensors: list[torch.Tensor] = []
-        keeps: list[torch.Tensor] = []  # per element: what one more batch leaves of the old value
-        averages: list[torch.Tensor] = []  # per element: where its counter lies if it is a running average, else -1
+        keeps: list[torch.Tensor] = []  # per element: the part of the old value that remains after one batch
+        averages: list[torch.Tensor] = []  # per element: the index of its counter if it is a running average, else -1
         end = 0
         for module in self.modules:
             mean, variance, counter = module.running_mean, module.running_var, module.num_batches_tracked
@@ -152,7 +152,7 @@ class _Statistics:
             tensor.copy_(part.view_as(tensor))
 
     def weights(self, before: torch.Tensor, number: int, num_micro_batches: int) -> torch.Tensor:
-        """How much of micro-batch `number`'s change remains after the later ones."""
+        """The part of micro-batch `number`'s change that remains after the later ones."""
         weights = self._keep ** (num_micro_batches - 1 - number)
         if self._has_averages:
             count = before[self._counter.clamp(min=0)]
@@ -162,7 +162,7 @@ class _Statistics:
 
 
 class _Unmanaged:
-    """A buffer whose meaning only the model knows. Most never change, and then cost a comparison."""
+    """A buffer without a rule. Most never change: checking them costs a comparison."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self.name = name
@@ -180,7 +180,7 @@ class _Unmanaged:
         self._last = None
         current = self._buffers[self._key]
         if current is not self._tensor or current._version != self._version:
-            # Changed between steps, by the optimizer's hooks or the user: that is the new beginning.
+            # Changed between two steps, by a hook or by the user.
             self._tensor, self._before = current, current.clone()
             self._version = current._version
 
@@ -189,7 +189,7 @@ class _Unmanaged:
         if current is self._tensor and current._version == self._version:
             return
         if current.shape != self._before.shape or current.dtype != self._before.dtype:
-            # A cache that grew with its input: every worker keeps its own.
+            # A cache that grew with its input: each worker keeps its own.
             self._tensor, self._before, self._version = current, current.clone(), current._version
             return
         self._warn_once()
@@ -218,7 +218,7 @@ class _Unmanaged:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"buffer {self.name!r} changes during forward and is no statistic that Paceline knows: "
-                "after each step it holds what the step's last micro-batch left in it",
+                f"buffer {self.name!r} changes during forward and is not a statistic that Paceline can combine: "
+                "after each step it has the value of the step's last micro-batch",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""fp16 loss scaling: small gradients would vanish in half precision, so the loss is multiplied first."""
+"""fp16 loss scaling: the loss is multiplied before backward, so that small gradients do not underflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LossScale:
         self._steps_since_change = 0
 
     def update(self, *, is_finite: bool) -> None:
-        """Once per step, with the same answer on every worker."""
+        """Call once per step, with the same value on every worker."""
         if not is_finite:
             self.value = max(self.value / 2.0, 1.0)
             self._steps_since_change = 0

@@ -22,11 +22,11 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
 
 class WorkerMessage(NamedTuple):
-    """What a worker tells the others with a step, beside its gradients.
+    """What a worker sends with a step besides its gradients.
 
-    `wish`: what it asks all to do after this step, 0 for nothing. `digest`: of what must be the same on every worker,
-    such as the optimizers' hyper-parameters; below 2**48. `learning_rate`: (rate, group) that it asks all to set, group
-    -1 for all groups.
+    wish: what it asks all workers to do after this step, 0 for nothing. digest: of everything that must be equal on all
+    workers, such as hyper-parameters; below 2**48. learning_rate: (rate, group) to be set by all workers, group -1 for
+    all groups.
     """
 
     timing: Timing = NOT_MEASURED
@@ -37,7 +37,7 @@ class WorkerMessage(NamedTuple):
 
 SILENCE = WorkerMessage()
 
-# The wish of a worker that left its epoch's loop. Nobody grants it: all workers end with an error.
+# Sent by a worker that left its epoch's loop: all workers end with an error.
 LEFT = 3.0
 
 
@@ -57,19 +57,21 @@ def left_error(ranks: Sequence[int]) -> MisuseError:
 
 
 class Numbers(Protocol):
-    """What a completed step tells. On a GPU the numbers may still be on their way; asking for one waits for it."""
+    """The numbers of a completed step. On a GPU they may not have arrived yet: reading one waits for it."""
 
     @property
     def has_arrived(self) -> bool: ...
 
     @property
     def losses(self) -> list[float]:
-        """Per micro-batch, as the user reported it; 0 where nothing was reported."""
+        """By micro-batch; 0 if none was reported."""
 
     @property
     def loss(self) -> float:
-        """The weighted mean, added up in the order of the micro-batches; NaN if nothing had weight, or a micro-batch's
-        loss was not told. The same on every worker: where steps are not exchanged, what was exchanged last."""
+        """The weighted mean, summed in the order of the micro-batches, the same on every worker.
+
+        NaN if nothing had weight or a micro-batch's loss is unknown. With averaging: of the last average.
+        """
 
     @property
     def total_weight(self) -> float: ...
@@ -80,22 +82,22 @@ class Numbers(Protocol):
 
     @property
     def wishes(self) -> Sequence[float]:
-        """What each worker asks all to do after this step, by rank; 0 for nothing."""
+        """By rank: what the worker asks all workers to do after this step; 0 for nothing."""
 
     @property
     def digests(self) -> Sequence[int]:
-        """By rank; see `WorkerMessage`. Empty where nothing was exchanged."""
+        """By rank, see `WorkerMessage`. Empty if nothing was exchanged."""
 
     @property
     def learning_rates(self) -> Sequence[tuple[float, int] | None]:
-        """What each worker asks all to set, by rank."""
+        """By rank: the learning rate that the worker asks all workers to set."""
 
     def non_finite(self) -> tuple[str, float, int] | None:
-        """What is inf or NaN, its value and its micro-batch: a loss, or where peaks are known a gradient."""
+        """The first inf or NaN: "loss" or "gradient", its value and its micro-batch."""
 
 
 class Arriving(Protocol):
-    """Numbers that are on their way from the device to the host."""
+    """Numbers on their way from the device to the host."""
 
     @property
     def has_arrived(self) -> bool: ...
@@ -105,9 +107,9 @@ class Arriving(Protocol):
 
 
 class HostCopy:
-    """A few numbers on their way from the device to the host, without making either wait."""
+    """An asynchronous copy of a few numbers from the device to pinned memory."""
 
-    # Places of copies that nobody reads any more: making a new one takes longer than the copy.
+    # Buffers of finished copies: allocating a new one takes longer than the copy.
     _free: ClassVar[dict[Hashable, list[tuple[torch.Tensor, torch.cuda.Event]]]] = {}
 
     def __init__(self, numbers: torch.Tensor) -> None:
@@ -122,7 +124,7 @@ class HostCopy:
 
     def __del__(self) -> None:
         if hasattr(self, "_arrival"):
-            # It may still be on its way: the next one comes after it on the same stream.
+            # The copy may still be running: the next one follows on the same stream.
             self._kept.append((self._pinned, self._arrival))
 
     @property
@@ -130,19 +132,19 @@ class HostCopy:
         return bool(self._arrival.query())
 
     def tolist(self) -> list[float]:
-        """Waits for this copy, and for nothing that was queued on the device after it."""
+        """Waits for this copy only, not for later work of the device."""
         self._arrival.synchronize()
         values: list[float] = self._pinned.tolist()
         return values
 
     def numbers(self) -> Floats:
-        """The same as an array of its own."""
+        """The same as a new array."""
         self._arrival.synchronize()
         return self._pinned.numpy().copy()
 
 
 class OneLoss:
-    """The numbers of a world of one with one micro-batch: they need no layout and no exchange."""
+    """The numbers of a world of one with one micro-batch, which need no exchange."""
 
     digests: Sequence[int] = ()
 
@@ -153,7 +155,7 @@ class OneLoss:
         self.wishes: Sequence[float] = (message.wish,)
         self.learning_rates: Sequence[tuple[float, int] | None] = (message.learning_rate,)
         self._is_told = loss is not None
-        # Without weight the loss is a mean over nothing, 0/0 perhaps.
+        # Without weight the loss is a mean over nothing, possibly 0/0.
         if loss is None or not weight:
             self._source: list[float] | Arriving = [0.0]
         elif isinstance(loss, torch.Tensor):
@@ -181,15 +183,18 @@ class OneLoss:
 
 
 class RoundMean(NamedTuple):
-    """What all workers' steps between two meetings came to: their mean loss, and their weight per step."""
+    """The mean loss of all workers' steps between two averages, and their weight per step."""
 
     loss: float = math.nan
     weight: float = 0.0
 
 
 class LocalNumbers:
-    """The numbers of a step that was not exchanged. Of it this worker knows only its own part, from micro-batch
-    `first` on; `loss` and `total_weight` are what all workers know, those of the last meeting (`mean`)."""
+    """The numbers of a step that was not exchanged.
+
+    This worker knows only its own micro-batches, from number `first` on. `loss` and `total_weight` are those of the
+    last average (`mean`), which all workers know.
+    """
 
     digests: Sequence[int] = ()
     learning_rates: Sequence[tuple[float, int] | None] = ()
@@ -229,7 +234,7 @@ class LocalNumbers:
 
     @property
     def own_part(self) -> tuple[float, float]:
-        """This worker's weighted sum of losses, and their weight; NaN if it was not told a loss."""
+        """This worker's weighted sum of losses, and their weight; NaN if a loss is unknown."""
         weight, loss = self._own.total_weight, self._own.loss
         if not weight:
             return 0.0, 0.0

@@ -1,7 +1,7 @@
-"""The mean gradient over replicas whose loop belongs to somebody else, one or several in each process.
+"""The mean gradient over replicas in a loop owned by the user, one or several per process.
 
-To the exchange a replica that counts is a micro-batch: its gradients are offered after its own backward, in the order
-of all replicas. So the mean is the engine's, plain or exact, whichever process a replica lives in.
+The exchange treats each replica with weight as a micro-batch, whose gradients are handed over after its backward, in
+global order. So the mean, plain or exact, does not depend on the process that holds a replica.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.step_numbers import StepNumbers
 
-# From the gradients of one parameter, one per replica that counts, and their weights, to the one gradient of all.
+# From the gradients of one parameter, one per replica with weight, and these weights, to the common gradient.
 Reduce = Callable[[list[torch.Tensor], list[int]], torch.Tensor]
 
 
 class ReplicaGradients:
-    """`replicas`: the parameters of this process's replicas, alike in names, order, shapes and types.
+    """Averages gradients over the replicas of all processes.
 
-    `ranks`: the numbers of all replicas, by process. `model`: the first of them, if buffers are combined as well.
+    replicas: the parameters of this process's replicas, with equal names, order, shapes and dtypes. ranks: the numbers
+    of all replicas, by process. model: the first replica, if buffers are combined too.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class ReplicaGradients:
         self._ranks = ranks[communicator.world.rank]
         self._communicator = communicator
         self._device = self._replicas[0][0].device
-        # The exchange fills and empties .grad as it goes. It does so on aliases of the parameters (no memory of their
-        # own but a .grad of their own), so that the user's gradients change only when all is well, and then at once.
+        # The exchange works on aliases of the parameters, which share their memory but have their own .grad: the
+        # user's gradients change only once the exchange has succeeded.
         self._aliases = [parameter.detach().requires_grad_() for parameter in self._replicas[0]]
         with self._on_device():
             self._weights = communicator.empty(self.num_replicas, torch.int64, self._device)
@@ -61,11 +62,11 @@ class ReplicaGradients:
 
     @property
     def num_replicas(self) -> int:
-        """Over all processes."""
+        """The number of replicas in all processes."""
         return self._all_ranks[-1].stop
 
     def gather(self, weights: Sequence[int]) -> list[int]:
-        """The weights of all replicas, from those of this process's."""
+        """The weights of all replicas, given those of this process."""
         if len(self._all_ranks) == 1:
             return list(weights)
         with self._on_device():
@@ -82,21 +83,20 @@ class ReplicaGradients:
         end: Callable[[int], torch.Tensor | None] = lambda _: None,
         reduce: Reduce | None = None,
     ) -> tuple[Plan, StepNumbers]:
-        """Give every replica the mean of all replicas' gradients, by these weights of all, or what `reduce` makes of
-        them. Returns who computed what, by process, and the step's numbers.
+        """Set the gradient of every replica to the weighted mean over all replicas, or to the result of `reduce`.
 
-        `end` is called for each replica of this process that counts: it puts what the replica's forward has left into
-        the first one's buffers, and returns its loss.
+        `end` is called for each replica of this process with weight: it copies the replica's buffers into those of the
+        first one, and returns its loss. Returns the plan, by process, and the step's numbers.
 
-        A parameter that has a gradient on some replicas only has a gradient of zero on the others; one that has none
-        anywhere, or only where the weight is 0, is left without. A frozen one is passed over.
+        A parameter with a gradient on some replicas counts as zero on the others. Without a gradient on any replica
+        with weight it gets none. Frozen parameters are skipped.
         """
         self._check_frozen()
         gradients = [self._gradients(i) for i in range(len(self._replicas))]
         with self._on_device():
             plan = ranges([sum(weights[rank] > 0 for rank in ranks) for ranks in self._all_ranks])
             while (numbers := self._exchange_all(plan, gradients, weights, end)) is None:
-                pass  # the sums did not fit their grid; it is wider now
+                pass  # repeat on wider grids
             means = [alias.grad for alias in self._aliases]
             if reduce is not None:
                 own = [g for rank, g in zip(self._ranks, gradients, strict=True) if weights[rank]]
@@ -122,11 +122,11 @@ class ReplicaGradients:
             if parameter.requires_grad:
                 raise MisuseError(
                     f"parameter {name!r} was frozen when the replicas were wrapped and requires a gradient now: wrap "
-                    "them again after unfreezing"
+                    "the replicas again after unfreezing"
                 )
 
     def _gradients(self, index: int) -> list[torch.Tensor | None]:
-        """What a replica of this process offers, once it is known that all of it can be averaged."""
+        """The gradients of one replica of this process, checked."""
         parameters = self._replicas[index]
         gradients = [parameter.grad if parameter.requires_grad else None for parameter in parameters]
         for name, gradient in zip(self._names, gradients, strict=True):
@@ -144,7 +144,7 @@ class ReplicaGradients:
         weights: Sequence[int],
         end: Callable[[int], torch.Tensor | None],
     ) -> StepNumbers | None:
-        """The step's numbers once the aliases have the mean; None if the same gradients are to be offered again."""
+        """Put the mean into the aliases and return the step's numbers; None if the step must be repeated."""
         numbers = iter(plan[self._communicator.world.rank])
         self._exchange.begin_step(plan, total_weight=sum(weights))
         for index, (rank, offered) in enumerate(zip(self._ranks, gradients, strict=True)):
@@ -165,7 +165,7 @@ class ReplicaGradients:
         plan: Plan,
         weights: list[int],
     ) -> list[torch.Tensor | None]:
-        """What `reduce` makes of each parameter that any replica has a gradient of."""
+        """The result of `reduce` for each parameter that has a gradient on any replica."""
         reduced: list[torch.Tensor | None] = []
         for index, (name, parameter, mean) in enumerate(zip(self._names, self._replicas[0], means, strict=True)):
             if mean is None:
@@ -182,7 +182,7 @@ class ReplicaGradients:
         return reduced
 
     def _from_all(self, own: Sequence[torch.Tensor | None], parameter: torch.Tensor, plan: Plan) -> list[torch.Tensor]:
-        """One parameter's gradients from every replica that takes part; zeros where one did not use it."""
+        """One parameter's gradients from every replica with weight; zeros for replicas that did not use it."""
         here = [torch.zeros_like(parameter) if gradient is None else gradient.to(self._device) for gradient in own]
         if len(plan) == 1:
             return [gradient.clone() for gradient in here]
@@ -193,12 +193,12 @@ class ReplicaGradients:
         return list(rows)
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """The exchange queues its work on the current device's stream, which is the user's to choose outside."""
+        """The exchange uses the current device's stream; outside of this block the user chooses the device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 def _hand_over(mean: torch.Tensor | None, parameter: torch.Tensor) -> None:
-    """Into the gradient the parameter has, if that lies in memory like the parameter itself; never the buffer's own."""
+    """Copy into the existing gradient if its layout matches; never hand out the exchange's own buffer."""
     own = parameter.grad
     if mean is not None and own is not None and own.stride() == mean.stride():
         own.copy_(mean)

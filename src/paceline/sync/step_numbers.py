@@ -1,7 +1,7 @@
-"""The small numbers of a step: what every worker must know beside the gradients.
+"""The small numbers of a step, which every worker needs besides the gradients.
 
-They ride at the end of the last gradient bucket, so a step costs one exchange. Each number has a slot of its own
-that exactly one worker fills, and the sum over workers therefore hands everybody every number unchanged.
+They are stored at the end of the last gradient bucket, so that a step costs one exchange. Exactly one worker fills each
+slot, so the sum over workers gives every worker all numbers unchanged.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from paceline.core.timing import Timing
 from paceline.sync.numbers import Floats, HostCopy, WorkerMessage
 
-# Numbers travel as float32 where gradients do: what needs more digits is cut into parts that float32 holds.
+# Numbers are exchanged as float32 if gradients are: larger ones are split into parts that float32 holds.
 _DIGEST_BITS = 24
 _RATE_PARTS = 3
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the numbers lie. Written on the device: losses, peaks. Written by the host: the rest.
+    """The slots of the numbers. Losses and peaks are written on the device, all others by the host.
 
-    `num_grids`: tensors with a grid of their own. `is_exact`: it is known how large each micro-batch's gradients are.
+    num_grids: tensors with a grid. is_exact: the largest gradient of each micro-batch is known.
     """
 
     num_micro_batches: int
@@ -44,10 +44,10 @@ class Layout:
         m, workers = self.num_micro_batches, self.num_workers
         return {
             "losses": m,
-            "largest": m if self.is_exact else 0,  # by micro-batch: the largest magnitude that it added to any sum
+            "largest": m if self.is_exact else 0,  # by micro-batch: the largest magnitude of its terms
             "peaks": workers * self.num_grids,  # by worker and tensor: the largest of the worker's terms
             "weights": m,
-            "untold": 1,  # micro-batches whose loss nobody told, since the user called loss.backward()
+            "untold": 1,  # micro-batches without a known loss: the user called loss.backward()
             "timings": len(Timing._fields) * workers,
             "wishes": workers,
             "digests": 2 * workers,
@@ -66,7 +66,7 @@ class Layout:
 
     @cached_property
     def parts(self) -> dict[str, slice]:
-        """Where each kind of number lies."""
+        """The slots by kind of number."""
         borders = pairwise(accumulate(self.counts.values(), initial=0))
         return {name: slice(start, stop) for name, (start, stop) in zip(self.counts, borders, strict=True)}
 
@@ -88,10 +88,10 @@ def rate_parts(learning_rate: tuple[float, int] | None) -> list[float]:
 
 
 class StepNumbersWriter:
-    """Per step: `clear`, what the micro-batches bring, `write` before the exchange; `numbers` after it.
+    """Writes this worker's numbers. Per step: `clear`, `set_...` and `note_...`, `write`; after the exchange `numbers`.
 
-    On a CPU everything is written into the exchanged memory itself. On a GPU losses and peaks are: the device has them.
-    What the host knows is copied there by `write`.
+    On a CPU all numbers are written directly into the exchanged memory. On a GPU losses and peaks are, and `write`
+    copies those that the host knows.
     """
 
     def __init__(self, layout: Layout, space: torch.Tensor, rank: int) -> None:
@@ -106,7 +106,7 @@ class StepNumbersWriter:
         if self._on_host is not None:
             self._host_peaks, self._host_largest = self.peaks.numpy(), self._largest.numpy()
         self._written = np.zeros(layout.total) if self._on_host is None else self._on_host
-        # A view takes single numbers five times as fast as the array does.
+        # Assigning single numbers to a memoryview is five times as fast.
         self._numbers = cast("memoryview[float]", self._written.data)
         self._first_weight = parts["weights"].start
         self._all_used = np.ones(layout.num_parameters, self._written.dtype).data
@@ -130,7 +130,7 @@ class StepNumbersWriter:
             self._numbers[number] = loss.item()
 
     def note_peaks(self, number: int, first: int, peaks: torch.Tensor) -> None:
-        """The largest magnitudes that a micro-batch adds to the sums of tensors from number `first` on."""
+        """The largest magnitudes of a micro-batch's terms, for the tensors from index `first` on."""
         if self._on_host is not None:
             own, added = self._host_peaks[first : first + len(peaks)], peaks.numpy()
             np.maximum(own, added, out=own)
@@ -141,15 +141,18 @@ class StepNumbersWriter:
         self.note_largest(number, peaks.amax())
 
     def note_largest(self, number: int, magnitude: torch.Tensor) -> None:
-        """The largest magnitude that a micro-batch adds to any sum."""
+        """The largest magnitude of a micro-batch's terms."""
         largest = self._largest[number]
         torch.maximum(largest, magnitude, out=largest)
 
     def write(
         self, message: WorkerMessage, used: Sequence[float], changed: Sequence[bool], *, num_untold: int = 0
     ) -> None:
-        """What the host knows at the end. `used`: 1 for parameters with a gradient; `changed`: the buffers without a
-        rule that forward changed; `num_untold`: micro-batches whose loss nobody told."""
+        """Write the numbers that the host knows.
+
+        used: 1 for parameters with a gradient. changed: whether forward changed a buffer, for buffers without a rule.
+        num_untold: micro-batches without a known loss.
+        """
         parts = self._layout.parts
         self._numbers[parts["untold"].start] = num_untold
         self._put(parts["timings"], message.timing)
@@ -164,26 +167,26 @@ class StepNumbersWriter:
         if changed:
             self._written[parts["changed_buffers"]] = changed
         if self._on_host is None:
-            # From pinned memory a GPU takes them when it gets there; anything else the host would wait for.
+            # A copy from pinned memory is asynchronous.
             start = self._layout.num_device
-            values = self._written[start:].tolist()  # torch pins nothing that it is given as an array
+            values = self._written[start:].tolist()  # torch cannot pin memory of an array
             on_way = torch.tensor(values, dtype=self._space.dtype, pin_memory=self._space.is_cuda)
             self._space[start:].copy_(on_way, non_blocking=True)
 
     def numbers(self) -> StepNumbers:
-        """All workers' numbers, when the exchange is over."""
+        """All workers' numbers, after the exchange."""
         return StepNumbers(self._layout, self._space)
 
     def peaks_of_all(self) -> torch.Tensor:
-        """By tensor with a grid: the largest of all workers' terms, on the device, when the exchange is over."""
+        """By tensor with a grid: the largest term of all workers, on the device, after the exchange."""
         return self._space[self._layout.parts["peaks"]].view(self._layout.num_workers, -1).amax(0)
 
     def total_weight(self) -> torch.Tensor:
-        """Of all workers' micro-batches, on the device, when the exchange is over."""
+        """The weight of all workers' micro-batches, on the device, after the exchange."""
         return self._space[self._layout.parts["weights"]].sum()
 
     def _put(self, part: slice, values: Sequence[float]) -> None:
-        """This worker's numbers, where each worker has as many."""
+        """Write this worker's slots of a kind of which each worker has equally many."""
         for place, value in enumerate(values, part.start + self._rank * len(values)):
             self._numbers[place] = value
 
@@ -196,7 +199,7 @@ class StepNumbers:
         self._source: list[float] | Floats | HostCopy
         if not tail.is_cpu:
             self._source = HostCopy(tail)
-        else:  # few numbers are sooner read from a list
+        else:  # a list is faster for few numbers
             self._source = tail.numpy().copy() if layout.num_grids else tail.tolist()
 
     @property
@@ -247,7 +250,7 @@ class StepNumbers:
 
     @property
     def used(self) -> list[float]:
-        """How many workers have a gradient for each parameter."""
+        """By parameter: the number of workers that have a gradient for it."""
         return self._values("used")
 
     @property

@@ -1,4 +1,4 @@
-"""What the loop needs of a strategy, whatever it exchanges.
+"""The interface between the loop and a strategy.
 
 Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker `begin_micro_batch`, `backward` and
 `end_micro_batch`, then `send` and `finish`, and after the optimizer's step `complete`. A step may be given up before
@@ -23,14 +23,13 @@ UpdateUnless: TypeAlias = Callable[[torch.Tensor], None]
 
 
 class GradientExchange(Protocol):
-    """What the loop needs of it; see the module's docstring for the order of the calls."""
+    """Exchanges gradients or parameters between workers. See the module's docstring for the order of the calls."""
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
-        """`plan`: who runs which micro-batches. `total_weight`: what the step's weights will add up to, where that is
-        known beforehand. `loss_scale`: what the losses are multiplied by before backward (fp16)."""
+        """total_weight: the sum of the step's weights, if known in advance. loss_scale: factor of the losses (fp16)."""
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
-        """`is_last`: this worker has no further micro-batch in this step, so exchanging may start during backward."""
+        """is_last: this worker's last micro-batch of the step, so that the exchange may start during backward."""
 
     def backward(self, run: Callable[[], None]) -> None:
         """Call `run()`, a backward of the open micro-batch. A backward() called directly by the user counts too."""
@@ -38,17 +37,17 @@ class GradientExchange(Protocol):
     def end_micro_batch(self, loss: torch.Tensor | None) -> None: ...
 
     def has_gradient(self) -> bool:
-        """Whether this micro-batch has produced any gradient yet."""
+        """Whether this micro-batch has any gradient."""
 
     @property
     def hooks_per_parameter(self) -> int:
-        """How many hooks on each parameter are the exchange's own."""
+        """The number of hooks that the exchange has on each parameter."""
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
-        """Between two steps, on all workers: from now on these are trained, in a model with these buffers."""
+        """Train these parameters from now on. Called between two steps, on all workers."""
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
-        """Start exchanging what has not left yet, and with it what this worker has to tell the others."""
+        """Start the exchange of everything that was not sent yet, with this worker's message."""
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> Numbers | None:
         """Wait for the exchange: now every parameter has its mean gradient, and every worker the step's numbers.
@@ -61,19 +60,19 @@ class GradientExchange(Protocol):
         """
 
     def complete(self) -> None:
-        """The optimizer has used the gradients."""
+        """The optimizer has used the gradients: drop them."""
 
     def synchronize(self) -> None:
-        """Make all replicas equal; they are already where every step exchanges. All workers call it together."""
+        """Make all replicas equal. A no-op if every step exchanges gradients. Called by all workers together."""
 
     def abandon(self) -> None:
-        """Drop the gradients and undo what the micro-batches did to the buffers."""
+        """Give up the step: drop its gradients and restore the buffers."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step needs to know of earlier ones, between two steps of replicas that are equal."""
+        """State for checkpoints, taken between two steps while replicas are equal."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, on any number of workers; the parameters already are those of then."""
+        """Restore what `state_dict` returned, on any number of workers. The parameters are already restored."""
 
     def close(self) -> None:
-        """Leave the parameters as they were found."""
+        """Remove all hooks from the parameters."""

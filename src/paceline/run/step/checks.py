@@ -24,17 +24,17 @@ from paceline.run.step.replica import Replica
 from paceline.sync.numbers import LocalNumbers, Numbers
 
 EVERY_STEPS = 100
-# At most this part of the time goes into looking.
+# The largest fraction of the time to spend on it.
 MAX_COST = 1e-3
-# How far apart norms may be on unlike devices, whose optimizers round differently.
+# Relative difference of norms that is allowed on different kinds of devices, which round differently.
 TOLERANCE = 1e-3
-# What looking takes, estimated generously: per parameter, and per byte.
+# Estimated cost of a comparison, per parameter and per byte.
 _PARAMETER_S, _BYTE_S = 20e-6, 0.5e-9
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class Agreement:
-    """Compares hyper-parameters and trained parameters over the workers, as each step's exchange brings them."""
+    """Compares hyper-parameters and trained parameters of all workers, by a digest in each step's exchange."""
 
     def __init__(self, replica: Replica, communicator: Communicator) -> None:
         self._replica = replica
@@ -46,7 +46,7 @@ class Agreement:
         self._unread: deque[Numbers] = deque()
 
     def digest(self) -> int:
-        """Of this worker, for the exchange."""
+        """The digest of this worker."""
         if self._is_alone:
             return 0
         values = [
@@ -63,7 +63,7 @@ class Agreement:
         return self._digest
 
     def check(self, numbers: Numbers, *, now: bool) -> None:
-        """Raise on all workers if they differ. On a GPU the host looks when the numbers have arrived, or `now`."""
+        """Raise on all workers if they differ. On a GPU: once the numbers have arrived, or `now`."""
         if self._is_alone or isinstance(numbers, LocalNumbers):
             return
         if not self._unread and numbers.has_arrived:
@@ -78,7 +78,7 @@ class Agreement:
             self._explain()
 
     def _explain(self) -> None:
-        """All workers have seen the same difference, and all are here."""
+        """Name the difference. All workers have seen it and take part."""
         own = {"hyper-parameters": self._hyper_parameters(), "trained": list(self._replica.trained_names)}
         everybody = [json.loads(text) for text in gather(json.dumps(own), self._communicator)]
         first = everybody[0]
@@ -89,9 +89,8 @@ class Agreement:
                 here, elsewhere = (rank, 0) if name in other["trained"] else (0, rank)
                 raise MisuseError(
                     f"parameter {name!r} is trained on rank {here} and not on rank {elsewhere}: a worker without a "
-                    "share in a step skips the loop's body. Freeze, unfreeze, add and remove parameters on all "
-                    "workers alike: in a hook of "
-                    "trainer.every or trainer.every_epoch, or between epochs"
+                    "share in a step skips the loop's body. Freeze, unfreeze and add parameters on all workers: in a "
+                    "hook of trainer.every or trainer.every_epoch, or between epochs"
                 )
             for field, value in first["hyper-parameters"].items():
                 found = other["hyper-parameters"].get(field, "missing")
@@ -101,7 +100,7 @@ class Agreement:
                         "skips the loop's body. Give schedulers to the set-up (scheduler=), call trainer.set_lr, or "
                         "change hyper-parameters in a hook of trainer.every, which all workers reach"
                     )
-        raise MisuseError("the workers' optimizers differ in number or kind: every worker must build the same")
+        raise MisuseError("the workers' optimizers differ in number or type: every worker must build the same ones")
 
     def _hyper_parameters(self) -> dict[str, str]:
         fields = {}
@@ -116,11 +115,11 @@ class Agreement:
 def _are_unchanged(values: list[Any], before: list[Any]) -> bool:
     if len(values) != len(before) or not all(map(operator.is_, values, before)):
         return False
-    return torch.Tensor not in map(type, values)  # which may change in place
+    return torch.Tensor not in map(type, values)  # a tensor may change in place
 
 
 def _plain(value: Any) -> Any:
-    """The value where two processes would write it alike; else its type."""
+    """The value if its text is the same in all processes; otherwise the name of its type."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, tuple | list):
@@ -131,10 +130,10 @@ def _plain(value: Any) -> Any:
 
 
 class FiniteWatch:
-    """Raises `NonFiniteError` for a step whose loss is inf or NaN, in exact mode also for a gradient.
+    """Raises `NonFiniteError` for a loss that is inf or NaN, in exact mode also for a gradient.
 
-    On the CPU before the optimizer's step. On a GPU when the losses have arrived on the host, a step or so later,
-    or some 32 steps where graphs replay whole ones; `flush` waits for the rest.
+    On a CPU before the optimizer's step. On a GPU once the numbers have arrived: about a step later, or up to 32 steps
+    later if CUDA graphs replay whole steps. `flush` waits for the rest.
     """
 
     def __init__(self) -> None:
@@ -163,8 +162,8 @@ def _raise_if_not_finite(step: int, plan: Plan, numbers: Numbers) -> None:
     what, value, number = found
     rank = owner(plan, number)
     raise NonFiniteError(
-        f"{what} is {value} at step {step}, micro-batch {number}, rank {rank}: look at that micro-batch's data, lower "
-        "the learning rate or clip gradients",
+        f"{what} is {value} at step {step}, micro-batch {number}, rank {rank}: check that micro-batch's data, lower "
+        "the learning rate, or clip gradients",
         step=step,
         micro_batch=number,
         rank=rank,
@@ -172,25 +171,25 @@ def _raise_if_not_finite(step: int, plan: Plan, numbers: Numbers) -> None:
 
 
 class ReplicaCheck:
-    """Compares a digest of all weights: every hundred steps, more rarely where steps are short, and when asked to.
+    """Compares a digest of all weights every 100 steps (less often if steps are short) and on request.
 
-    All workers look after the same steps, since they decide by times that all of them have. `communicator`: None for
-    replicas that may differ.
+    Workers compare after the same steps, since they decide by exchanged times. communicator: None for replicas that may
+    differ.
     """
 
     def __init__(self, replica: Replica, communicator: Communicator | None) -> None:
         self._replica = replica
         self._communicator = communicator
-        self._num_steps = 0  # since the last look
-        self._are_alike: bool | None = None  # the workers' devices; None: not asked yet
+        self._num_steps = 0  # since the last comparison
+        self._are_alike: bool | None = None  # whether all devices are of one kind; None: unknown
 
     def after_step(self, num_micro_batches: int, numbers: Numbers, step: int) -> None:
-        """A step is completed; `num_micro_batches` of it were rank 0's."""
+        """num_micro_batches: those of rank 0 in this step."""
         self._num_steps += 1
         if self._num_steps % EVERY_STEPS or self._communicator is None:
             return
         if self._communicator.world.device.type == "cpu":
-            # By a time that all workers have. Of a GPU it may not have arrived; there steps are long enough.
+            # By a time that all workers know. On a GPU it may not have arrived; steps are long enough there.
             timing = numbers.timings[0]
             step_s = num_micro_batches * timing.micro_batch + timing.sync + timing.rest
             if self._num_steps * step_s * MAX_COST < self._cost_s():
@@ -198,7 +197,7 @@ class ReplicaCheck:
         self.look(step)
 
     def look(self, step: int) -> None:
-        """Raise on all workers if any has other weights than rank 0. All call it together."""
+        """Raise on all workers if the weights of any differ from rank 0's. Called by all together."""
         if self._communicator is None or self._communicator.world.size == 1:
             return
         self._num_steps = 0
@@ -216,9 +215,9 @@ class ReplicaCheck:
             name = list(self._replica.parameters)[index]
             raise PacelineError(
                 f"after step {step} the weights of {name!r} on rank {rank} differ from rank 0's: "
-                f"{len(different)} of {world.size * len(own)} digests differ. Something changes weights on some "
-                "workers only, such as code in the loop's body, which a worker without a share skips: do it in "
-                "a hook of trainer.every. Or a device computes wrongly"
+                f"{len(different)} of {world.size * len(own)} digests differ. Some code changes weights on some "
+                "workers only, such as code in the loop's body, which a worker without a share skips: move it to a "
+                "hook of trainer.every. Or a device computes wrong results"
             )
 
     def _cost_s(self) -> float:
@@ -228,7 +227,7 @@ class ReplicaCheck:
 
 @torch.no_grad()
 def digests(parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Of each parameter, an integer that depends on all of its bits; the same wherever it is computed."""
+    """By parameter: an integer that depends on all of its bits and not on the device."""
     return torch.stack([_digest(parameter.detach()) for parameter in parameters.values()])
 
 
@@ -238,7 +237,7 @@ def norms(parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _kind(device: torch.device) -> str:
-    """Devices of one kind compute the same bits."""
+    """Devices of one kind compute identical results."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, kept beside the model."""
+"""An exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from paceline.sync.averaging.strategy import Averaging
 
 
 def check_ema(decay: float | None, strategy: object) -> None:
-    """Whether a run with this strategy can keep an average with this decay; None for none."""
+    """Raise if a run with this strategy cannot have an average with this decay."""
     if decay is None:
         return
     if not isinstance(decay, float) or not 0.0 < decay < 1.0:
-        raise ValueError(f"ema={decay!r} is no decay: choose a number between 0 and 1, such as 0.999")
+        raise ValueError(f"ema={decay!r} must be a number between 0 and 1, such as 0.999")
     if isinstance(strategy, Averaging):
         raise ValueError(
             f"ema={decay} needs strategy='gradients' or a cadence: with Averaging the workers' weights differ between "
-            "two averages, and there is no one course to follow"
+            "two averages"
         )
 
 
 class Average(Protocol):
-    """Kept beside the model, or not at all."""
+    """The average of a run, or the absence of one."""
 
     def update(self) -> None:
-        """An optimizer step was taken."""
+        """Called after every optimizer step."""
 
     def set_parameters(self, replica: Replica) -> None:
-        """Other parameters are trained from now on."""
+        """The set of trained parameters changed."""
 
     def in_model(self) -> AbstractContextManager[None]:
-        """The model has the averaged weights inside the block, and its own again afterwards."""
+        """The model has the averaged weights inside the block."""
 
 
 class NoAverage:
-    """Of a run that keeps none."""
+    """A run without an average."""
 
     def update(self) -> None:
         return
@@ -51,14 +51,14 @@ class NoAverage:
         return
 
     def in_model(self) -> AbstractContextManager[None]:
-        raise MisuseError("the run keeps no average of its weights: give it a decay, such as ema=0.999")
+        raise MisuseError("the run has no average of its weights: set a decay, such as ema=0.999")
 
 
 class WeightAverage:
-    """After every step decay * average + (1 - decay) * weights, beginning with the weights the run begins with.
+    """average = decay * average + (1 - decay) * weights after every step, starting with the initial weights.
 
-    Of the parameters that are or were trained; buffers, such as BatchNorm's statistics, are the model's own. Kept in
-    float32 where parameters are coarser than that: what a step adds would be rounded away.
+    Covers parameters that are or were trained; buffers, such as BatchNorm's statistics, are not averaged. Averages are
+    float32 if parameters have a coarser dtype, which would round the change of a step away.
     """
 
     def __init__(self, replica: Replica, decay: float) -> None:
@@ -74,7 +74,7 @@ class WeightAverage:
         self._add(replica.parameters)
 
     def _add(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Averages of parameters without one begin with their values now."""
+        """New averages start with the current values."""
         for name, parameter in parameters.items():
             if plain_name(name) not in self._names:
                 self._names.append(plain_name(name))
@@ -112,7 +112,7 @@ class WeightAverage:
         return dict(zip(self._names, self._averages, strict=True))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        # What the saved run has trained beside what this one trains by now.
+        # The saved run may have trained other parameters too.
         if isinstance(state, Mapping):
             self._add({name: p for name, p in named_parameters(self._model).items() if plain_name(name) in state})
         if lines := model_differences(state, self.state_dict()):

@@ -1,7 +1,7 @@
 """The training loop: a step, from top to bottom.
 
-The loop hands out this worker's micro-batches and is told when each is done. So one loop serves a user who writes
-`for batch in epoch: ...` and an entry point that runs a function over them.
+The loop yields this worker's micro-batches, and `step` is called after each. It serves users who write
+`for batch in epoch: ...` as well as entry points that run a function over micro-batches.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import LEFT, LocalNumbers, Numbers, WorkerMessage, left_error
 from paceline.sync.strategy import GradientExchange, UpdateUnless
 
-# From how many steps one is measured where nothing depends on it.
+# On a GPU, measure one of this many steps if no plan depends on it.
 SELDOM_MEASURED = 16
 NO_STEP = Step((), 0, None, is_cut=False)  # before the first
 
 
 class Keeper(Protocol):
-    """Keeps the run's state safe, and ends the run when asked to: always between two steps, on all workers alike."""
+    """Saves the run and ends it on request, always between two steps and on all workers alike."""
 
     @property
     def wish(self) -> float:
-        """What this worker asks all to do; it travels with the step's exchange. 0 for nothing."""
+        """What this worker asks all workers to do, sent with the step's exchange. 0 for nothing."""
 
     def observe(self, numbers: Numbers) -> None:
-        """What was exchanged in a step; called with every step in turn."""
+        """Receives the numbers of every step, in order."""
 
     def between_steps(self, loop: Loop) -> None:
-        """The next step is about to begin: the moment to save, or to leave by an exception."""
+        """Called before every step: saves, or ends the run by an exception."""
 
 
 class Loop:
-    """One worker's way through the run."""
+    """The steps of one worker."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Loop:
         self._config = config
         self._world = world
         self._planner = planner
-        replica.note_schedulers()  # which may have been loaded
+        replica.note_schedulers()  # a checkpoint may have been loaded
         self._usual_plan: Plan = ()
         self._step = NO_STEP
         self._at_once = config.micro_batches_at_once(world.rank)
@@ -93,7 +93,7 @@ class Loop:
         self._seed_micro_batch = StepSeeding(world.device, config.seed, Purpose.MICRO_BATCH)
         self._seed_after_step = StepSeeding(world.device, config.seed, Purpose.AFTER_STEP)
         self._watch = FiniteWatch()
-        # The plan of one worker needs no times.
+        # One worker needs no times for its plan.
         is_planned = world.size > 1 or config.strategy != "gradients"
         self._stopwatch = stopwatch_for(world.device, timeline, 1 if is_planned else SELDOM_MEASURED)
         self._timeline = timeline
@@ -103,23 +103,23 @@ class Loop:
         self._average = average
         self._gc_policy = collections
         self._loss_scale = LossScale() if config.precision == "fp16" else None
-        # fp16 looks at the norm even where nothing is clipped.
+        # fp16 needs the norm even if nothing is clipped.
         limit = math.inf if config.max_grad_norm is None and self._loss_scale else config.max_grad_norm
         self.update = Update(replica, limit)
-        # A GPU would stand still while the host waits to know whether exact sums fit their grids.
+        # Otherwise a GPU is idle while the host waits to know whether exact sums fit their grids.
         self._may_update_early = config.exact and world.device.type == "cuda"
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
         self._epoch_hooks: list[tuple[int, Callable[[int], object]]] = []
         self._gradient_hooks: list[Callable[[Mapping[str, torch.Tensor]], object]] = []
         self._parameter_hooks: list[Callable[[], object]] = []
         self._agreement = Agreement(replica, communicator)
-        # Replicas that are averaged differ in between.
+        # Averaged replicas differ between two averages.
         check_of = communicator if not isinstance(config.strategy, Averaging) else None
         self._replica_check = ReplicaCheck(replica, check_of)
         self._communicator = communicator
-        self._added: list[torch.Tensor] | None = None  # parameters that are trained once all workers have them
+        self._added: list[torch.Tensor] | None = None  # new parameters, trained once all workers have them
         self._requested_rate: tuple[float, int] | None = None
-        # Who asks for a rate in the loop's body is heard with the exchange, whose numbers a GPU has late.
+        # A rate that is requested in the loop's body is exchanged; on several GPUs it would arrive too late.
         self._may_request_rates = world.size == 1 or (world.device.type == "cpu" and check_of is not None)
         self._loss: torch.Tensor | None = None
         self.weight = 0  # of the open micro-batch
@@ -127,16 +127,16 @@ class Loop:
         self._is_last = True  # of this worker's micro-batches of the step
         self.is_inside_epoch = self.is_in_hook = self.is_closed = False
         self._may_end_epoch = False
-        self._left_epoch: int | None = None  # left by `break`, and the next one has not begun
-        self._is_left_open = False  # and what ends every epoch is still to be done
-        self.is_repeating = False  # exact mode had to begin this step again
+        self._left_epoch: int | None = None  # left by `break`
+        self._is_left_open = False  # the work at the end of an epoch is still due
+        self.is_repeating = False  # exact mode repeats this step
         self.last_record: StepRecord | None = None
 
     def micro_batches(self, epoch: int) -> Iterator[Any]:
-        """This worker's micro-batches until this epoch ends; `step` must be called after each.
+        """This worker's micro-batches of an epoch; `step` must be called after each.
 
-        A worker without a share in a step still takes part: the step is completed here. A step that exact mode has
-        to repeat leaves the position where it was, and its micro-batches come again.
+        Steps in which this worker has no share are completed here. A step that exact mode repeats does not advance the
+        position: its micro-batches are yielded again.
         """
         self.is_inside_epoch = True
         self._timeline.event("epoch begin", number=epoch)
@@ -162,24 +162,24 @@ class Loop:
                 if not mine:
                     self._finish_step()
             self._complete_epoch()
-        except GeneratorExit:  # left by `break`, or by an exception in the loop's body: here it cannot be told which
+        except GeneratorExit:  # `break`, or an exception in the loop's body
             self._left_epoch, self._is_left_open = epoch, True
             raise
         finally:
             self._gc_policy.end_epoch()
             self.is_inside_epoch = False
-            # On several workers the step stays as it is until the others are told.
+            # Several workers keep the step open until the others have been told.
             if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
                 self.abandon()
 
     def abandon(self) -> None:
-        """Drop the step that is under way, if one is."""
+        """Drop the step under way, if any."""
         if self._is_step_under_way:
             self._is_open, self._is_last = False, True
             self._exchange.abandon()
 
     def end_epoch(self) -> None:
-        """Let the epoch end after the step whose hook calls this."""
+        """End the epoch after the current step. Called in one of its hooks."""
         if not self._may_end_epoch or self.last_record is None:
             raise MisuseError(
                 "end_epoch() ends an epoch on all workers after the same step: call it in a hook of trainer.every, "
@@ -189,10 +189,10 @@ class Loop:
             self.position = self.position.next_epoch()
 
     def settle(self) -> None:
-        """An epoch's loop may have been left by `break`: do now what the end of every epoch needs.
+        """Complete an epoch whose loop was left by `break`.
 
-        One worker may leave an epoch before its end. Of several none may: on each the loop's body runs for other
-        micro-batches, so they would leave at different steps. That is an error, on all of them.
+        A single worker may leave an epoch early. Several workers may not: the loop's body runs for different
+        micro-batches on each, so they would leave at different steps. That is an error on all of them.
         """
         if not self._is_left_open:
             return
@@ -202,7 +202,7 @@ class Loop:
         self._complete_epoch()
 
     def begin_next_epoch(self) -> bool:
-        """After a `break`, go to the next epoch; False if there was none."""
+        """After a `break`, advance to the next epoch. Returns False if the last epoch was not left early."""
         self.settle()
         left, self._left_epoch = self._left_epoch, None
         if left != self.position.epoch or self.is_over:
@@ -218,12 +218,12 @@ class Loop:
 
     @property
     def _is_step_under_way(self) -> bool:
-        """Whether this worker has begun micro-batches of a step that it did not exchange yet."""
+        """Whether this worker has begun a step that it did not exchange yet."""
         return self._is_open or not self._is_last
 
     def _tell_left(self) -> None:
-        """Take part in the others' steps, without a gradient, until all have read that this worker left."""
-        if self._world.device.type != "cpu":  # they read it steps later, and would go on without this worker's part
+        """Take part in the others' steps without gradients until all workers know that this one left."""
+        if self._world.device.type != "cpu":  # they would read it some steps later
             raise left_error([self._world.rank])
         is_under_way = self._is_step_under_way
         if self._is_open:
@@ -248,7 +248,7 @@ class Loop:
         raise left_error([self._world.rank])
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Backward of this micro-batch's loss, a mean over its samples. Several calls add up."""
+        """Run backward for this micro-batch's loss, a mean over its samples. Gradients of several calls add up."""
         if not self._is_open:
             raise MisuseError("backward() was called outside of a micro-batch: call it inside `for batch in epoch`")
         if not isinstance(loss, torch.Tensor):
@@ -265,25 +265,25 @@ class Loop:
         self._loss = reported if self._loss is None else self._loss + reported
 
     def replayed(self, loss: torch.Tensor | None) -> None:
-        """A graph has run this micro-batch's forward and backward and left its loss there. None: nothing has."""
+        """A CUDA graph has run this micro-batch's forward and backward. loss: its output; None if nothing ran."""
         self._loss = loss
 
     def step(self) -> StepRecord | None:
-        """End this micro-batch, and the step if it was this worker's last; returns the record of a completed step."""
+        """End this micro-batch, and the step if it was this worker's last. Returns the record of a completed step."""
         if not self._is_open:
             raise MisuseError("step() was called without a micro-batch: call it once for each `for batch in epoch`")
         if self.weight and not self._exchange.has_gradient():
             raise MisuseError(
                 "step() was called before backward(): this micro-batch has no gradient"
                 if self._loss is None
-                else "backward() gave none of the run's parameters a gradient: compute the loss with trainer.model, "
-                "and do not call zero_grad() before step()"
+                else "backward() gave no trained parameter a gradient: compute the loss with trainer.model, and do not "
+                "call zero_grad() before step()"
             )
         if self._loss is None and self.weight:
             if self._loss_scale is not None:
                 raise MisuseError(
                     "precision='fp16' scales the loss before backward: call trainer.backward(loss) instead of "
-                    "loss.backward() or a GradScaler of your own, whose gradients would be taken for scaled ones"
+                    "loss.backward() or your own GradScaler"
                 )
             self._is_loss_known = False  # a bare loss.backward()
         self._is_open = False
@@ -297,34 +297,34 @@ class Loop:
 
     @property
     def is_over(self) -> bool:
-        """Whether as many steps are done as the run is to have."""
+        """Whether the run has reached its number of steps."""
         return self.max_steps is not None and self.position.step >= self.max_steps
 
     def synchronize(self) -> None:
-        """Make all replicas equal, where the strategy lets them differ."""
+        """Make all replicas equal, if the strategy lets them differ."""
         self._exchange.synchronize()
 
     def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
-        """Call `hook(record)` after every so-many steps, on all workers together."""
+        """Call `hook(record)` after every `steps` steps, on all workers together."""
         if steps < 1:
             raise ValueError(f"every({steps}, ...): choose at least 1 step")
         self._hooks.append((steps, hook))
 
     def every_epoch(self, epochs: int, hook: Callable[[int], object]) -> None:
-        """Call `hook(number)` at the end of every so-many epochs, on all workers together."""
+        """Call `hook(number)` at the end of every `epochs` epochs, on all workers together."""
         if epochs < 1:
             raise ValueError(f"every_epoch({epochs}, ...): choose at least 1 epoch")
         self._epoch_hooks.append((epochs, hook))
 
     def on_parameters(self, hook: Callable[[], object]) -> None:
-        """Call `hook()` when other parameters are trained than before."""
+        """Call `hook()` when the set of trained parameters has changed."""
         self._parameter_hooks.append(hook)
 
     def set_learning_rate(self, rate: float, group: int = -1) -> None:
         """Set the learning rate of a parameter group, or of all, on all workers alike.
 
-        In the loop's body: for the step under way, whoever of the workers asks for it. Elsewhere: at once, on every
-        worker that calls it.
+        In the loop's body it applies to the current step, and one worker's request is enough. Elsewhere it applies at
+        once, on every worker that calls it.
         """
         if not 0 <= rate < math.inf:
             raise ValueError(f"lr={rate}: choose a finite number >= 0")
@@ -334,29 +334,29 @@ class Loop:
         if not self._may_request_rates:
             raise MisuseError(
                 "set_lr() was called in an epoch's loop, which a worker without a share skips: with several GPUs, or "
-                "replicas that are averaged, call it in a hook, trainer.every(1, lambda record: trainer.set_lr(...))"
+                "with Averaging, call it in a hook: trainer.every(1, lambda record: trainer.set_lr(...))"
             )
         self._requested_rate = (rate, group)
 
     def check_replicas(self) -> None:
-        """Raise on all workers if their weights differ. All call it together, between two steps."""
+        """Raise on all workers if their weights differ. Called by all workers together, between two steps."""
         self._replica_check.look(self.position.step)
 
     def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
-        """Call `hook(parameters)` in every step, when they have the mean gradients and nothing was clipped yet."""
+        """Call `hook(parameters)` in every step, when gradients are the mean and not clipped yet."""
         self._gradient_hooks.append(hook)
 
     def explain(self, error: BaseException) -> None:
-        """Tell in a note what to change, where that can be told from the error."""
+        """Add a note with a remedy to an out-of-memory error."""
         if isinstance(error, torch.OutOfMemoryError):
             explain_out_of_memory(error, self._config, self.replica, self._world)
 
     def report(self) -> Report:
-        """Where the workers' time went so far."""
+        """Where the workers' time went."""
         return self._account.report()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, and what its next step needs to know beside weights and optimizer."""
+        """The position, and all state of the next step besides weights and optimizer."""
         return {
             "position": self.position.to_dict(),
             "trained": self.replica.names_to_train(),
@@ -368,7 +368,7 @@ class Loop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there. What was learned about the workers counts only for as many of them."""
+        """Restore `state_dict`. What was learned about the workers is used only in a world of the same size."""
         self.position = Position.from_dict(state["position"])
         self._events.step = self.position.step
         if self._loss_scale is not None and state["loss_scale"] is not None:
@@ -403,12 +403,12 @@ class Loop:
         return step.plan[self._world.rank]
 
     def _begin_micro_batch(self, numbers: range, *, is_last: bool) -> Any:
-        """The batch of these micro-batches of the step: one of them, or several that this device runs as one."""
+        """The batch of one micro-batch, or of several that this device runs at once."""
         self._stopwatch.start()
         position, self._num_open = self.position, len(numbers)
         batch, self.weight = self._feed.micro_batch(numbers)
         self._stopwatch.ready()
-        # The last of several stands for all: the step's last micro-batch is then found where it is looked for.
+        # The last of several represents all of them, so that the step's last micro-batch is recognized.
         self._exchange.begin_micro_batch(numbers[-1], self.weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
         self._seed_micro_batch(position.step, numbers[0])
@@ -424,7 +424,7 @@ class Loop:
         )
         self._requested_rate = None
         self._exchange.send(message)
-        early: list[Number | None] = []  # the norm, where the update was queued before the exchange's outcome is known
+        early: list[Number | None] = []  # the norm, if the update was queued early
         update_unless = self._update_unless(early) if message.learning_rate is None else None
         numbers = self._exchange.finish(self._accept, update_unless)
         self._stopwatch.received()
@@ -435,9 +435,9 @@ class Loop:
         plan, num_samples = self._step.plan, self._step.num_samples
         self._planner.observe(plan, numbers)
         self._keeper.observe(numbers)
-        # From here on every worker does the same, drawing the same random numbers.
+        # From here on every worker does the same, with the same random numbers.
         self._seed_after_step(position.step)
-        # A worker alone knows what it asked for; asking a GPU would wait for it.
+        # A single worker knows its own request: reading it from a GPU would wait.
         if self._world.size > 1:
             if self._may_request_rates:
                 self._set_requested_rate(numbers.learning_rates)
@@ -484,14 +484,14 @@ class Loop:
         return record
 
     def _update_unless(self, norms: list[Number | None]) -> UpdateUnless | None:
-        """Lets the exchange queue the update before the host waits for it, where nothing on the host comes between."""
+        """Queues the update before the host waits for the exchange, if no code of the user runs in between."""
         is_direct = not self._gradient_hooks and self._added is None and self._loss_scale is None
         if not self._may_update_early or not is_direct or not self.update.can_be_voided:
             return None
         return lambda is_void: norms.append(self.update.clip_and_step_unless(is_void))
 
     def _end_epoch(self, number: int) -> None:
-        """Its last step is done: on all workers, also on one that leaves its loop by `break` now."""
+        """An epoch's last step is done, on all workers."""
         self._timeline.event("epoch end", number=number)
         if self._config.scheduler_every == "epoch":
             self.replica.step_schedulers()
@@ -500,10 +500,10 @@ class Loop:
                 self._run_hook(hook, number)
 
     def _take_parameter_changes(self) -> None:
-        """The user may freeze, unfreeze and add parameters between two steps.
+        """Notice parameters that were frozen, unfrozen or added between two steps.
 
-        One worker uses them at once. Several must know of each other that all have done it, which this step's exchange
-        tells: if so, the step is begun again with the new ones.
+        A single worker uses the new set at once. Several workers first compare their sets in this step's exchange, and
+        repeat the step with the new set.
         """
         added = self.replica.take_changes()
         if added is None:
@@ -513,13 +513,13 @@ class Loop:
             self._use_parameters(self._added)
 
     def _accept(self, numbers: Numbers) -> bool:
-        """Whether the step counts. Workers that differ in what must be the same raise, all of them."""
+        """Whether the step counts. Raises on all workers if they disagree."""
         has_changes = self._added is not None
         self._agreement.check(numbers, now=has_changes)
         return not has_changes
 
     def _use_parameters(self, added: Sequence[torch.Tensor]) -> None:
-        """Train what the replica trains now; all workers get rank 0's values of what is new."""
+        """Train the replica's current parameters. All workers get rank 0's values of new ones."""
         self._added = None
         if added:
             share_weights(self.replica.model, self.replica.parameters, self._communicator)
@@ -545,20 +545,20 @@ class Loop:
     def _told_loss(self, numbers: Numbers) -> float:
         if not self._is_loss_known:
             raise MisuseError(
-                "ReduceLROnPlateau follows the loss, which a bare loss.backward() keeps from the run: call "
+                "ReduceLROnPlateau needs the loss, which is unknown after a bare loss.backward(): call "
                 "trainer.backward(loss)"
             )
         return numbers.loss
 
     def _note_plan(self, step: Step) -> None:
-        """A change of the plan is an event, unless it is the epoch's end that makes the step smaller."""
+        """Emit an event if the plan changed, except for the smaller step at an epoch's end."""
         plan, usual = step.plan, self._usual_plan
         if plan != usual and not step.is_cut:
             self._usual_plan = plan
             self._events.emit("plan", shares=sizes(plan), before=sizes(usual))
 
     def _is_step_valid(self, numbers: Numbers, norm: Number | None) -> bool:
-        """Whether to take the step. False: fp16 overflowed, skip it. Not finite without fp16 is an error."""
+        """Whether to update. False if fp16 overflowed; without fp16 a non-finite number is an error."""
         step = self.position.step + 1
         if self._loss_scale is not None:
             assert norm is not None
@@ -582,12 +582,12 @@ class Loop:
             self.is_inside_epoch, self.is_in_hook = is_inside, False
 
 
-@dataclass(slots=True)  # not frozen: that would take a microsecond of every step
+@dataclass(slots=True)  # not frozen: that costs a microsecond per step
 class StepRecord:
-    """A completed step. Numbers are read from the device when they are asked for.
+    """A completed step. Numbers are read from the device on demand.
 
-    `step` counts completed steps, `epoch` from 0. `num_samples` is the size of the global batch. `lr` is the rate for
-    the next step. `is_skipped`: fp16 overflowed.
+    step: number of completed steps. epoch: counted from 0. num_samples: size of the global batch. lr: learning rate of
+    the next step. is_skipped: fp16 overflowed.
     """
 
     step: int
@@ -603,21 +603,20 @@ class StepRecord:
     def loss(self) -> float:
         """The mean over the global batch, before the update; the same on every worker.
 
-        NaN if no sample had weight, and where a bare `loss.backward()` kept it from the run. With `Averaging` workers
-        exchange nothing between two meetings: then it is the mean over all workers' steps up to the last meeting,
-        since the one before; NaN until the first.
+        NaN if no sample had weight, or after a bare `loss.backward()`. With `Averaging`: the mean over all workers'
+        steps between the last two averages; NaN until the first.
         """
         return self._numbers.loss
 
     @property
     def weight(self) -> float:
-        """What the mean was taken over: samples, or what weight_fn counted. With `Averaging`, per step of its mean."""
+        """The total weight of the mean: samples, or the sum of weight_fn. With `Averaging`: per step."""
         return self._numbers.total_weight
 
     def part_of(self, rank: int) -> tuple[float, float]:
-        """What a worker adds to a sum over steps and workers: its weighted loss, and its weight.
+        """A worker's contribution to a sum over steps and workers: weighted loss, and weight.
 
-        Of a step that was exchanged rank 0 has it all; the others have nothing.
+        For an exchanged step rank 0 contributes everything and the others nothing.
         """
         if self.is_skipped:
             return 0.0, 0.0
@@ -627,12 +626,12 @@ class StepRecord:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """How many of the step's micro-batches each worker took, by rank."""
+        """The number of micro-batches that each worker took, by rank."""
         return sizes(self._plan)
 
     @property
     def timings(self) -> Sequence[Timing]:
-        """What each worker said about its time, by rank."""
+        """The workers' timings, by rank."""
         return self._numbers.timings
 
     @property

@@ -1,4 +1,4 @@
-"""Who takes which micro-batches of the next step: fixed by the user, or following the times that were measured."""
+"""Which worker takes which micro-batches of the next step: fixed shares, or shares that follow measured times."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from paceline.plan.shares import Plan, ranges, shares
 from paceline.run.config import RunConfig
 from paceline.sync.numbers import Numbers
 
-# A GPU's numbers are read this many steps late, so that the host need not wait for them; the CPU's at once.
+# Numbers from a GPU are read this many steps late, so that the host does not wait for the device.
 GPU_LAG_STEPS = 2
-# Of steps shorter than this only some are looked at: learning from one takes a third of a small model's step.
+# Of shorter steps only some are used: updating the speeds takes a third of a small model's step.
 LOOK_EVERY_S = 0.01
-MAX_UNSEEN = 100  # however short a step seems to be
+MAX_UNSEEN = 100  # steps in a row that are not used
 
 
 class Planner(Protocol):
-    """The same on every worker: it sees only what all of them have."""
+    """Computes the same plan on every worker: it uses only numbers that all of them have."""
 
     def plan(self, num_left: int) -> Plan:
-        """The next step's micro-batch numbers, by rank, where so many micro-batches are left in the epoch."""
+        """The micro-batches of the next step, by rank. num_left: micro-batches left in the epoch."""
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
-        """What was exchanged in a step; called with every step in turn, some steps late."""
+        """Learn from a completed step's numbers. Called for every step, in order."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What was learned about the workers; empty where nothing is."""
+        """What was learned about the workers, for checkpoints."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave in a world of as many workers."""
+        """Restore what `state_dict` returned in a world of the same size."""
 
 
 class FixedPlanner:
@@ -64,8 +64,8 @@ class MeasuringPlanner:
     def __init__(self, step_size: int, balancer: Balancer) -> None:
         self._step_size = step_size
         self._balancer = balancer
-        self._plans: dict[int, Plan] = {}  # by size of the step, until speeds are looked at again
-        self._num_unseen = 0  # steps to come that are not looked at
+        self._plans: dict[int, Plan] = {}  # by step size; cleared when speeds change
+        self._num_unseen = 0  # coming steps that are not used
 
     def plan(self, num_left: int) -> Plan:
         size = min(self._step_size, num_left)
@@ -94,7 +94,7 @@ class MeasuringPlanner:
 
 
 class CadencePlanner:
-    """Steps as large as El Che says, so that the exchange costs little."""
+    """El Che's steps: large enough to keep the exchange cheap."""
 
     def __init__(self, el_che: ElChe, max_step_size: int) -> None:
         self._el_che = el_che
@@ -105,10 +105,10 @@ class CadencePlanner:
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
         timings = numbers.timings
-        # On a GPU a step may end before the one it reports on could be read.
+        # On a GPU a step may end before any timing has arrived.
         counts = [len(own) if timing.micro_batch else 0 for own, timing in zip(plan, timings, strict=True)]
         compute_ms = [1e3 * timing.micro_batch * count for timing, count in zip(timings, counts, strict=True)]
-        # Who comes last to an exchange waits for nobody: its time is what the exchange itself takes.
+        # The worker that arrives last does not wait: its time is the cost of the exchange itself.
         syncs = [timing.sync for timing in timings if timing.sync]
         self._el_che.report_timing(compute_ms, counts, 1e3 * min(syncs) if syncs else None)
 
@@ -120,8 +120,8 @@ class CadencePlanner:
             self._el_che = ElChe.from_dict(state["el_che"])
 
 
-class Late:
-    """Hands a planner the numbers of a step so many steps late, when they have long arrived."""
+class LaggedPlanner:
+    """Passes numbers to a planner `lag` steps late, when they have arrived from the device."""
 
     def __init__(self, planner: Planner, lag: int) -> None:
         self._planner = planner
@@ -137,14 +137,14 @@ class Late:
             self._planner.observe(*self._unread.popleft())
 
     def state_dict(self) -> dict[str, Any]:
-        return self._planner.state_dict()  # of times that no planner has seen yet, nothing depends
+        return self._planner.state_dict()  # nothing depends on numbers that were not passed on
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._planner.load_state_dict(state)
 
 
 def planner_for(config: RunConfig, world: World, step_size: int) -> Planner:
-    """`step_size`: micro-batches of a full step; the most of one where a cadence decides."""
+    """step_size: micro-batches of a full step; the maximum if a cadence decides."""
     planner: Planner
     if isinstance(config.strategy, Cadence):
         planner = CadencePlanner(config.strategy.for_workers(world.size), step_size)
@@ -154,4 +154,4 @@ def planner_for(config: RunConfig, world: World, step_size: int) -> Planner:
         return FixedPlanner(step_size, (1.0,) * world.size)
     else:
         planner = MeasuringPlanner(step_size, Balancer(world.size, config.speed_hints))
-    return Late(planner, GPU_LAG_STEPS) if world.device.type == "cuda" else planner
+    return LaggedPlanner(planner, GPU_LAG_STEPS) if world.device.type == "cuda" else planner

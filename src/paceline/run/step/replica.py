@@ -1,4 +1,4 @@
-"""A replica: one worker's copy of model, optimizer and scheduler, the same on every worker after every step."""
+"""A replica: one worker's copy of model, optimizers and schedulers, equal on all workers after every step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_de
 from paceline.run.step.fused_optimizers import fuse, step
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-# Made already, over the parameters of a model that is made already; or a function that makes it.
+# An optimizer over the parameters of an existing model, or a function from parameters to an optimizer.
 OptimizerFactory: TypeAlias = Optimizers | Callable[[list[torch.Tensor]], Optimizers]
-# From the optimizer, or from all of them where there are several, to a scheduler or several; or one made already, over
-# an optimizer that is made already.
+# From the optimizer, or the list of optimizers, to schedulers; or a scheduler over an existing optimizer.
 SchedulerFactory: TypeAlias = Callable[[Any], Any] | torch.optim.lr_scheduler.LRScheduler
 
 
 class Replica:
-    """Made from the user's parts, on this worker's device, with rank 0's weights."""
+    """Built from the user's parts, on this worker's device, with the weights of rank 0."""
 
     def __init__(
         self,
@@ -47,7 +46,7 @@ class Replica:
         self._check_parameters(device)
         _check_modules(self.model)
         if train_mode and isinstance(self.model, nn.Module) and not self.model.training:
-            self.model.train()  # else single layers that are in eval mode stay there
+            self.model.train()  # a model in training mode may have single layers in eval mode: they stay
         share_weights(self.model, self.parameters, communicator)
         made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
         self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
@@ -69,7 +68,7 @@ class Replica:
         return float(self.optimizers[0].param_groups[0]["lr"])
 
     def set_learning_rate(self, rate: float, group: int = -1) -> None:
-        """Of one parameter group, counted over all optimizers, or of all of them."""
+        """group: counted over all optimizers; -1 for all groups."""
         groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
         if not -1 <= group < len(groups):
             raise ValueError(f"group={group}: the optimizers have {len(groups)} parameter groups, counted from 0")
@@ -92,22 +91,22 @@ class Replica:
             raise MisuseError(
                 f"{type(optimizer).__name__}.step() was called on an optimizer that belongs to the trainer, which "
                 "steps it with the mean gradient of the global batch: remove this call (also scaler.step(optimizer)), "
-                "trainer.step() does it. For fp16 pass precision='fp16', which scales losses by itself"
+                "trainer.step() does it. For fp16 pass precision='fp16', which includes loss scaling"
             )
 
     def close(self) -> None:
-        """Leave the optimizers as they were found."""
+        """Remove the hooks from the optimizers."""
         for guard in self._guards:
             guard.remove()
 
     def step_schedulers(self, loss: Callable[[], float] | None = None) -> None:
-        """`loss`: of the step, for a scheduler that follows it; None at the end of an epoch."""
+        """loss: of the step, for ReduceLROnPlateau; None at the end of an epoch."""
         self._check_schedulers()
         self._step_schedulers(loss)
         self.note_schedulers()
 
     def note_schedulers(self) -> None:
-        """From now on nobody else may step them."""
+        """Remember the schedulers' states, to detect steps by other code."""
         self._scheduler_steps = [getattr(scheduler, "last_epoch", None) for scheduler in self.schedulers]
 
     def _check_schedulers(self) -> None:
@@ -123,24 +122,23 @@ class Replica:
             if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step()
             elif loss is not None:
-                if not math.isnan(value := loss()):  # nobody knows the loss: no reason to lower the rate
+                if not math.isnan(value := loss()):  # NaN: the loss is unknown
                     scheduler.step(value)
             else:
                 raise MisuseError(
-                    "ReduceLROnPlateau needs to be told a value at the end of an epoch: leave scheduler= out, step it "
-                    "yourself in trainer.every_epoch, and register it with trainer.register for checkpoints"
+                    "ReduceLROnPlateau needs a value at the end of an epoch: leave scheduler= out, step it in a hook "
+                    "of trainer.every_epoch, and register it with trainer.register for checkpoints"
                 )
 
     @property
     def trained_names(self) -> tuple[str, ...]:
-        """The names of `parameters`: the same tuple as long as they are the same parameters."""
+        """The names of `parameters`: the same tuple object until they change."""
         return self._trained_names
 
     def take_changes(self) -> list[torch.Tensor] | None:
-        """Look whether other parameters are trained than before, and from now on train those.
+        """Update the set of trained parameters: some may have been frozen, unfrozen, or added by `add_param_group`.
 
-        Frozen and unfrozen ones are noticed, and what was added with `add_param_group`. Returns the parameters that
-        are new to the run, None where nothing has changed.
+        Returns the parameters that are new to the run; None if nothing changed.
         """
         if not self._has_changed():
             return None
@@ -154,16 +152,16 @@ class Replica:
         return [p for p in parameters.values() if id(p) not in known]
 
     def names_to_train(self) -> list[str]:
-        """The names, in the plain model, of what the next step will train."""
+        """The names, in the plain model, of the parameters that the next step trains."""
         return [plain_name(name) for name, p in named_parameters(self.model).items() if p.requires_grad]
 
     def group_names(self) -> list[list[list[str]]]:
-        """By optimizer and group: the names of its parameters in the plain model."""
+        """The names of the parameters in the plain model, by optimizer and group."""
         names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}
         return [[[names.get(id(p), "") for p in group["params"]] for group in o.param_groups] for o in self.optimizers]
 
     def add_groups(self, saved: Sequence[Sequence[Sequence[str]]]) -> None:
-        """Give the optimizers the groups that a saved run has added to the ones that it began with."""
+        """Add the parameter groups that a saved run had added after its set-up."""
         parameters = {plain_name(name): p for name, p in named_parameters(self.model).items()}
         for optimizer, groups, own in zip(self.optimizers, saved, self.group_names(), strict=False):
             if [list(group) for group in groups[: len(own)]] != own:
@@ -173,7 +171,7 @@ class Replica:
                     optimizer.add_param_group({"params": [parameters[name] for name in group]})
 
     def set_trained(self, names: Sequence[str]) -> None:
-        """Train these parameters, by their names in the plain model, and freeze all others."""
+        """Train the parameters with these names in the plain model, and freeze all others."""
         for name, parameter in named_parameters(self.model).items():
             if parameter.is_floating_point():
                 parameter.requires_grad_(plain_name(name) in names)
@@ -188,7 +186,7 @@ class Replica:
         return self._count_parameters() != self._num_parameters
 
     def _count_parameters(self) -> int:
-        """Of all groups; parameters come to a run by `add_param_group`."""
+        """The number of parameters in all groups."""
         return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def _note_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -208,12 +206,12 @@ class Replica:
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter has in the model without torch.compile's wrapper."""
+    """The name of a parameter without the prefix of torch.compile's wrapper."""
     return name.removeprefix("_orig_mod.")
 
 
 def only_or_all(things: list[Any]) -> Any:
-    """What users see: the thing itself, or a list where there are several."""
+    """The only item, or the list if there are several."""
     return things[0] if len(things) == 1 else things
 
 
@@ -243,19 +241,19 @@ def _check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> 
 
 
 def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """An optimizer that calls the loss again by itself would need all of the step's micro-batches each time."""
+    """An optimizer that evaluates the loss itself would need all micro-batches of the step each time."""
     for optimizer in optimizers:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}, whose step(closure) computes the loss several times: a "
-                "step here has one gradient, the mean over its micro-batches. Choose an optimizer that steps from "
-                "that, such as torch.optim.AdamW"
+                f"optimizer is a {type(optimizer).__name__}, whose step(closure) computes the loss several times: here "
+                "a step has one gradient, the mean over its micro-batches. Choose an optimizer that needs no closure, "
+                "such as torch.optim.AdamW"
             )
 
 
 def _schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen: Any) -> Any:
-    """What `scheduler=` gives: a function is called with `seen`, the optimizer or all; what is made is checked."""
+    """The schedulers of `scheduler=`: a function is called with `seen`, the optimizer or the list of them."""
     if not callable(scheduler):
         given = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
         for each in given:

@@ -1,4 +1,4 @@
-"""Where a worker's time goes in a step: its micro-batches, the exchange, the rest."""
+"""Measures where a worker's time goes in a step: micro-batches, exchange, rest."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.observe.timeline.recorder import NoTimeline, Recorder
 
 
 class Stopwatch(Protocol):
-    """Per step: `begin_step`, and `ready` when its plan is there; per pass over micro-batches `start`, `ready` when its
-    data is there, and `stop` after its backward; then `send` and, around the exchange and the optimizer, `received` and
-    `end_step`; `completed` when the replicas have met, where they do. A recorder gets the moments of completed steps.
+    """Calls per step: `begin_step`, `ready` (the plan is known); per pass over micro-batches `start`, `ready` (the data
+    arrived), `stop` (backward is done); then `send`, `received` (the exchange is done), `end_step` (the optimizer is
+    done) and `completed` (replicas are averaged, if they are). A recorder gets the times of completed steps.
     """
 
     def begin_step(self) -> None: ...
@@ -27,7 +27,7 @@ class Stopwatch(Protocol):
     def stop(self, num_micro_batches: int = 1) -> None: ...
 
     def send(self) -> Timing:
-        """The exchange begins. What is known by now: of this step and the one before, or on a GPU of earlier ones."""
+        """The exchange begins. Returns the latest known timing: of this step, or on a GPU of an earlier one."""
 
     def received(self) -> None: ...
 
@@ -36,13 +36,13 @@ class Stopwatch(Protocol):
     def completed(self, step: int) -> None: ...
 
     def flush(self) -> None:
-        """Hand over what the device has passed by now: no further step may come."""
+        """Record the steps that the device has completed; no further step may follow."""
 
 
 class HostStopwatch:
-    """For devices whose work is done when the call returns."""
+    """For devices whose operations are synchronous."""
 
-    # What tells the time; a timeline's notes it down.
+    # A timeline overrides it to record the times.
     _now = staticmethod(perf_counter)
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class HostStopwatch:
 
     def end_step(self) -> None:
         ended = self._now()
-        if self._is_first:  # it made the optimizer's state and the connections, which no later step will
+        if self._is_first:  # includes one-time work: optimizer state, connections
             self._is_first = False
             return
         self._sync = self._received - self._sent
@@ -86,7 +86,7 @@ class HostStopwatch:
 
 
 class RecordingHostStopwatch(HostStopwatch):
-    """The same, with all of a step's moments: only a timeline needs them."""
+    """Also records all times of a step, for a timeline."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -110,9 +110,9 @@ class RecordingHostStopwatch(HostStopwatch):
 
 
 class CudaStopwatch:
-    """For work that is queued: marks in the stream, read when the device has passed them. Nobody waits for that.
+    """For queued work: events in the stream, read once the device has passed them, without waiting.
 
-    A mark takes the host as long as a small kernel: `interval` is from how many steps one is measured, after the first.
+    Recording an event costs the host as much as a small kernel, so only one of `interval` steps is measured.
     """
 
     def __init__(self, interval: int = 1) -> None:
@@ -164,7 +164,7 @@ class CudaStopwatch:
 
 
 class RecordingCudaStopwatch(CudaStopwatch):
-    """The same, with marks at all of a step's moments: only a timeline needs them."""
+    """Also records events at all times of a step, for a timeline."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -205,14 +205,14 @@ class RecordingCudaStopwatch(CudaStopwatch):
 
 
 class _Marks:
-    """One step's places in the stream."""
+    """The events of one step."""
 
     sent: torch.cuda.Event
     received: torch.cuda.Event
     ended: torch.cuda.Event
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.current_stream()  # asked once: that takes longer than setting a mark
+        self._stream = torch.cuda.current_stream()  # looked up once: that takes longer than recording an event
         self.begun = self.set()
         self.passes: list[torch.cuda.Event] = []
         self.count = 0
@@ -230,7 +230,7 @@ class _Marks:
 
 
 class _Moments:
-    """One step's places in the stream, all in their order; `set_at`: when the host had set the first."""
+    """All events of one step, in order. `set_at`: the host's time when the first was recorded."""
 
     def __init__(self, begun: torch.cuda.Event) -> None:
         self.marks = [begun]
@@ -239,9 +239,9 @@ class _Moments:
 
 
 class _DeviceClock:
-    """The device's moments in the host's time: counted on from step to step, within what the host knows.
+    """Converts the device's event times to the host's clock, step by step.
 
-    No mark is passed before it was set, nor later than it is seen to be passed: so the clocks cannot drift apart.
+    An event is never reached before it was recorded, nor after the host saw it reached. So the clocks cannot drift.
     """
 
     def __init__(self) -> None:
@@ -249,7 +249,7 @@ class _DeviceClock:
         self._last_s = 0.0
 
     def times_of(self, moments: _Moments) -> list[float]:
-        """The times at which the device passed the marks of a step that it has just been seen to have passed."""
+        """Host times of the events of a step that the device has just completed."""
         first, *later = moments.marks
         since_first = [0.0, *(_seconds(first, mark) for mark in later)]
         counted_s = moments.set_at if self._last is None else self._last_s + _seconds(self._last, first)
@@ -263,7 +263,7 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def stopwatch_for(device: torch.device, recorder: Recorder, interval: int = 1) -> Stopwatch:
-    """`interval`: on a GPU, from how many steps one is measured; with a timeline, every one is."""
+    """interval: on a GPU, measure one of so many steps; a timeline measures every step."""
     if isinstance(recorder, NoTimeline):
         return CudaStopwatch(interval) if device.type == "cuda" else HostStopwatch()
     return RecordingCudaStopwatch(recorder) if device.type == "cuda" else RecordingHostStopwatch(recorder)

@@ -10,20 +10,20 @@ from paceline.run.step.replica import Replica
 
 
 class Number(Protocol):
-    """A tensor with one number, or one that is on its way to the host."""
+    """A tensor with one number, or a number on its way to the host."""
 
     def item(self) -> float: ...
 
 
 class Update:
-    """`clip`, and unless the step is skipped `step`. `max_norm`: None not to clip, infinite only to measure."""
+    """Clips the mean gradient and steps the optimizers. max_norm: None disables clipping, inf only measures."""
 
     def __init__(self, replica: Replica, max_norm: float | None) -> None:
         self._replica = replica
         self._max_norm = max_norm
 
     def clip(self) -> Number | None:
-        """The norm that the mean gradient had."""
+        """Returns the norm before clipping."""
         return self._clip()
 
     def _clip(self) -> torch.Tensor | None:

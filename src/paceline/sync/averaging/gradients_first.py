@@ -1,4 +1,4 @@
-"""Post-local SGD: one strategy after another."""
+"""Post-local SGD: gradients first, then averaging."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 
 
 class GradientsFirst:
-    """Post-local SGD: gradients in every step at first, another strategy after so many steps."""
+    """Uses one exchange for the first `num_steps` steps and another one afterwards."""
 
     def __init__(self, first: GradientExchange, then: Callable[[], GradientExchange], num_steps: int) -> None:
         self._now = first

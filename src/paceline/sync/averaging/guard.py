@@ -11,10 +11,10 @@ RISES = 3
 
 
 class DivergenceGuard:
-    """Raises the alarm when the drift has risen three times in a row and ends above the threshold.
+    """Detects drift that has risen three times in a row and exceeds the threshold.
 
-    The drift is how far replicas are from their mean, relative to its length. After an alarm the count begins anew,
-    so that what is done about it has time to show.
+    The drift is the distance of replicas from their mean, relative to its length. The count restarts after an alarm,
+    so that the reaction has time to take effect.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -25,7 +25,7 @@ class DivergenceGuard:
 
     @property
     def drifts(self) -> list[float]:
-        """What the next judgement rests on."""
+        """The recent drifts, for checkpoints."""
         return list(self._drifts)
 
     @drifts.setter

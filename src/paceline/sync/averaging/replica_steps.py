@@ -1,8 +1,7 @@
-"""Steps of replicas that are computed one by one, several in each process, and then brought together.
+"""Steps over several replicas per process, computed one after another by the user and then averaged.
 
-To the exchange a replica is a micro-batch: what its forward and backward have left, gradients, buffers and loss, is
-offered afterwards under its number among all. So the mean is the engine's, plain or exact, whichever process a replica
-lives in.
+The exchange treats a replica as a micro-batch: gradients, buffers and loss are handed over after its backward, under
+its global number. So the mean, plain or exact, does not depend on the process that holds a replica.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from paceline.sync.step_numbers import StepNumbers
 
 @dataclass(frozen=True)
 class Offer:
-    """What a replica has computed: the mean loss of `weight` samples, and the buffers that its forward has changed.
+    """The result of one replica: the mean loss of `weight` samples, and the buffers that its forward changed.
 
-    The gradients lie where backward has put them.
+    Gradients stay in `.grad`.
     """
 
     weight: int
@@ -35,7 +34,7 @@ class Offer:
 
 
 class BufferWatch:
-    """Finds what a forward pass does to a model's buffers, and undoes it."""
+    """Finds the changes that a forward pass makes to a model's buffers, and can undo them."""
 
     def __init__(self, model: Any) -> None:
         modules = model.named_modules() if isinstance(model, nn.Module) else ()
@@ -45,12 +44,12 @@ class BufferWatch:
             for key, buffer in module._buffers.items()
             if buffer is not None
         ]
-        # Running statistics are written by kernels that do not count it as a change of the tensor.
+        # Kernels that write running statistics do not increment the tensor's version.
         self._statistics = {name for name, module, _ in self._places if isinstance(module, _NormBase)}
         self._before: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def begin(self) -> None:
-        """A forward pass is about to begin: what the buffers hold now is what it begins with."""
+        """Call before a forward pass: remembers the current buffers."""
         for name, buffer in self._buffers().items():
             if not self._is_as_before(name, buffer):
                 self._before[name] = (buffer, buffer._version, buffer.clone())
@@ -61,9 +60,9 @@ class BufferWatch:
 
     @torch.no_grad()
     def take(self) -> dict[str, torch.Tensor]:
-        """The values of the buffers that were changed, which have their former ones again.
+        """Restore the changed buffers and return their new values.
 
-        A buffer that has another size now, such as a cache that grew, stays as it is.
+        A buffer whose size changed, such as a growing cache, is left alone.
         """
         taken = {}
         for name, buffer in self._buffers().items():
@@ -89,9 +88,10 @@ class BufferWatch:
 
 
 class ReplicaSteps:
-    """`replicas`: the trainable parameters of this process's replicas; `watches`: over their buffers.
+    """Exchanges the gradients and buffers of this process's replicas with those of all processes.
 
-    `model` is the first of them, on whose device the sums are made. `num_replicas`: of each process, by rank.
+    replicas: the trainable parameters of each replica. watches: one per replica. model: the first replica, whose device
+    holds the sums. num_replicas: per process, by rank.
     """
 
     def __init__(
@@ -108,10 +108,9 @@ class ReplicaSteps:
         self._gradients = ReplicaGradients(replicas, communicator, ranges(num_replicas), exact=exact, model=model)
 
     def exchange(self, offers: Sequence[Offer | None], reduce: Reduce | None) -> tuple[Plan, StepNumbers]:
-        """Give every replica of all processes the mean gradient, or what `reduce` makes of them, and the buffers as if
-        the replicas' batches had run one after another. Without an offer a replica has no batch in this step.
+        """Set the gradient of every replica to the mean, or to the result of `reduce`, and combine their buffers.
 
-        Returns who computed what, by process, and the step's numbers.
+        A replica without an offer has no batch in this step. Returns the plan, by process, and the step's numbers.
         """
         weights = self._gradients.gather([0 if offer is None else offer.weight for offer in offers])
         if not any(weights):

@@ -1,4 +1,4 @@
-"""Where replicas that differ meet: at their mean, or at what an outer optimizer makes of it."""
+"""The average of replicas that took local steps, optionally passed through an outer optimizer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.sync.numbers import RoundMean
 
 
 @dataclass
-class Round:
-    """What happened since the last meeting: this worker's weight and losses, and the steps and micro-batches of all.
+class RoundTotals:
+    """Totals since the last average: this worker's weight and losses, and the steps and micro-batches of all workers.
 
-    `loss_sum` is weighted, by what adds up to `loss_weight`.
+    `loss_sum` is weighted; its weights add up to `loss_weight`.
     """
 
     weight: float = 0.0
@@ -31,9 +31,12 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a meeting found. `round_s`: what the slowest worker took for the `steps` before it; `sync_s`: what the
-    meeting before it took of the worker that came last, who waited for nobody."""
+class RoundResult:
+    """The result of an average.
+
+    `round_s`: seconds that the slowest worker needed for the `steps` before it. `sync_s`: seconds that the previous
+    average cost the worker that arrived last, which is the cost without waiting.
+    """
 
     drift: float
     mean: RoundMean
@@ -45,7 +48,7 @@ class Outcome:
 
 
 class _Row(NamedTuple):
-    """What a worker tells at a meeting."""
+    """What each worker sends with its change."""
 
     weight: float
     weighted_square: float  # of its change's length
@@ -58,11 +61,11 @@ class _Row(NamedTuple):
     loss_weight: float
 
 
-class Meeting:
-    """All replicas' weights at one point, and the way from each replica to it.
+class ReplicaAverage:
+    """Averages the replicas' weights.
 
-    What travels is each replica's change since the last meeting, which bears a coarse type better than the weights
-    themselves would. Changes are weighted by samples; the drift follows from their lengths and that of their mean.
+    Each replica sends its change since the last average, which tolerates a coarse dtype better than the weights do.
+    Changes are weighted by samples. The drift is computed from their lengths and the length of their mean.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Meeting:
         self._travelling = communicator.empty(self._common.numel(), transfer, device)
         self._table = communicator.empty(size * len(_Row._fields), torch.float64, device)
         self._pending: list[Pending] = []
-        # A view: what the outer optimizer does to it, it does to the common weights, not to statistics.
+        # A view: the outer optimizer updates the common weights in place, and no statistics.
         self._trained = torch.nn.Parameter(self._common[: sum(p.numel() for p in parameters)])
         self._outer = None if outer is None else outer([self._trained])
         self._clock = _Clock(device)
@@ -91,12 +94,12 @@ class Meeting:
         return bool(self._pending)
 
     @torch.no_grad()
-    def start(self, own: Round, timing: Timing, wish: float) -> None:
+    def start(self, own: RoundTotals, timing: Timing, wish: float) -> None:
         round_s, sync_s = self._clock.end_round()
         with self._clock.sync():
             self._steps = own.steps
             self._change = self._read().sub_(self._common)
-            # Divided by a number all workers know, so that a sum over thousands of samples stays in fp16's range.
+            # Scaled by a number that all workers know, so that the sum stays in the range of fp16.
             self._scale = 1.0 / max(own.micro_batches, 1)
             torch.mul(self._change, own.weight * self._scale, out=self._travelling)
             square = own.weight * self._change.norm(dtype=torch.float64).square().item()
@@ -117,14 +120,14 @@ class Meeting:
             self._pending = [self._communicator.all_reduce(t) for t in (self._table, self._travelling)]
 
     @torch.no_grad()
-    def finish(self, *, has_moved_on: bool) -> Outcome:
-        """The common weights for a replica that waited; for one that moved on since `start`, the way to them."""
+    def finish(self, *, has_moved_on: bool) -> RoundResult:
+        """Set the replica to the common weights. If it took steps since `start`, add the difference instead."""
         with self._clock.sync():
             for pending in self._pending:
                 pending.wait()
             self._pending = []
             rows = [_Row(*row) for row in self._table.view(-1, len(_Row._fields)).tolist()]
-            total = max(sum(row.weight for row in rows), 1.0)  # nobody saw a sample: nothing has changed
+            total = max(sum(row.weight for row in rows), 1.0)  # no worker saw a sample
             mean = self._travelling.to(torch.float32).div_(total * self._scale)
             before = self._common.clone() if has_moved_on else None
             self._advance(mean)
@@ -138,10 +141,10 @@ class Meeting:
         timings = tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows)
         round_s, sync_s = max(row.round_s for row in rows), min(row.sync_s for row in rows)
         wishes = tuple(row.wish for row in rows)
-        return Outcome(drift, _mean_of(rows, self._steps), timings, wishes, self._steps, round_s, sync_s)
+        return RoundResult(drift, _mean_of(rows, self._steps), timings, wishes, self._steps, round_s, sync_s)
 
     def state_dict(self) -> dict[str, Any]:
-        """For when no meeting is under way and nobody has moved on since the last."""
+        """Only valid while no average is under way and no worker has taken a step since the last one."""
         return {"common": self._common, "outer": None if self._outer is None else self._outer.state_dict()}
 
     @torch.no_grad()
@@ -175,7 +178,7 @@ def _mean_of(rows: Sequence[_Row], num_steps: int) -> RoundMean:
 
 
 class _Clock:
-    """What the meetings take of this worker's time, and what is left to its steps between two of them."""
+    """Splits this worker's time into averaging and the steps between two averages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -191,13 +194,13 @@ class _Clock:
             self._sync_s += self._now() - begun
 
     def end_round(self) -> tuple[float, float]:
-        """Seconds since the last call, in steps and in meetings."""
+        """Seconds since the last call, in steps and in averaging."""
         now = self._now()
         sync_s, self._sync_s = self._sync_s, 0.0
         round_s, self._begun = now - self._begun - sync_s, now
         return round_s, sync_s
 
     def _now(self) -> float:
-        if self._device.type == "cuda":  # else the meeting would be blamed for work that was queued before it
+        if self._device.type == "cuda":  # otherwise work queued before the average would count as averaging
             torch.cuda.synchronize(self._device)
         return perf_counter()

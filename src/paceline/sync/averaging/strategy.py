@@ -1,7 +1,7 @@
-"""The averaging strategy: workers take optimizer steps of their own, and every so often meet at their mean.
+"""The averaging strategy: workers take local optimizer steps and average their replicas now and then.
 
-Between two meetings nothing is exchanged, so a slow link costs little. The price: replicas drift apart in between, and
-the result depends on the number of workers (local SGD). Each worker's step is over its own share of the global batch.
+Nothing is exchanged between two averages, so a slow link costs little. In return replicas drift apart between them, and
+the result depends on the number of workers (local SGD). A worker's step uses its own share of the global batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.averaging.guard import DivergenceGuard
-from paceline.sync.averaging.rounds import Meeting, Outcome, Round
+from paceline.sync.averaging.rounds import ReplicaAverage, RoundResult, RoundTotals
 from paceline.sync.buffers import Buffers
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
 from paceline.sync.step_numbers import StepNumbers
@@ -36,16 +36,16 @@ TRANSFER_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 class Averaging:
     """Settings of the strategy.
 
-    every: steps between two meetings, or a `Cadence` that finds them: its overhead_target bounds what the meetings
-    cost, its anchor is the number of steps to start with.
-    first_step: before this many steps are done, gradients are exchanged in every step (post-local SGD).
-    overlap: replicas go on training while their mean is computed, and take over the difference at the next meeting;
-    none of their steps is lost.
-    transfer: the type in which their changes travel.
-    outer: an optimizer over the common weights that treats the mean change as its gradient, for example
-    `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`; None takes the mean as it is.
-    divergence_threshold: relative drift above which three rises in a row halve the steps between meetings; None for
-    no guard.
+    every: steps between two averages, or a `Cadence` that finds the number: its overhead_target bounds the cost of
+        averaging, its anchor is the initial number of steps.
+    first_step: gradients are exchanged in every step until this many steps are done (post-local SGD).
+    overlap: replicas train on while their mean is computed, and apply the difference at the next average. No step is
+        lost.
+    transfer: the dtype in which changes are sent.
+    outer: an optimizer over the common weights that uses the mean change as its gradient, for example
+        `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`; None uses the mean itself.
+    divergence_threshold: relative drift above which three rises in a row halve the steps between averages; None
+        disables the guard.
     """
 
     every: int | Cadence = 32
@@ -58,10 +58,10 @@ class Averaging:
     def __post_init__(self) -> None:
         if not isinstance(self.every, Cadence) and (type(self.every) is not int or self.every < 1):
             raise ValueError(
-                f"every={self.every!r}: choose how many steps lie between two averages, at least 1, or a Cadence(...)"
+                f"every={self.every!r}: choose the number of steps between two averages, at least 1, or a Cadence(...)"
             )
         if isinstance(self.every, Cadence) and self.every.speed_hint is not None:
-            raise ValueError("Cadence(speed_hint=) would be ignored in averaging: give speed_hints to the run instead")
+            raise ValueError("Averaging ignores Cadence(speed_hint=): give speed_hints to the run instead")
         if type(self.first_step) is not int or self.first_step < 0:
             raise ValueError(f"first_step={self.first_step!r}: choose a number of steps >= 0")
         if self.transfer not in TRANSFER_TYPES:
@@ -71,10 +71,10 @@ class Averaging:
 
 
 class AveragedReplicas:
-    """Gradients stay with the worker that computed them; after its step, when it is time, replicas are averaged.
+    """Each worker steps with its own mean gradient; replicas are averaged after a step when the interval is over.
 
-    `local` gives this worker's mean gradient over its own micro-batches, in a world of one; `local_single`, where there
-    is one, does so at no cost for a step in which it has just one.
+    `local` computes this worker's mean gradient over its own micro-batches, in a world of one. `local_single`, if
+    given, does so without overhead for steps in which this worker has one micro-batch.
     """
 
     def __init__(
@@ -95,14 +95,15 @@ class AveragedReplicas:
         threshold = settings.divergence_threshold
         self._guard = None if threshold is None else DivergenceGuard(threshold)
         self._events = events
-        self._meeting = Meeting(parameters, statistics, communicator, TRANSFER_TYPES[settings.transfer], settings.outer)
-        self._round = Round()
+        transfer = TRANSFER_TYPES[settings.transfer]
+        self._average = ReplicaAverage(parameters, statistics, communicator, transfer, settings.outer)
+        self._round = RoundTotals()
         self._mean = RoundMean()
-        self._newest: LocalNumbers | None = None  # of the step that was finished last
-        self._unread: deque[LocalNumbers] = deque()  # of this round, and not in its sums yet
+        self._newest: LocalNumbers | None = None  # of the last finished step
+        self._unread: deque[LocalNumbers] = deque()  # of this round, not yet in its totals
         self._timing = NOT_MEASURED
         self._wish = 0.0
-        self._forget_outcome()
+        self._forget_result()
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         self._plan = plan
@@ -135,8 +136,8 @@ class AveragedReplicas:
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
         raise MisuseError(
-            "the trained parameters changed in a run that averages replicas, whose meetings are laid out for those of "
-            "the set-up: change them before the set-up, or choose strategy='gradients'"
+            "the set of trained parameters changed, which Averaging does not support: change it before the set-up, or "
+            "choose strategy='gradients'"
         )
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
@@ -148,7 +149,7 @@ class AveragedReplicas:
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> LocalNumbers:
         timings, wishes = self._timings, self._wishes
-        self._forget_outcome()
+        self._forget_result()
         own = self._local.finish() if self._mine else OneLoss(None, 0.0)
         assert isinstance(own, StepNumbers | OneLoss)
         self._newest = LocalNumbers(
@@ -166,59 +167,59 @@ class AveragedReplicas:
         self._round.steps += 1
         self._round.micro_batches += self._plan[-1].stop
         if self._round.steps >= self._interval.steps:
-            self._meet(is_final=False)
+            self._start_average(is_final=False)
 
     def synchronize(self) -> None:
-        if self._round.steps or self._meeting.is_under_way:
-            self._meet(is_final=True)
+        if self._round.steps or self._average.is_under_way:
+            self._start_average(is_final=True)
 
     def abandon(self) -> None:
         self._local.abandon()
 
     def state_dict(self) -> dict[str, Any]:
         drifts = [] if self._guard is None else self._guard.drifts
-        state = {"interval": self._interval.state(), "drifts": drifts, **self._meeting.state_dict()}
+        state = {"interval": self._interval.state(), "drifts": drifts, **self._average.state_dict()}
         return {"averaging": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state.get("averaging")
         if saved is None:
-            return  # a worker alone saved it: there was nothing to average
+            return  # saved by a world of one, which averages nothing
         self._interval.restore(saved["interval"])
         if self._guard is not None:
             self._guard.drifts = saved["drifts"]
-        self._meeting.load_state_dict(saved)
+        self._average.load_state_dict(saved)
 
     def close(self) -> None:
         self._local_of_one.close()
         self._local_of_many.close()
 
-    def _forget_outcome(self) -> None:
+    def _forget_result(self) -> None:
         self._timings: Sequence[Timing] = (NOT_MEASURED,) * self._world.size
         self._wishes: Sequence[float] = (0.0,) * self._world.size
 
-    def _meet(self, *, is_final: bool) -> None:
-        """Take what the last meeting found, start the next, and wait for that one too unless it may overlap."""
-        if self._meeting.is_under_way:
-            self._take_outcome()
+    def _start_average(self, *, is_final: bool) -> None:
+        """Apply the average that is under way, start the next, and wait for it unless it may overlap."""
+        if self._average.is_under_way:
+            self._finish_average()
         while self._unread:
             self._add_oldest()
-        self._meeting.start(self._round, self._timing, self._wish)
-        self._round = Round()
+        self._average.start(self._round, self._timing, self._wish)
+        self._round = RoundTotals()
         if is_final or not self._is_overlapping:
-            self._take_outcome()
+            self._finish_average()
 
     def _add_oldest(self) -> None:
         loss_sum, weight = self._unread.popleft().own_part
         self._round.loss_sum += loss_sum
         self._round.loss_weight += weight
 
-    def _take_outcome(self) -> None:
-        outcome = self._meeting.finish(has_moved_on=self._round.steps > 0)
+    def _finish_average(self) -> None:
+        outcome = self._average.finish(has_moved_on=self._round.steps > 0)
         check_nobody_left(outcome.wishes)
         self._timings, self._wishes = outcome.timings, outcome.wishes
         self._mean = outcome.mean
-        if self._newest is not None:  # after its step: nobody has seen its record yet, or the epoch is over
+        if self._newest is not None:  # its record was not handed out yet, or the epoch is over
             self._newest.mean = outcome.mean
         self._interval.observe(outcome)
         if self._guard is not None and self._guard.is_alarmed_by(outcome.drift) and self._interval.steps > 1:
@@ -232,12 +233,12 @@ class AveragedReplicas:
 
 
 class _Interval(Protocol):
-    """Steps between two meetings."""
+    """The number of steps between two averages."""
 
     @property
     def steps(self) -> int: ...
 
-    def observe(self, outcome: Outcome) -> None: ...
+    def observe(self, outcome: RoundResult) -> None: ...
 
     def halve(self) -> None: ...
 
@@ -247,12 +248,12 @@ class _Interval(Protocol):
 
 
 class _Fixed:
-    """As many as the user says, fewer when replicas drift."""
+    """A fixed number, halved when replicas drift apart."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: RoundResult) -> None:
         return
 
     def halve(self) -> None:
@@ -266,17 +267,17 @@ class _Fixed:
 
 
 class _ByCadence:
-    """As many as keep the meetings' cost under a target: El Che's anchor, where a batch is a step."""
+    """As many as keep the cost of averaging under a target: El Che's anchor, counted in steps."""
 
     def __init__(self, cadence: Cadence) -> None:
-        # All take equally many steps, since shares already follow their speeds: one worker stands for all.
+        # All workers take the same number of steps, since shares follow their speeds.
         self._el_che = cadence.for_workers(1)
 
     @property
     def steps(self) -> int:
         return self._el_che.total_batches
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: RoundResult) -> None:
         if outcome.steps and outcome.round_s > 0:
             sync_ms = 1e3 * outcome.sync_s if outcome.sync_s else None
             self._el_che.report_timing([1e3 * outcome.round_s], [outcome.steps], sync_ms)

@@ -1,1 +1,1 @@
-"""The gradients strategy: every step, the weighted mean of all micro-batches' gradients, on every worker."""
+"""The gradients strategy: in every step, the weighted mean of the gradients of all micro-batches, on every worker."""

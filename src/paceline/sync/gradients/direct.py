@@ -1,4 +1,4 @@
-"""The gradients strategy where nothing has to be exchanged."""
+"""The gradients strategy for one worker with one micro-batch per step, which exchanges nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.sync.strategy import Accept, UpdateUnless
 
 
 class DirectGradients:
-    """A world of one with one micro-batch per step, plainly: autograd's own gradient is the mean already."""
+    """Autograd's gradient is the mean: nothing is summed, copied or exchanged."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._replayed: Arriving | None = None
@@ -37,13 +37,13 @@ class DirectGradients:
         return
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
-        self._drop()  # of a backward of the user's own, between micro-batches
+        self._drop()  # the user may have called backward() between micro-batches
         self._watch.forget()
         self._weight = weight
         self._replayed = None
 
     def replayed(self, loss: Arriving) -> None:
-        """A graph has run the whole step, from the batch to the new weights: nobody gets to see its gradients."""
+        """A graph has run the whole step, from the batch to the new weights. Its gradients are not visible."""
         self._replayed = loss
 
     def backward(self, run: Callable[[], None]) -> None:

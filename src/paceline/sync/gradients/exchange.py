@@ -1,4 +1,4 @@
-"""The mean gradient over all workers: their weighted sums, added up bucket by bucket."""
+"""The mean gradient over all workers: weighted sums, exchanged bucket by bucket."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from paceline.sync.numbers import SILENCE, WorkerMessage
 from paceline.sync.step_numbers import Layout, StepNumbers, StepNumbersWriter
 from paceline.sync.strategy import Accept, UpdateUnless
 
-# How much a parameter counts as used by micro-batches that have no weight: its gradient is zero, unless the whole step
-# has no weight.
+# Marks a parameter that only micro-batches without weight used: its gradient is zero, or None if the whole step has no
+# weight.
 WITHOUT_WEIGHT = 2.0**-10
-# A step that still does not fit its grids after so many repetitions never will.
+# Give up on a step that does not fit its grids after this many repetitions.
 MAX_REPETITIONS = 8
 
 
 class MeanGradients:
-    """Adds each micro-batch's gradients, as autograd leaves them, to sums that are exchanged once per step.
+    """Adds the gradients of each micro-batch to sums that are exchanged once per step.
 
-    `parameter.grad` is autograd's own during a micro-batch: this micro-batch's gradient, until `end_micro_batch` adds
-    it. After `finish` it is the mean over the global batch, after `complete` None.
+    `parameter.grad` is this micro-batch's gradient until `end_micro_batch` adds it. After `finish` it is the mean over
+    the global batch, after `complete` None.
 
-    With several buckets and workers, buckets leave during a worker's last backward, each as soon as it is complete.
+    With several buckets and workers, the exchange of a bucket starts during a worker's last backward, as soon as the
+    bucket is complete.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class MeanGradients:
     ) -> None:
         self._communicator = communicator
         self._max_micro_batches = max_micro_batches
-        # A sum of one term needs no rounding: nothing is added to it but zeros.
+        # A sum of one term needs no rounding: only zeros are added to it.
         self._is_exact = exact and max_micro_batches > 1
         self._is_one_term = exact and not self._is_exact
         self._overlap = overlap and communicator.world.size > 1
@@ -96,8 +97,8 @@ class MeanGradients:
         buffers.accumulate_in(space[: buffers.numel], exact=self._is_exact)
         self._set_anchors()
         self._watch = GradientWatch(self._names, self._parameters)
-        self._fired = [0] * len(self._names)  # gradients of each parameter in this micro-batch
-        self._expected = [0] * len(self._names)  # the most in any micro-batch so far
+        self._fired = [0] * len(self._names)  # gradients that each parameter got in this micro-batch
+        self._expected = [0] * len(self._names)  # the largest number in any micro-batch so far
         self._bucket_of = [number for number, layout in enumerate(layouts) for _ in layout.names]
         if self._overlap and len(layouts) > 1:
             self._hooks = [
@@ -117,11 +118,11 @@ class MeanGradients:
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         if self._was_left_exchanging:
             raise MisuseError(
-                "the epoch was left between backward() and step() of a step's last micro-batch, when its exchange had "
+                "the epoch was left between backward() and step() of a step's last micro-batch, whose exchange had "
                 "begun: leave it after step(), or pass overlap=False"
             )
         self._plan = plan
-        # Dividing by a known total while adding saves a pass over all gradients afterwards.
+        # A total known in advance is part of the weights, which saves a pass over all gradients.
         self._must_divide = total_weight is None
         self._scale = loss_scale * (total_weight or 1)
         self._pending = []
@@ -132,7 +133,7 @@ class MeanGradients:
         self._buffers.begin_step(plan[-1].stop)
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
-        self.complete()  # of a backward of the user's own, between micro-batches
+        self.complete()  # the user may have called backward() between micro-batches
         self._watch.forget()
         self._number = number
         self._writer.set_weight(number, weight)
@@ -146,7 +147,7 @@ class MeanGradients:
         self._watch.run(run)
 
     def has_gradient(self) -> bool:
-        for parameter in self._parameters:  # noqa: SIM110 - `any` takes longer to begin than the first one to answer
+        for parameter in self._parameters:  # noqa: SIM110 - faster than any()
             if parameter.grad is not None:
                 return True
         return False
@@ -158,7 +159,7 @@ class MeanGradients:
         self._watch.forget()
         self._refuse(0, gradients)
         change = self._buffers.change(self._number)
-        if self._factor:  # a micro-batch without weight adds nothing, not even 0 * NaN
+        if self._factor:  # without weight nothing is added, not even 0 * NaN
             if not self._is_calibrated:
                 self._calibrate(gradients, change)
             for sums in self._sums[len(self._pending) :]:
@@ -191,7 +192,7 @@ class MeanGradients:
             pending.wait()
         self._pending = []
         numbers = self._writer.numbers()
-        # Before looking at the peaks: while the host waits for them, a GPU has this to do.
+        # Before the peaks are read: a GPU is busy with this while the host waits for them.
         self._publish(numbers)
         if update_unless is not None and self._is_exact:
             update_unless(self._misfit())
@@ -213,7 +214,7 @@ class MeanGradients:
         return
 
     def abandon(self) -> None:
-        # Others may still be computing: waiting for them here would keep an error that ended this step from showing.
+        # Do not wait for workers that still compute: that would delay the error that ended this step.
         self._was_left_exchanging = bool(self._pending)
         self._is_open = self._may_send = False
         self._watch.forget()
@@ -244,7 +245,7 @@ class MeanGradients:
             self._writer.note_largest(self._number, sums.largest())
 
     def _refuse(self, first: int, gradients: list[torch.Tensor | None]) -> None:
-        """Gradients of the parameters from number `first` on that cannot be added up."""
+        """Raise if a gradient cannot be summed. first: the index of the first one's parameter."""
         for index, gradient in enumerate(gradients, first):
             if gradient is None:
                 continue
@@ -255,9 +256,8 @@ class MeanGradients:
                 )
             if gradient.requires_grad:
                 raise MisuseError(
-                    "backward(create_graph=True) leaves gradients with a graph of their own, which are exchanged as "
-                    "numbers: for a gradient penalty use torch.autograd.grad(..., create_graph=True) and add it to the "
-                    "loss"
+                    "backward(create_graph=True) leaves gradients that require grad, which cannot be exchanged: for a "
+                    "gradient penalty use torch.autograd.grad(..., create_graph=True) and add it to the loss"
                 )
 
     def _note_use(self, gradients: list[torch.Tensor | None]) -> None:
@@ -269,7 +269,7 @@ class MeanGradients:
             self._used = [max(u, use) if here else u for u, here in zip(self._used, is_present, strict=True)]
 
     def _publish(self, numbers: StepNumbers) -> None:
-        # A parameter this worker used is used. Only for the others must the host look at the exchanged numbers.
+        # Only for parameters that this worker did not use must the host read the exchanged numbers.
         used: Sequence[bool] = [True] * len(self._used)
         if min(self._used) < 1:
             least = 0.0 if numbers.total_weight else 1 - WITHOUT_WEIGHT
@@ -287,7 +287,7 @@ class MeanGradients:
 
         def hook(_: torch.Tensor) -> None:
             if not self._is_open:
-                return  # a backward of the user's own, between micro-batches
+                return  # a backward() between micro-batches
             self._fired[index] += 1
             if not self._may_send:
                 return
@@ -302,9 +302,9 @@ class MeanGradients:
         return hook
 
     def _send_complete(self) -> None:
-        """Start the exchange of every bucket that is complete, in the one order all workers share.
+        """Start the exchange of every complete bucket, in the same order on all workers.
 
-        The last bucket waits for `send`: it carries the step's numbers.
+        The last bucket waits for `send`, since it carries the step's numbers.
         """
         while len(self._pending) < len(self._sums) - 1:
             sums = self._sums[len(self._pending)]
@@ -322,7 +322,7 @@ class MeanGradients:
     # Grids
 
     def _calibrate(self, gradients: list[torch.Tensor | None], change: torch.Tensor | None) -> None:
-        """Fix the grids that are not known yet by the step's micro-batch 0; all workers wait for its owner."""
+        """Choose the grids that are not known yet from the step's first micro-batch; all workers take part."""
         device = self._communicator.world.device
         peaks = torch.zeros(len(self._grids.names), dtype=torch.float64, device=device)
         if gradients and self._number == 0 and self._factor:
@@ -344,7 +344,7 @@ class MeanGradients:
         return (is_judged & ((reach > largest) | (peaks < coarsest))).any().to(torch.float32)
 
     def _fits(self, numbers: StepNumbers) -> bool:
-        """Whether every sum stayed on its grid. Moves the grids either way: to repeat the step, or for the next."""
+        """Whether every sum stayed on its grid. Moves the grids, for a repetition or for the next step."""
         peaks, num_terms = numbers.peaks.astype(np.float64), self._plan[-1].stop
         if self._grids.are_comfortable(peaks, num_terms):
             return True
@@ -356,8 +356,8 @@ class MeanGradients:
         self._num_repetitions += 1
         if self._num_repetitions == MAX_REPETITIONS:
             raise GradientError(
-                f"exact sums do not fit their grids after {MAX_REPETITIONS} repetitions of a step: the gradients of a "
-                "micro-batch differ from one computation to the next by orders of magnitude"
+                f"exact sums do not fit their grids after {MAX_REPETITIONS} repetitions of a step: repeating a "
+                "micro-batch gives gradients that differ by orders of magnitude"
             )
         return False
 

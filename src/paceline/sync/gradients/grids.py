@@ -1,4 +1,4 @@
-"""The grids on which exact sums are exact: one for each tensor.
+"""The grids of exact sums, one per tensor.
 
 A float64 holds 53 bits. If every term is a whole multiple of 2**-e and no sum of them exceeds 2**(53-e), every
 addition is exact, so the total depends neither on the order of the terms nor on how workers divided them. A term
@@ -14,35 +14,34 @@ import numpy as np
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
-# Bits between the largest sum seen and the largest one allowed: a burst of 64 times needs no repetition. The first
-# micro-batch of a run says less about the others: a burst of 2,000 times.
+# Bits between the largest sum seen and the largest one allowed: a burst of 64 times needs no repetition. After the
+# first micro-batch, which says less about the others, a burst of 2,000 times.
 HEADROOM_BITS = 6
 CALIBRATION_HEADROOM_BITS = 11
-# A grid stays while the largest sum is this many bits below its limit: a moved grid rounds differently, so it should
-# not follow every change of the gradients. Below that it shrinks by one bit per step: where a gradient is nothing but
-# rounding errors (a bias before BatchNorm), a small one says nothing about the next.
+# A grid stays while the largest sum is this many bits below its limit, since moving it changes the rounding. Below that
+# range it shrinks by one bit per step: a gradient of rounding errors only (a bias before BatchNorm) varies widely.
 COMFORT_BITS = (2, 12)
-# A tensor's largest term this far below the limit keeps float32's 24 bits. Further down its grid is too coarse.
+# If the largest term is this many bits below the limit, it keeps the 24 bits of float32. Below, the grid is too coarse.
 COARSEST_BITS = 27
-# Of a tensor whose gradients are not known yet. The first micro-batch of a run calibrates all that it uses.
+# For tensors that the calibrating micro-batch did not use.
 INITIAL_TOP = 14
 
 
 class Grids:
     """One power of two per tensor: fixed during a step, moved between steps, saved with the run.
 
-    The sum of a step's terms may reach 2**top. Whether it could is judged term by term, against an equal part of
-    that limit, because partial sums differ from worker to worker and the judgement must not.
+    The sum of a step's terms may reach 2**top. This is judged by the largest term times the number of terms, because
+    partial sums differ between workers and the judgement must not.
 
-    `peaks`, in all methods: per tensor the largest magnitude of any micro-batch's term, after weighting. Inf and NaN
-    fit any grid: they pass through and mean what they mean elsewhere.
+    `peaks`, in all methods: per tensor the largest magnitude of any micro-batch's weighted term. Inf and NaN fit any
+    grid: they pass through.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         self._tops = np.full(len(self.names), INITIAL_TOP, np.int64)
         self._is_known = np.zeros(len(self.names), bool)
-        self._limits: tuple[Floats, Floats] | None = None  # of comfortable sums
+        self._limits: tuple[Floats, Floats] | None = None  # of the comfortable range
 
     @property
     def anchors(self) -> Floats:
@@ -59,21 +58,21 @@ class Grids:
         return bool(self._is_known.all())
 
     def calibrate(self, peaks: Floats, num_terms: int) -> None:
-        """Fix the grids that are not known yet by the terms of one micro-batch."""
+        """Choose the grids that are not known yet from the terms of one micro-batch."""
         reach = peaks * num_terms
         is_seen = ~self._is_known & (reach > 0) & np.isfinite(reach)
         self._fit_to(is_seen, reach, CALIBRATION_HEADROOM_BITS)
         self._is_known[:] = True
 
     def fit(self, peaks: Floats, num_terms: int) -> bool:
-        """Whether every tensor's terms could be summed on its grid: neither over its limit nor too coarsely."""
+        """Whether every tensor's terms can be summed on its grid: within the limit, and not too coarsely."""
         reach = peaks * num_terms
         is_judged = (reach > 0) & np.isfinite(reach)
         largest, coarsest = self.limits
         return not bool((is_judged & ((reach > largest) | (peaks < coarsest))).any())
 
     def follow(self, peaks: Floats, num_terms: int) -> bool:
-        """Move the grids that these peaks are not comfortable on; returns whether any has moved."""
+        """Move the grids for which these peaks are outside the comfortable range. Returns whether any moved."""
         reach = peaks * num_terms
         low, high = self._comfort()
         is_judged = (reach > 0) & np.isfinite(reach)
@@ -99,7 +98,7 @@ class Grids:
         self._limits = None
 
     def are_comfortable(self, peaks: Floats, num_terms: int) -> bool:
-        """A quick look: True means that all fit and none would move."""
+        """A fast check: True if all fit and none would move."""
         low, high = self._comfort()
         reach = peaks * num_terms
         return bool(((reach >= low) & (reach <= high)).all())

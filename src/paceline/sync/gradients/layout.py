@@ -1,7 +1,7 @@
-"""Where each parameter's gradient lies in flat buffers.
+"""The layout of gradients in flat buffers.
 
-A bucket is one contiguous buffer for the gradients of some parameters, so that they travel in one exchange. Each
-parameter starts at a block border, so every block belongs to one parameter: exact sums use one constant per block.
+A bucket is one contiguous buffer for the gradients of some parameters, which are exchanged together. Each parameter
+starts at a block border, so that a block belongs to one parameter: exact sums use one constant per block.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ GPU_BUCKET_BYTES = 32 << 20
 
 
 class BucketLayout:
-    """The parameters of one bucket, all of one dtype, and their places in a flat buffer of `numel` elements.
+    """The parameters of one bucket, all of one dtype, and their offsets in a flat buffer of `numel` elements.
 
-    `first` is the number of its first parameter among those of all buckets.
+    first: the index of its first parameter among those of all buckets.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], first: int) -> None:
@@ -35,7 +35,7 @@ class BucketLayout:
         self.num_blocks = int(ends[-1])
         self.numel = self.num_blocks * BLOCK_NUMEL
         self._offsets: list[int] = ((ends - sizes) * BLOCK_NUMEL).tolist()
-        # By block: the number of its parameter within the bucket.
+        # By block: the index of its parameter within the bucket.
         self.owner_of_block = np.repeat(np.arange(len(sizes)), sizes)
         self._has_blocks = np.array(sizes) > 0
         self._first_blocks = (ends - sizes)[self._has_blocks].astype(np.intp)
@@ -44,20 +44,20 @@ class BucketLayout:
         return len(self.parameters)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of a flat buffer, with the parameter's shape and strides (channels_last, say)."""
+        """Each parameter's view of a flat buffer, with the parameter's shape and strides."""
         return [
             torch.as_strided(flat, p.shape, _dense_strides(p), flat.storage_offset() + offset)
             for p, offset in zip(self.parameters, self._offsets, strict=True)
         ]
 
     def peaks(self, peak_of_block: np.ndarray, out: np.ndarray) -> None:
-        """Each parameter's largest value over its blocks; NaN if any is. `out` has one place per parameter."""
+        """Writes each parameter's maximum over its blocks to `out`; NaN if there is a NaN."""
         if self.num_blocks:
             out[self._has_blocks] = np.maximum.reduceat(peak_of_block, self._first_blocks)
 
 
 def cut_into_buckets(parameters: Mapping[str, torch.Tensor], bucket_bytes: float) -> list[BucketLayout]:
-    """Buckets in the order in which backward completes them: last parameter first."""
+    """Buckets in the order in which backward completes them: the last parameters first."""
     groups: list[dict[str, torch.Tensor]] = []
     size, dtype = bucket_bytes, None
     for name, parameter in reversed(list(parameters.items())):
@@ -71,10 +71,10 @@ def cut_into_buckets(parameters: Mapping[str, torch.Tensor], bucket_bytes: float
 
 
 def sum_dtype(parameters: Sequence[torch.Tensor]) -> torch.dtype:
-    """Half precision is too coarse to sum in; everything else sums in its own precision."""
+    """Float32 for half precision, which is too coarse for sums; otherwise the parameters' dtype."""
     return torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
 
 
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's own layout without gaps, which fused optimizers expect of its gradient."""
+    """The parameter's memory layout without gaps, which fused optimizers expect of its gradient."""
     return torch.empty_like(parameter, device="meta").stride()

@@ -1,4 +1,4 @@
-"""Adding weighted, rounded gradients to float64 sums: one pass over a flat buffer, nothing in it per parameter."""
+"""Adds weighted, rounded gradients to float64 sums: one pass over a flat buffer, with no work per parameter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout
 logger = logging.getLogger("paceline")
 
 SWITCH = "PACELINE_TRITON"
-# Rounding makes several passes over the data; as many blocks as this stay in a core's cache between them.
+# Blocks per pass on a CPU: the intermediate values stay in the cache.
 CPU_BLOCKS = 1024
 _GPU_ROWS = 32  # blocks per program of the kernel
 
@@ -63,7 +63,7 @@ class RoundedAddition:
             whole.copy_(term) if first else whole.add_(term)
 
     def peaks_of(self, gradient: torch.Tensor, weight: float) -> torch.Tensor:
-        """The peaks that `add` would find."""
+        """The peaks of this gradient, without adding it."""
         if self._layout.num_blocks:
             self._gather_peaks(gradient.view(-1, BLOCK_NUMEL).to(torch.float64).mul_(weight).abs_().amax(1))
         return self.peaks
@@ -76,7 +76,7 @@ class RoundedAddition:
             term = sums if first else self._scratch[: len(source)]
             term.copy_(source)
             if is_one_pass:
-                # The product fits a float64, so it does not matter whether it is rounded by itself.
+                # The product is exact in float64, so fused and separate rounding agree.
                 torch.add(anchors, term, alpha=weight, out=term)
             else:
                 term.mul_(weight).add_(anchors)
@@ -109,7 +109,7 @@ class RoundedAddition:
                 IS_FIRST=first,
                 ROWS=_GPU_ROWS,
                 BLOCK=BLOCK_NUMEL,
-                enable_fp_fusion=False,  # product and anchor added in one would be rounded once, not twice
+                enable_fp_fusion=False,  # fused multiply-add would round once instead of twice
             )
 
 
@@ -117,14 +117,14 @@ def _kernel_on(device: torch.device) -> Any:
     if device.type != "cuda":
         return None
     if os.environ.get(SWITCH) == "0":
-        logger.info("exact sums are made without Triton's kernel on %s: %s=0", device, SWITCH)
+        logger.info("exact sums on %s do not use the Triton kernel: %s=0", device, SWITCH)
         return None
     return _tried_kernel(device)
 
 
 @cache
 def _tried_kernel(device: torch.device) -> Any:
-    """The kernel, once it has run; None, with the reason in the log, where it cannot. Sums are the same without it."""
+    """The kernel, after a trial run. None, if it fails: the fallback has the same result."""
     try:
         from paceline.sync.gradients.exact_kernel import add_rounded
 
@@ -137,9 +137,9 @@ def _tried_kernel(device: torch.device) -> Any:
                 number, double, owner, double + 1, bits, 1, _bits(1.0),
                 IS_FIRST=True, ROWS=_GPU_ROWS, BLOCK=BLOCK_NUMEL, enable_fp_fusion=False,
             )  # fmt: skip
-    except Exception as error:  # Triton's errors are many: no such package, no compiler, no support for the device
+    except Exception as error:  # no package, no compiler, no support for the device, ...
         reason = str(error).partition("\n")[0] or type(error).__name__
-        logger.info("exact sums are made without Triton's kernel on %s: %s", device, reason)
+        logger.info("exact sums on %s do not use the Triton kernel: %s", device, reason)
         return None
     return add_rounded
 
@@ -149,6 +149,6 @@ def _fits_29_bits(number: float) -> bool:
 
 
 def _bits(number: float) -> int:
-    """Of a float64, as an integer: Triton would hand the kernel a float as float32."""
+    """The bits of a float64 as an integer: Triton passes floats to kernels as float32."""
     (bits,) = struct.unpack("<q", struct.pack("<d", number))
     return int(bits)

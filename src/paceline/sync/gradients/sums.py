@@ -1,7 +1,7 @@
-"""Weighted sums of gradients, bucket by bucket: plain, or exact.
+"""Weighted sums of gradients, one flat buffer per bucket: plain, or exact.
 
-A micro-batch's gradients lie wherever autograd has put them. `add` takes a bucket's together, in a few calls of torch
-however many parameters there are.
+Gradients stay where autograd put them until `add` collects those of a bucket, in a few calls for any number of
+parameters.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from paceline.comm.base import Communicator
 from paceline.sync.gradients.layout import BucketLayout, sum_dtype
 from paceline.sync.gradients.rounding import RoundedAddition
 
-SMALL_NUMEL = 1 << 15  # up to here torch uses one thread
+SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
 
 
 class Sums(Protocol):
-    """One bucket's sums. `flat` is what travels; its end, `tail`, is free for other numbers."""
+    """The sums of one bucket. `flat` is exchanged; its end, `tail`, holds other numbers."""
 
     layout: BucketLayout
     flat: torch.Tensor
     tail: torch.Tensor
 
     def add(self, gradients: Sequence[torch.Tensor | None], weight: float, *, first: bool) -> None:
-        """sums += weight * gradients, where there are any; `first` overwrites what an earlier step left."""
+        """sums += weight * gradients; `first` overwrites the sums of the previous step."""
 
     def clear(self) -> None:
-        """No micro-batch has added anything."""
+        """Set the sums to zero."""
 
     def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
-        """The sums over all workers, divided if the weights did not do that, in the parameters' own type."""
+        """The sums over all workers, divided by `divisor` if given, in the parameters' dtype."""
 
 
 class PlainSums:
     """Sums in the parameters' own precision, float32 at least.
 
-    `is_one_term`: in exact mode, where steps have one micro-batch. Its sum has no -0.0, which in a larger world the
-    zeros of other workers would make 0.0.
+    is_one_term: exact mode with one micro-batch per step. Turns -0.0 into 0.0, as adding the zeros of other workers
+    does.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PlainSums:
         self.tail = self.flat[layout.numel :]
         self._payload = self.flat[: layout.numel]
         self._views = layout.views(self.flat)
-        # The same memory, which NumPy multiplies in a quarter of torch's time while it is small.
+        # The same memory: NumPy multiplies small arrays in a quarter of torch's time.
         is_small = layout.device.type == "cpu" and layout.numel <= SMALL_NUMEL
         self._small = self._payload.numpy() if is_small else None
 
@@ -72,7 +72,7 @@ class PlainSums:
             np.multiply(self._small, weight, out=self._small)
 
     def largest(self) -> torch.Tensor:
-        """The largest magnitude in the sums; NaN if any is."""
+        """The largest magnitude in the sums; NaN if there is a NaN."""
         return torch.maximum(self._payload.amax(), -self._payload.amin())  # a third of the time of aminmax
 
     def clear(self) -> None:
@@ -89,25 +89,25 @@ class PlainSums:
 
 
 class ExactSums:
-    """Float64 sums on grids: they depend neither on the order of the additions nor on who made them."""
+    """Float64 sums on grids, independent of the order of the additions and of their division among workers."""
 
     def __init__(self, layout: BucketLayout, communicator: Communicator, tail_numel: int) -> None:
         self.layout = layout
         self.flat = communicator.empty(layout.numel + tail_numel, torch.float64, layout.device).zero_()
         self.tail = self.flat[layout.numel :]
         self._payload = self.flat[: layout.numel]
-        # In the parameters' own type: a micro-batch's gradients while they are added, at the end the means.
+        # In the parameters' dtype: the gradients of a micro-batch while they are added, and finally the means.
         self._own = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
         self._views = layout.views(self._own)
         self._rounded = RoundedAddition(layout)
 
     def set_anchors(self, anchors: np.ndarray) -> None:
-        """The grids' anchors, by parameter of the bucket."""
+        """The anchors of the grids, one per parameter of the bucket."""
         self._rounded.set_anchors(anchors)
 
     @property
     def peaks(self) -> torch.Tensor:
-        """By parameter: the largest magnitude that the last `add` has added."""
+        """By parameter: the largest magnitude of the last `add`."""
         return self._rounded.peaks
 
     def add(self, gradients: Sequence[torch.Tensor | None], weight: float, *, first: bool) -> None:
@@ -115,7 +115,7 @@ class ExactSums:
         self._rounded.add(self._own, self._payload, weight, first=first)
 
     def peaks_of(self, gradients: Sequence[torch.Tensor | None], weight: float) -> torch.Tensor:
-        """The peaks that `add` would find."""
+        """The peaks of these gradients, without adding them."""
         self._collect(gradients)
         return self._rounded.peaks_of(self._own, weight)
 
@@ -135,7 +135,7 @@ class ExactSums:
 def _present(
     views: list[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, clear_missing: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients that exist, with their places. The places of the others are cleared on request."""
+    """The gradients that are not None, with their views. clear_missing: zero the views of the others."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) == len(views):
         return views, present

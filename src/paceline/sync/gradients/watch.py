@@ -1,7 +1,7 @@
-"""Noticing gradients that somebody has changed between backward and step.
+"""Detects gradients that were changed between backward and step.
 
-A gradient seen there is one micro-batch's, not the mean over the global batch: clipping or scaling it gives another
-result for every number of workers.
+At that point a gradient belongs to one micro-batch. Clipping or scaling it would make the result depend on the number
+of workers.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import MisuseError
 
-# A parameter's number, its gradient, and how often that had been changed.
+# A parameter's index, its gradient, and the gradient's version.
 _Seen: TypeAlias = tuple[int, torch.Tensor | None, int]
 
 
-# A model with fewer elements than this has steps so short that looking at every gradient would show.
+# In smaller models the steps are so short that checking every gradient would be noticeable.
 SMALL_NUMEL = 1 << 17
-# Of such a model every gradient is looked at in so many micro-batches; then one of them in each, in turn.
+# There all gradients are checked in this many micro-batches, then one of them per micro-batch, in turn.
 NUM_WHOLE_CHECKS = 64
 
 
 class GradientWatch:
-    """Remembers gradients as backward has left them. Torch counts the changes of each tensor.
+    """Remembers the gradients that backward left, by identity and version.
 
-    `trainer.backward` tells when it is done. A bare `loss.backward()` does not, so hooks watch every parameter until
-    the first call of `trainer.backward`.
+    After a bare `loss.backward()` there is no call to remember them in. So hooks note every gradient until the first
+    `trainer.backward`.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
@@ -38,7 +38,7 @@ class GradientWatch:
         is_small = sum(parameter.numel() for parameter in parameters) < SMALL_NUMEL
         self._num_whole_left = NUM_WHOLE_CHECKS if is_small else sys.maxsize
         self._turn = -1
-        self._seen: list[_Seen] = []  # what backward has left, since the micro-batch began
+        self._seen: list[_Seen] = []  # since the micro-batch began
         self._by_hooks: dict[int, _Seen] = {}
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -50,7 +50,7 @@ class GradientWatch:
         return 1 if self._hooks else 0
 
     def forget(self) -> None:
-        """Nothing is expected of the gradients any more, until the next backward."""
+        """Forget the gradients until the next backward."""
         self._seen = []
         if self._by_hooks:
             self._by_hooks.clear()
@@ -73,7 +73,7 @@ class GradientWatch:
             self._seen = [(turn, gradient, -1 if gradient is None else gradient._version)]
 
     def check(self) -> None:
-        """Raise if the gradients are not what backward has left."""
+        """Raise if a gradient is not the one that backward left."""
         for index, gradient, version in self._seen or self._by_hooks.values():
             if self._parameters[index].grad is not gradient or (gradient is not None and gradient._version != version):
                 raise self._changed(index)
@@ -86,7 +86,6 @@ class GradientWatch:
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def hook(parameter: torch.Tensor) -> None:
             gradient = parameter.grad
-            # A sparse one is refused elsewhere, by name.
             if gradient is not None:
                 self._by_hooks[index] = index, gradient, gradient._version
 
@@ -94,8 +93,8 @@ class GradientWatch:
 
     def _changed(self, index: int) -> MisuseError:
         return MisuseError(
-            f"the gradient of {self._names[index]!r} was changed between backward() and step(). There it is one "
-            "micro-batch's gradient, so the result would depend on the number of workers. To clip the gradient of the "
-            "global batch, pass max_grad_norm= to the set-up; to change it otherwise, use trainer.on_gradients(fn). "
-            "Where loss.backward() was called beside trainer.backward(loss): use trainer.backward for all"
+            f"the gradient of {self._names[index]!r} was changed between backward() and step(). It still belongs to "
+            "one micro-batch there, so the result would depend on the number of workers. To clip the gradient of the "
+            "global batch, pass max_grad_norm= to the set-up; to change it otherwise, use trainer.on_gradients(fn). If "
+            "loss.backward() was called besides trainer.backward(loss), call trainer.backward for every loss"
         )
