@@ -14,17 +14,22 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from logs_made_runs import logs_command, make_run, row
+from in_process import Ended, invoke
+from made_runs import make_run, row
 
 from paceline.cli.logs import command
-from paceline.cli.logs import panels as logs_panels
 from paceline.cli.logs import picture as logs_picture
 from paceline.cli.logs.panels import Panel, Series, load_runs, make_panels, moving_mean, short_labels
 from paceline.cli.logs.text_plot import HEIGHT, TextStyle, text_plot
+from paceline.observe.curves import MAX_POINTS
 from paceline.observe.run_files import RunFiles
 
 EVALUATED = {step: {"eval": {"loss": 1.0 * step, "accuracy": 0.5}} for step in (2, 4)}
 FIVE = [row(step, loss=6.0 - step, **EVALUATED.get(step, {})) for step in range(1, 6)]
+
+
+def logs_command(*arguments: object) -> Ended:
+    return invoke("logs", *arguments)
 
 
 @pytest.fixture
@@ -117,7 +122,7 @@ def test_chosen_metrics_get_a_panel_each(runs: Path) -> None:
 def test_smoothing_shows_the_mean_and_what_was_measured_but_leaves_what_is_set(runs: Path) -> None:
     rows = [row(step, loss=float(step % 2), lr=float(step), eval={"loss": 1.0}) for step in range(1, 6)]
     found = content(panels_of(make_run(runs, rows=rows), smooth=3))
-    assert found["loss"]["lines"]["_raw"][1] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert found["loss"]["lines"]["_original"][1] == [1.0, 0.0, 1.0, 0.0, 1.0]
     assert found["loss"]["lines"]["training"][1] == pytest.approx([1.0, 2 / 3, 1 / 3, 2 / 3, 0.5])
     assert found["loss"]["lines"]["evaluation"][1] == [1.0] * 5
     assert found["learning rate"]["lines"] == {"learning rate": ([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0])}
@@ -186,9 +191,11 @@ def test_numbers_that_are_not_finite_leave_a_gap(runs: Path) -> None:
 
 def test_a_long_run_is_thinned_but_keeps_its_peaks(runs: Path) -> None:
     rows = [{"step": step, "loss": 100.0 if step == 7777 else 1.0 + step % 3} for step in range(1, 20_001)]
-    (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True)
-    (series,) = panel.series
-    assert len(series.x) <= logs_panels.MAX_POINTS + 2
+    run = make_run(runs, rows=rows)
+    (panel,) = make_panels(load_runs([run], is_smoothed=True), only_loss=True, smooth=2)
+    series, smoothed = panel.series
+    assert len(smoothed.x) <= MAX_POINTS
+    assert len(series.x) <= MAX_POINTS
     assert (series.x[0], series.x[-1], series.y.max()) == (1, 20_000, 100.0)
 
 
@@ -259,7 +266,7 @@ def test_what_cannot_be_drawn_is_told_in_one_message(runs: Path, arguments: list
 def test_an_axis_that_the_metrics_do_not_tell_is_an_error(runs: Path) -> None:
     make_run(runs, rows=[{"step": 1, "loss": 1.0}])
     ended = logs_command("plot", "--x-axis", "epoch")
-    assert ended.err == "paceline logs plot: the metrics do not tell the epoch: choose --x-axis step\n"
+    assert ended.err == "paceline logs plot: the metrics have no epoch: choose --x-axis step\n"
 
 
 def test_without_matplotlib_a_picture_names_the_extra_and_text_still_works(
@@ -270,8 +277,8 @@ def test_without_matplotlib_a_picture_names_the_extra_and_text_still_works(
     ended = logs_command("plot", "-o", "a.png")
     assert (ended.code, ended.out) == (1, "")
     assert ended.err == (
-        "paceline logs plot: matplotlib is not installed, and pictures need it: pip install 'paceline[plot]' (without "
-        "-o and -e the plot is drawn as text)\n"
+        "paceline logs plot: images need matplotlib, which is not installed: pip install 'paceline[plot]' (without "
+        "-o and -e the plot is printed as text)\n"
     )
     assert logs_command("plot").code == 0
 
@@ -295,12 +302,15 @@ def test_open_writes_the_picture_to_the_run_and_starts_the_viewer(
     monkeypatch.setattr(command, "VIEWERS", ("no-such-viewer",))
     ended = logs_command("plot", "-e")
     assert ended.code == 1
-    assert ended.err == "paceline logs plot: no viewer was found (no-such-viewer): open the file yourself\n"
+    assert (
+        ended.err
+        == f"paceline logs plot: no viewer was found (no-such-viewer): open {files.plots}/overview.png yourself\n"
+    )
     assert (files.plots / "overview.png").is_file()
 
 
 def falling(label: str = "training", color: int = 0, low: float = 1.0, **more: Any) -> Series:
-    return Series(label, np.arange(1.0, 101.0), np.linspace(5.0, low, 100), None, color, **more)
+    return Series(label, np.arange(1.0, 101.0), np.linspace(5.0, low, 100), color, **more)
 
 
 def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
@@ -325,7 +335,7 @@ def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
 
 
 def test_a_braille_plot_draws_finer_and_marks_evaluations() -> None:
-    evaluation = Series("evaluation", np.array([50.0, 100.0]), np.array([4.0, 3.0]), None, 1, is_sparse=True)
+    evaluation = Series("evaluation", np.array([50.0, 100.0]), np.array([4.0, 3.0]), 1, is_sparse=True)
     text = text_plot(Panel("loss", "step", "loss", (falling(), evaluation)), TextStyle(width=70))
     assert text.count("●") == 2
     assert any(0x2800 < ord(character) < 0x2900 for character in text)
@@ -345,7 +355,7 @@ def test_colors_only_where_they_are_wanted() -> None:
 @pytest.mark.parametrize("width", [30, 31, 40, 80, 110])
 def test_a_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
     many = tuple(falling(f"a run with a long name {i}", i, low=float(i)) for i in range(20))
-    one_point = Series("x", np.array([3.0]), np.array([2.0]), None, 0)
+    one_point = Series("x", np.array([3.0]), np.array([2.0]), 0)
     for series in ((falling(),), many, (one_point,)):
         text = text_plot(Panel("loss", "step", "loss", series), TextStyle(width, has_unicode))
         assert max(map(len, text.splitlines())) <= width
@@ -354,7 +364,7 @@ def test_a_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
 
 def test_a_logarithmic_text_plot_makes_a_straight_line_of_a_power() -> None:
     x = np.linspace(1.0, 50.0, 50)
-    panel = Panel("loss", "step", "loss", (Series("a", x, 10.0 ** (-x / 10), None, 0),), is_log=True)
+    panel = Panel("loss", "step", "loss", (Series("a", x, 10.0 ** (-x / 10), 0),), is_log=True)
     text = text_plot(panel, TextStyle(60, has_unicode=False))
     assert text.startswith("loss (log)\n")
     stars = [line.count("*") for line in text.splitlines()[1 : HEIGHT + 1]]
