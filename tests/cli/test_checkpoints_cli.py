@@ -184,7 +184,7 @@ def test_progress_is_shown_on_a_terminal_and_removed_at_the_end(run: RunFiles, m
     monkeypatch.setattr(sys, "stderr", terminal)
     assert main(["checkpoints", "verify", str(folder)]) == 0
     assert "step-00000016" in terminal.getvalue()
-    assert terminal.getvalue().endswith("\x1b[2K")
+    assert "\x1b[2K" in terminal.getvalue()
 
 
 def test_a_table_wraps_in_its_last_column_on_a_terminal(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:

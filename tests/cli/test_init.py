@@ -71,18 +71,9 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.Captur
         (tmp_path / name).write_text("mine")
     assert main(["init", str(tmp_path)]) == 2
     captured = capsys.readouterr()
-    assert captured.err == (
-        f"paceline init: {tmp_path} is not empty: it has .hidden, a.txt, b.txt; choose a new or empty folder\n"
-    )
+    assert captured.err == (f"paceline init: {tmp_path} is not empty: choose a new or empty folder\n")
     assert not captured.out
     assert {path.name for path in tmp_path.iterdir()} == {".hidden", "a.txt", "b.txt"}
-
-
-def test_of_many_files_the_first_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number in range(12):
-        (tmp_path / f"{number:02d}").touch()
-    assert main(["init", str(tmp_path)]) == 2
-    assert ": it has 00, 01, 02, 03, 04, 05, 06, 07, 08, 09, ...; choose" in capsys.readouterr().err
 
 
 def test_an_empty_repository_will_do_and_needs_no_cd(

@@ -55,7 +55,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert ended.value.code == 0
         outputs.append(capsys.readouterr().out)
-    assert "start a script on all devices" in outputs[0]
+    assert "run a script on all devices" in outputs[0]
     assert "paceline run --workers 2 --logs logs train.py" in outputs[1]
     assert outputs[2] == f"paceline {__version__}\n"
 

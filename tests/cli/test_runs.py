@@ -252,7 +252,7 @@ def test_who_is_not_sure_aborts_nothing(folder: Path, monkeypatch: pytest.Monkey
         ControlServer(socket_path(folder / "slow"), dict, dict, dict, lambda: setattr(abort, "is_called", True)),
     ):
         ended = runs("abort")
-    assert (ended.code, ended.err) == (1, "slow was not aborted\n")
+    assert (ended.code, ended.err) == (1, "paceline runs abort: slow was not aborted\n")
     assert questions == ["abort slow? it has no checkpoint yet [y/N] "]
     assert not abort.is_called
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,8 @@ import torch
 
 from paceline.checkpoint import safetensors_file
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder, step_of, unusable
-from paceline.checkpoint.hashed_file import check_file
-from paceline.checkpoint.manifest import MANIFEST_NAME
+from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder, unusable
+from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
 from paceline.checkpoint.reading import Checkpoint, inspect, verify
 from paceline.cli import commands as cli
 from paceline.cli.commands import CommandError, count, print_json, size
@@ -26,10 +26,6 @@ from paceline.observe.run_files import RunFiles
 MAX_VALUE_LENGTH = 60
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
-_LIST_NOTE = """\
-RUN is a run's folder, its name, an unambiguous prefix of its name, or any
-folder that holds checkpoints.
-"""
 _NOTE = """\
 CKPT is a checkpoint's folder. A run's folder, its name, an unambiguous prefix
 of its name, or any folder that holds checkpoints selects its newest one.
@@ -56,50 +52,35 @@ read it with torch.load(FILE, weights_only=True).
 
 
 def add_parser(commands: Any) -> None:
-    group = cli.add_group(
-        commands,
-        "checkpoints",
-        "look into checkpoints: list, inspect, components, verify, export",
-        ("list 2workers", "verify 2workers --all", "export 2workers -o weights.safetensors"),
-    )
+    examples = ("list 2workers", "verify 2workers --all", "export 2workers -o weights.safetensors")
+    summary = "look into checkpoints: list, inspect, components, verify, export"
+    group = cli.add_group(commands, "checkpoints", summary, examples)
 
-    def add(
-        run: cli.Command, name: str, summary: str, notes: str, *examples: str, metavar: str = "CKPT"
-    ) -> argparse.ArgumentParser:
+    def add(run: cli.Command, name: str, summary: str, notes: str, *examples: str) -> argparse.ArgumentParser:
         parser = cli.add_command(group, name, summary, notes, examples=examples, run=run)
-        what = "the run (default: the newest)" if metavar == "RUN" else "the checkpoint (default: the newest)"
-        cli.add_run_argument(parser, what, metavar)
+        if name == "list":
+            cli.add_run_argument(parser, "the run, or a folder that holds checkpoints (default: the newest run)")
+        else:
+            cli.add_run_argument(parser, "the checkpoint (default: the newest of the newest run)", "CKPT")
         cli.add_json_option(parser)
         return parser
 
     folder = "runs/a/checkpoints/step-00000100"
-    listed = ("", "2workers", "/data/checkpoints --json")
-    add(_list, "list", "list a run's checkpoints, the oldest first", _LIST_NOTE, *listed, metavar="RUN")
+    summary = "list a run's checkpoints, the oldest first"
+    add(_list, "list", summary, cli.RUN_NOTE, "", "2workers", "/data/checkpoints --json")
     add(_inspect, "inspect", "print a checkpoint's manifest", _NOTE, "2workers", f"{folder} --json")
     add(_components, "components", "list the components of a checkpoint", _COMPONENTS_NOTE, "2workers")
-    verified = ("2workers", "2workers --all", folder)
-    parser = add(_verify, "verify", "check that a checkpoint is intact", _VERIFY_NOTE, *verified)
+    summary = "check that a checkpoint is intact"
+    parser = add(_verify, "verify", summary, _VERIFY_NOTE, "2workers", "2workers --all", folder)
     parser.add_argument("--all", action="store_true", help="check all checkpoints of the run")
-    exported = ("2workers -o weights.safetensors", "2workers -o weights.pt --component ema")
-    parser = add(_export, "export", "write a checkpoint's weights to a single file", _EXPORT_NOTE, *exported)
+    exports = ("2workers -o weights.safetensors", "2workers -o weights.pt --component ema")
+    parser = add(_export, "export", "write a checkpoint's weights to a single file", _EXPORT_NOTE, *exports)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
-    parser.add_argument(
-        "--format",
-        choices=("safetensors", "torch"),
-        metavar="FORMAT",
-        help="safetensors or torch (default: from the suffix of FILE: .safetensors; .pt, .pth, .bin)",
-    )
-    parser.add_argument(
-        "--component",
-        choices=("model", "ema"),
-        default="model",
-        metavar="NAME",
-        help="model, or ema: the model with its averaged weights (default: %(default)s)",
-    )
+    what = "safetensors or torch (default: from the suffix of FILE: .safetensors; .pt, .pth, .bin)"
+    parser.add_argument("--format", choices=("safetensors", "torch"), metavar="FORMAT", help=what)
+    what = "model, or ema: the model with its averaged weights (default: %(default)s)"
+    parser.add_argument("--component", choices=("model", "ema"), default="model", metavar="NAME", help=what)
     parser.add_argument("--force", action="store_true", help="overwrite an existing file")
-
-
-# Which checkpoint
 
 
 def _root(named: str | None, runs: Path) -> Path:
@@ -122,44 +103,52 @@ def _folder(named: str | None, runs: Path) -> Path:
     return newest
 
 
-# Commands
-
-
 def _list(options: argparse.Namespace) -> int:
     root = _root(options.named, options.runs)
     for flaw in unusable(root).values():
         print(f"ignored: {flaw}", file=sys.stderr)
-    found = [_described(step_folder(root, step)) for step in complete_steps(root)]
+    found, rows = [], [("step", "epoch", "saved", "size", "workers", "metrics")]
+    for step in complete_steps(root):
+        folder = step_folder(root, step)
+        try:
+            manifest = inspect(folder)
+        except CheckpointError as error:
+            found.append({"checkpoint": str(folder), "problem": str(error)})
+            rows.append((f"{step}", "-", "-", "-", "-", "damaged; see `paceline checkpoints verify`"))
+            continue
+        found.append(each := _described(folder, manifest))
+        epoch, num_workers = str(manifest.position.get("epoch", "-")), f"{manifest.world_size}"
+        rows.append((f"{step}", epoch, _saved(manifest), size(each["bytes"]), num_workers, _metrics(manifest) or "-"))
     if options.json:
         print_json(found)
-    elif not found:
-        print(f"no checkpoints in {root}")
-    else:
-        rows = [("step", "epoch", "saved", "size", "workers", "metrics"), *map(_row, found)]
+    elif found:
         cli.print_table(rows, right=(0, 1, 3, 4))
+    else:
+        print(f"no checkpoints in {root}")
     return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
     folder = _folder(options.named, options.runs)
     manifest = inspect(folder)
-    found = _described(folder)
+    found = _described(folder, manifest) | {"configuration": manifest.configuration, "versions": manifest.versions}
     if options.json:
-        print_json(found | {"configuration": manifest.configuration, "versions": manifest.versions})
+        print_json(found)
         return 0
     epoch, micro_batch = (manifest.position.get(name, "-") for name in ("epoch", "micro_batch"))
+    settings = {name: v if isinstance(v, str) else to_json(v) for name, v in manifest.configuration.items()}
     cli.print_fields(
         [
             ("checkpoint", str(folder)),
             ("step", f"{manifest.step}"),
             ("epoch", f"{epoch}, after {micro_batch} of its micro-batches"),
-            ("saved", f"{_local_time(manifest.created)} by {count(manifest.world_size, 'worker')}"),
-            ("metrics", _metrics(manifest.metrics) or "none"),
+            ("saved", f"{_saved(manifest)} by {count(manifest.world_size, 'worker')}"),
+            ("metrics", _metrics(manifest) or "none"),
             ("size", f"{size(found['bytes'])} in {count(len(manifest.contents.files), 'file')}"),
             ("components", ", ".join(manifest.contents.components)),
             ("written by", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
             ("settings", ""),
-            *((f"  {name}", _setting(value)) for name, value in manifest.configuration.items()),
+            *((f"  {name}", cli.shortened(text, MAX_VALUE_LENGTH)) for name, text in settings.items()),
         ]
     )
     return 0
@@ -173,10 +162,9 @@ def _components(options: argparse.Namespace) -> int:
         shared = component.pattern.value.lower().replace("_", " ")
         files = [file for part in component.parts.values() for file in part]
         num_bytes = sum(contents.files[file].size for file in files)
-        found.append(
-            {"component": name, "shared": shared, "parts": list(component.parts), "files": files, "bytes": num_bytes}
-        )
-        rows.append((name, shared, f"{len(component.parts)}", f"{len(files)}", size(num_bytes)))
+        parts = list(component.parts)
+        found.append({"component": name, "shared": shared, "parts": parts, "files": files, "bytes": num_bytes})
+        rows.append((name, shared, f"{len(parts)}", f"{len(files)}", size(num_bytes)))
     print_json(found) if options.json else cli.print_table(rows, right=(2, 3, 4))
     return 0
 
@@ -218,25 +206,12 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _problems(folder: Path) -> list[str]:
-    """Everything wrong with a checkpoint. Progress is shown on a terminal."""
+    """All problems of a checkpoint. A terminal shows which one is being read."""
     from rich.console import Console
-    from rich.progress import Progress
 
-    try:
-        files = inspect(folder).contents.files
-    except CheckpointError:
-        return verify(folder)  # which lists all problems
-    problems = []
     stderr = cli.raw(sys.stderr)
-    with Progress(console=Console(file=stderr), transient=True, disable=not stderr.isatty()) as progress:
-        task = progress.add_task(folder.name, total=sum(record.size for record in files.values()))
-        for name, record in files.items():
-            try:
-                check_file(folder / name, record)
-            except CheckpointError as error:
-                problems.append(str(error))
-            progress.advance(task, record.size)
-    return problems
+    with Console(file=stderr).status(f"reading {folder.name}") if stderr.isatty() else nullcontext():
+        return verify(folder)
 
 
 def _weights(checkpoint: Checkpoint, component: str) -> dict[str, Any]:
@@ -273,15 +248,7 @@ def _write(path: Path, weights: dict[str, Any], form: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-# Formatting
-
-
-def _described(folder: Path) -> dict[str, Any]:
-    """A checkpoint as `list --json` prints it."""
-    try:
-        manifest = inspect(folder)
-    except CheckpointError as error:
-        return {"checkpoint": str(folder), "problem": str(error)}
+def _described(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return {
         "checkpoint": str(folder),
         "step": manifest.step,
@@ -293,22 +260,9 @@ def _described(folder: Path) -> dict[str, Any]:
     }
 
 
-def _row(found: Mapping[str, Any]) -> tuple[str, ...]:
-    if "problem" in found:
-        return f"{step_of(Path(found['checkpoint']))}", "-", "-", "-", "-", "damaged; see `paceline checkpoints verify`"
-    epoch, metrics = str(found["position"].get("epoch", "-")), _metrics(found["metrics"]) or "-"
-    saved = _local_time(found["created"])
-    return f"{found['step']}", epoch, saved, size(found["bytes"]), f"{found['world_size']}", metrics
+def _saved(manifest: Manifest) -> str:
+    return f"{datetime.fromisoformat(manifest.created).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
-def _local_time(created: str) -> str:
-    return f"{datetime.fromisoformat(created).astimezone():%Y-%m-%d %H:%M:%S}"
-
-
-def _metrics(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-
-
-def _setting(value: Any) -> str:
-    text = value if isinstance(value, str) else to_json(value)
-    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
+def _metrics(manifest: Manifest) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in manifest.metrics.items())

@@ -33,9 +33,6 @@ class CommandError(Exception):
         self.code = code
 
 
-# Declaring commands
-
-
 def add_command(
     commands: Any,
     name: str,
@@ -128,9 +125,6 @@ def _reporting_errors(prog: str, command: Command) -> Command:
     return run
 
 
-# Printing
-
-
 class EscapingStream:
     """An output stream that escapes control characters; see `formats.printable`."""
 
@@ -207,6 +201,14 @@ def size(num_bytes: float) -> str:
     """ "812 B", "1.23 GB"."""
     text = formats.rate(num_bytes)
     return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{num_bytes:.0f} B"
+
+
+def shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
 
 
 def count(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.cli.commands import add_command, add_json_option, count, print_fields, print_json, print_table, size
+from paceline.cli import commands as cli
 from paceline.comm.shared_memory.communicator import missing_shared_memory
 from paceline.core.world import World, devices
 from paceline.observe.environment import describe_environment
@@ -35,28 +35,24 @@ Document = dict[str, Any]
 
 def add_parser(commands: Any) -> None:
     summary = "show which devices a run would use, and how fast they are"
-    parser = add_command(commands, "devices", summary, _NOTE, examples=("", "--no-speed --json"), run=_devices)
-    add_json_option(parser)
+    parser = cli.add_command(commands, "devices", summary, _NOTE, examples=("", "--no-speed --json"), run=_devices)
+    cli.add_json_option(parser)
     parser.add_argument("--no-speed", "--quick", action="store_true", help="list the devices without measuring them")
 
 
 def _devices(options: argparse.Namespace) -> int:
     host = describe_environment()["host"]
+    is_measured, found = not options.no_speed, devices()
+    described: Document = {name: host[name] for name in ("name", "processor", "cores")}
+    described |= {"threads": torch.get_num_threads(), "memory_bytes": host["memory_bytes"]}
+    # Why CPU workers cannot use shared memory; None if they can.
+    described["no_shared_memory"] = missing_shared_memory(World(rank=0, size=2, local_rank=0, local_size=2))
     document = {
-        "host": {name: host[name] for name in ("name", "processor", "cores")}
-        | {
-            "threads": torch.get_num_threads(),
-            "memory_bytes": host["memory_bytes"],
-            # Why CPU workers cannot use shared memory; None if they can.
-            "no_shared_memory": missing_shared_memory(World(rank=0, size=2, local_rank=0, local_size=2)),
-        },
-        "devices": [_describe(device, host, is_measured=not options.no_speed) for device in devices()],
-        "links": _links(devices(), is_measured=not options.no_speed),
+        "host": described,
+        "devices": [_describe(device, host, is_measured=is_measured) for device in found],
+        "links": _links(found, is_measured=is_measured),
     }
-    if options.json:
-        print_json(document)
-    else:
-        _print(document)
+    cli.print_json(document) if options.json else _print(document)
     return 0
 
 
@@ -126,47 +122,39 @@ def _best_s(work: Callable[[], object], device: torch.device) -> float:
     return float(min(timer.blocked_autorange(min_run_time=MEASURED_S).times))
 
 
-# Formatting
-
-
 def _print(document: Document) -> None:
     host, found, links = document["host"], document["devices"], document["links"]
     reason = host["no_shared_memory"]
-    print_fields(
+    cli.print_fields(
         [
             ("host", host["name"]),
             ("processor", f"{host['processor']}, {host['cores']} cores"),
             ("threads", f"{host['threads']} in a single process; workers divide the cores"),
-            ("memory", _or(host["memory_bytes"], size, "unknown")),
+            ("memory", cli.or_dash(host["memory_bytes"], cli.size)),
             ("CPU workers", f"exchange through {'shared memory' if reason is None else f'Gloo: {reason}'}"),
         ]
     )
     print()
     header = ("device", "name", "memory", "fp32\nFLOP/s", "bf16\nFLOP/s", "copy\nGB/s", "from host\nGB/s")
-    print_table([header, *map(_device_row, found)], right=range(2, 7))
+    cli.print_table([header, *map(_device_row, found)], right=range(2, 7))
     if links:
         print()
-        print_table([("from", "to", "path", "GB/s"), *map(_link_row, links)], right=(3,))
+        cli.print_table([("from", "to", "path", "GB/s"), *map(_link_row, links)], right=(3,))
     if full := [device["device"] for device in found if device["is_full"]]:
         print(f"\nnot measured because their memory is in use: {', '.join(full)}")
-    print(f"\na run uses {count(len(found), 'worker')} by default; --workers and -d change that")
+    print(f"\na run uses {cli.count(len(found), 'worker')} by default; --workers and -d change that")
 
 
 def _device_row(device: Document) -> tuple[str, ...]:
     name, speed = device["name"], device["speed"] or {}
-    cells = [_or(speed.get(f"{dtype}_gflop_per_s"), _flops) for dtype in ("fp32", "bf16")]
-    cells += [_or(speed.get(f"{source}_gb_per_s"), rate) for source in ("memory", "host")]
-    name = name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 3]}..."
-    return device["device"], name, _or(device["memory_bytes"], size), *cells
+    cells = [cli.or_dash(speed.get(f"{dtype}_gflop_per_s"), _flops) for dtype in ("fp32", "bf16")]
+    cells += [cli.or_dash(speed.get(f"{source}_gb_per_s"), rate) for source in ("memory", "host")]
+    return device["device"], cli.shortened(name, MAX_NAME_LENGTH), cli.or_dash(device["memory_bytes"], cli.size), *cells
 
 
 def _link_row(link: Document) -> tuple[str, ...]:
     path = "direct" if link["is_direct"] else "through the host"
-    return link["source"], link["target"], path, _or(link["gb_per_s"], rate)
-
-
-def _or(value: float | None, text: Callable[[float], str], missing: str = "-") -> str:
-    return missing if value is None else text(value)
+    return link["source"], link["target"], path, cli.or_dash(link["gb_per_s"], rate)
 
 
 def _flops(gflop_per_s: float) -> str:

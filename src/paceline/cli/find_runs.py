@@ -10,9 +10,6 @@ from paceline.cli.commands import CommandError
 from paceline.observe.run_files import RunFiles, read_status
 from paceline.observe.summary import started_at
 
-# When a prefix matches more runs than this, only the newest are listed.
-MAX_LISTED = 10
-
 
 def find_runs(folder: Path) -> list[RunFiles]:
     """The runs in a folder, the oldest first. Other entries are skipped."""
@@ -41,9 +38,8 @@ def choose_run(named: str | None, folder: Path) -> RunFiles:
     if len(found) == 1:
         return found[0]
     if found:
-        names = "".join(f"\n  {files.root.name}" for files in found[-MAX_LISTED:])
-        more = f"\n  and {len(found) - MAX_LISTED} older runs" if len(found) > MAX_LISTED else ""
-        raise CommandError(f"{named!r} matches {len(found)} runs: give more of the name{names}{more}")
+        names = "".join(f"\n  {files.root.name}" for files in found)
+        raise CommandError(f"{named!r} matches {len(found)} runs: give more of the name{names}")
     nearest = get_close_matches(named, [files.root.name for files in runs], n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise CommandError(f"there is no run {named!r} in {folder}{hint} (`paceline logs list {folder}` lists all runs)")

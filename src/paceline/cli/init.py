@@ -12,7 +12,6 @@ from paceline.cli.commands import CommandError, add_command
 FILES = ("config.yaml", "model.py", "data.py", "README.md")
 # The placeholder for the project's name in the templates.
 _NAME = "PROJECT_NAME"
-_MAX_LISTED = 10
 
 _NOTE = """\
 The project classifies points on spirals. It trains in seconds, and comments in
@@ -43,10 +42,8 @@ def _init(options: argparse.Namespace) -> int:
         raise CommandError(f"invalid project name {name!r}: choose a --name of one line", 2)
     if folder.exists() and not folder.is_dir():
         raise CommandError(f"{folder} is a file: choose a new or empty folder", 2)
-    # An empty repository counts as empty.
-    if found := sorted(path.name for path in folder.glob("*") if path.name != ".git"):
-        shown = ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")
-        raise CommandError(f"{folder} is not empty: it has {shown}; choose a new or empty folder", 2)
+    if any(path.name != ".git" for path in folder.glob("*")):
+        raise CommandError(f"{folder} is not empty: choose a new or empty folder", 2)
     folder.mkdir(parents=True, exist_ok=True)
     for file in FILES:
         text = files("paceline.cli.templates").joinpath(file).read_text(encoding="utf-8")

@@ -37,7 +37,6 @@ exit codes:
 _NOTE = f"""\
 {cli.RUN_NOTE}Requests work on the run's host, for the user who started it.
 {_EXIT_CODES}"""
-_STATUS_NOTE = f"{cli.RUN_NOTE}{_EXIT_CODES}"
 _STOP_NOTE = f"""\
 The run finishes its step and saves a checkpoint. `paceline train` then exits
 with code 75; --resume continues the run.
@@ -65,10 +64,8 @@ def add_parser(commands: Any) -> None:
             cli.add_run_argument(parser, "the run (default: the only one that is running)")
         return parser
 
-    status = ("", "2workers --json", "--watch")
-    parser = add(
-        _status, "status", "print step, loss, speed and remaining time", f"{cli.RUN_NOTE}{_EXIT_CODES}", *status
-    )
+    summary = "print step, loss, speed and remaining time"
+    parser = add(_status, "status", summary, f"{cli.RUN_NOTE}{_EXIT_CODES}", "", "2workers --json", "--watch")
     cli.add_json_option(parser)
     parser.add_argument("--watch", action="store_true", help="repeat every second until all runs have ended")
     saving = add(_save, "save", "save a checkpoint after the next step", _NOTE, "", "2workers --wait")
@@ -80,9 +77,6 @@ def add_parser(commands: Any) -> None:
         parser.add_argument("--timeout", type=cli.seconds, default=DEFAULT_TIMEOUT_S, metavar="S", help=what)
     parser = add(_abort, "abort", "kill a run without saving", _ABORT_NOTE, "2workers", "2workers -y")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
-
-
-# Commands
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -147,26 +141,19 @@ def _stop(options: argparse.Namespace) -> int:
 
 def _abort(options: argparse.Namespace) -> int:
     files = _live_run(options)
-    if not options.yes and not _is_confirmed(files):
-        print(f"{files.root.name} was not aborted", file=sys.stderr)
-        return 1
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise CommandError("no terminal to ask for confirmation on: give -y", 2)
+        newest = latest(files.checkpoints)
+        kept = "it has no checkpoint yet" if newest is None else f"its newest checkpoint is {newest.name}"
+        if input(f"abort {files.root.name}? {kept} [y/N] ").strip().lower() not in ("y", "yes"):
+            raise CommandError(f"{files.root.name} was not aborted")
     with suppress(NobodyListens):  # it may be gone before it answers
         _request(files, "abort")
     if not _poll(lambda: _state(files) != "live", ABORT_TIMEOUT_S):
         raise CommandError(f"{files.root.name} is still running after {ABORT_TIMEOUT_S:g} s: {_kill_hint(files)}")
     print(f"{files.root.name} is aborted")
     return 0
-
-
-def _is_confirmed(files: RunFiles) -> bool:
-    if not sys.stdin.isatty():
-        raise CommandError("no terminal to ask for confirmation on: give -y", 2)
-    newest = latest(files.checkpoints)
-    kept = "it has no checkpoint yet" if newest is None else f"its newest checkpoint is {newest.name}"
-    return input(f"abort {files.root.name}? {kept} [y/N] ").strip().lower() in ("y", "yes")
-
-
-# Runs
 
 
 def _state(files: RunFiles) -> str:
@@ -238,9 +225,6 @@ def describe(files: RunFiles) -> dict[str, Any]:
         return report | _request(files, "status")
     except (CommandError, ControlError) as error:
         return report | {"no_answer": str(error)}
-
-
-# Formatting
 
 
 def _ending(files: RunFiles) -> str:

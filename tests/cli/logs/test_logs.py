@@ -296,7 +296,7 @@ def test_many_runs_in_one_command(runs: Path) -> None:
     assert len(json.loads(logs_command("summary", "--all", "--format", "json").out)) == 25
     others = [f"run{number:03}" for number in range(24)]
     assert logs_command("plot", "run024", "--compare", *others).code == 0
-    assert logs_command("summary", "run").err.endswith("\n  run024_2026-11-15_12-24-00\n  and 15 older runs\n")
+    assert logs_command("summary", "run").err.count("\n  run0") == 25
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,16 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.commands import (
-    RUN_NOTE,
-    CommandError,
-    add_command,
-    add_group,
-    add_run_argument,
-    integer,
-    print_raw,
-    print_table,
-)
+from paceline.cli import commands as cli
 from paceline.cli.find_runs import all_runs, choose_run, choose_runs, find_runs
 from paceline.cli.logs.panels import load_runs, make_panels
 from paceline.cli.logs.picture import check_output, draw, write
@@ -39,23 +30,23 @@ A run is "live", "finished", "stopped" (on request), "failed" (with an error),
 "broken off" (its process died without a report) or "unknown".
 """
 _PLOT_NOTE = f"""\
-{RUN_NOTE}Without -o and -e, the plot is printed as text.
+{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.
 """
 
 
 def add_parser(commands: Any) -> None:
     examples = ("list", "summary --all --format md", "plot --compare 2workers 4workers -o losses.png")
-    group = add_group(commands, "logs", "look at runs: list, summary, plot", examples)
+    group = cli.add_group(commands, "logs", "look at runs: list, summary, plot", examples)
 
     summary = "list the runs in a folder, the oldest first"
-    parser = add_command(group, "list", summary, _LIST_NOTE, examples=("", "/data/runs"), run=_list)
+    parser = cli.add_command(group, "list", summary, _LIST_NOTE, examples=("", "/data/runs"), run=_list)
     what = "the folder that holds the runs (default: %(default)s)"
     parser.add_argument("folder", nargs="?", type=Path, default=Path(RUNS_FOLDER), metavar="DIR", help=what)
 
     summary = "print a run's state, losses and speed"
     examples = ("", "2workers_2026-11-15 --format json", "--all --format one-line")
-    parser = add_command(group, "summary", summary, RUN_NOTE, examples=examples, run=_summary)
-    add_run_argument(parser, "the runs (default: the newest)", nargs="*")
+    parser = cli.add_command(group, "summary", summary, cli.RUN_NOTE, examples=examples, run=_summary)
+    cli.add_run_argument(parser, "the runs (default: the newest)", nargs="*")
     parser.add_argument("--all", action="store_true", help="all runs in the folder")
     what = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]} (default: %(default)s)"
     parser.add_argument("--format", choices=FORMATS, default="text", metavar="FORMAT", help=what)
@@ -67,8 +58,8 @@ def add_parser(commands: Any) -> None:
         "2workers --compare 1worker 4workers --x-axis time",
         "--metrics eval/accuracy,waiting -e",
     )
-    parser = add_command(group, "plot", summary, _PLOT_NOTE, examples=plots, run=_plot)
-    add_run_argument(parser, "the run (default: the newest)")
+    parser = cli.add_command(group, "plot", summary, _PLOT_NOTE, examples=plots, run=_plot)
+    cli.add_run_argument(parser, "the run (default: the newest)")
     parser.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="more runs, in the same axes")
     selection = parser.add_mutually_exclusive_group()
     what = (
@@ -80,7 +71,7 @@ def add_parser(commands: Any) -> None:
     what = "step, epoch, or time of training (default: %(default)s)"
     parser.add_argument("--x-axis", choices=("step", "epoch", "time"), default="step", metavar="AXIS", help=what)
     what = "smooth with a centered moving average over N values; the original values are drawn faintly"
-    parser.add_argument("--smooth", type=integer(1), default=1, metavar="N", help=what)
+    parser.add_argument("--smooth", type=cli.integer(1), default=1, metavar="N", help=what)
     what = (
         "use logarithmic y axes for the chosen metrics, by default for losses and the gradient norm, where all values "
         "are positive"
@@ -100,7 +91,7 @@ def _names(text: str) -> list[str]:
 
 def _list(options: argparse.Namespace) -> int:
     if runs := find_runs(options.folder):
-        print_table(table([glance(files) for files in runs]), right=range(2, 6))
+        cli.print_table(table([glance(files) for files in runs]), right=range(2, 6))
     else:
         print(f"no runs in {options.folder}")
     return 0
@@ -108,7 +99,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _summary(options: argparse.Namespace) -> int:
     if options.all and options.named:
-        raise CommandError("--all cannot be combined with names of runs")
+        raise cli.CommandError("--all cannot be combined with names of runs")
     runs = all_runs(options.runs) if options.all else choose_runs(options.named, options.runs)
     print(render([summarize(files) for files in runs], options.format))
     return 0
@@ -142,7 +133,7 @@ def _plot(options: argparse.Namespace) -> int:
     )
     print(", ".join(files.root.name for files in runs))
     for panel in panels:
-        print_raw(f"\n{text_plot(panel, style)}\n")
+        cli.print_raw(f"\n{text_plot(panel, style)}\n")
     return 0
 
 
@@ -154,14 +145,14 @@ def _image_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path |
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise CommandError(f"{folder} cannot be created ({error.strerror}): choose a file with -o") from error
+        raise cli.CommandError(f"{folder} cannot be created ({error.strerror}): choose a file with -o") from error
     return folder / f"{re.sub(r'[^a-z0-9_-]+', '_', what.lower())}{'-compared' if len(runs) > 1 else ''}.png"
 
 
 def _open(image: Path) -> int:
     viewer = next(filter(None, map(shutil.which, VIEWERS)), None)
     if viewer is None:
-        raise CommandError(f"no viewer was found ({', '.join(VIEWERS)}): open {image} yourself")
+        raise cli.CommandError(f"no viewer was found ({', '.join(VIEWERS)}): open {image} yourself")
     # The shell exits immediately. The viewer is detached and stays open when this terminal is closed.
     detached = '"$0" "$1" </dev/null >/dev/null 2>&1 &'
     subprocess.run(["sh", "-c", detached, viewer, str(image)], start_new_session=True, check=False)

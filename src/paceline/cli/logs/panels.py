@@ -148,6 +148,10 @@ def moving_mean(values: Numbers, window: int) -> Numbers:
     return np.where(counts > 0, window_sums(known / unit) / np.maximum(counts, 1) * unit, np.nan)
 
 
+def last_finite(values: Numbers) -> float:
+    return float(values[np.isfinite(values)][-1])
+
+
 def _default_metrics(names: Sequence[str], only_loss: bool) -> list[str]:
     others = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
     return ["loss"] if only_loss else ["loss", *others, "lr", "grad_norm", "samples_per_s"]
@@ -216,25 +220,19 @@ def _x_axis(runs: Sequence[LoadedRun], axis: XAxis) -> tuple[str, Callable[[Curv
         known_steps, known = metrics.series(axis)
         if not len(known):
             raise CommandError(f"the metrics have no {axis}: choose --x-axis step")
-        known = _fractional_epochs(known_steps, known) if axis == "epoch" else known / unit_s
-        return np.interp(steps, known_steps, known)
+        if axis == "epoch" and np.array_equal(known, np.floor(known)):
+            known_steps, known = _epoch_starts(known_steps, known)
+        return np.interp(steps, known_steps, known / unit_s)
 
     return label, x_of
 
 
-def _fractional_epochs(steps: Steps, epochs: Numbers) -> Numbers:
-    """The number of completed epochs at each step, from the index of the epoch that each step belongs to.
+def _epoch_starts(steps: Steps, epochs: Numbers) -> tuple[Steps, Numbers]:
+    """The step before the first of each epoch, and the epoch's index; at last, the expected end of the last epoch.
 
-    An epoch ends before the first line of the next. The last epoch may be incomplete: it is taken to be as long as the
-    longest before it.
+    The last epoch may be incomplete: it is taken to be as long as the longest before it.
     """
-    if not np.array_equal(epochs, np.floor(epochs)):
-        return epochs  # already fractional
     firsts = np.flatnonzero(np.diff(epochs, prepend=epochs[0] - 1))
-    # An epoch begins after the last step of the previous one, the first epoch after step 0.
-    begins = np.concatenate([[0 if epochs[0] == 0 else steps[0]], steps[firsts[1:] - 1]])
-    lengths = [*np.diff(begins), 0]
-    lengths[-1] = max(steps[-1] - begins[-1], *lengths)
-    index = np.cumsum(np.diff(epochs, prepend=epochs[0]) != 0)
-    done: Numbers = epochs + (steps - begins[index]) / np.maximum(np.array(lengths)[index], 1)
-    return done
+    starts = [0 if epochs[0] == 0 else steps[0], *steps[firsts[1:] - 1]]
+    end = starts[-1] + max(steps[-1] - starts[-1], *np.diff(starts), 1)
+    return np.array([*starts, end]), np.array([*epochs[firsts], epochs[-1] + 1])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from paceline.cli.commands import or_dash
 from paceline.observe import formats
 from paceline.observe.json_lines import to_json
 from paceline.observe.summary import Glance, Summary, text
@@ -35,9 +36,9 @@ def table(glances: Sequence[Glance]) -> list[tuple[str, ...]]:
             run.state,
             _steps(run),
             formats.loss(run.loss),
-            _rate(run.samples_per_s),
-            "-" if run.training_s is None else formats.duration(run.training_s),
-            "-" if run.started is None else formats.moment(run.started, "%Y-%m-%d %H:%M"),
+            or_dash(run.samples_per_s, formats.rate),
+            or_dash(run.training_s, formats.duration),
+            or_dash(run.started, lambda time: formats.moment(time, "%Y-%m-%d %H:%M")),
         )
         for run in glances
     ]
@@ -53,7 +54,7 @@ def _markdown_row(run: Summary) -> str:
         formats.loss(run.train_loss.last if run.train_loss else None),
         formats.loss(run.train_loss.lowest if run.train_loss else None),
         ", ".join(_evaluations(run)) or "-",
-        _rate(run.samples_per_s),
+        or_dash(run.samples_per_s, formats.rate),
     ]
     return f"| {' | '.join(formats.one_line(cell).replace('|', '/') for cell in cells)} |"
 
@@ -62,7 +63,7 @@ def _line(run: Summary) -> str:
     parts = [f"{run.name}: {run.state}", f"step {_steps(run)}"]
     parts += [f"loss {formats.loss(run.train_loss.last)}"] if run.train_loss else []
     parts += _evaluations(run)
-    parts += [f"{_rate(run.samples_per_s)} samples/s"] if run.samples_per_s is not None else []
+    parts += [f"{or_dash(run.samples_per_s, formats.rate)} samples/s"] if run.samples_per_s is not None else []
     return formats.one_line(", ".join([*parts, formats.duration(run.training_s)]))
 
 
@@ -72,7 +73,3 @@ def _evaluations(run: Summary) -> list[str]:
 
 def _steps(run: Summary | Glance) -> str:
     return f"{run.step}" if run.total_steps is None else f"{run.step}/{run.total_steps}"
-
-
-def _rate(value: float | None) -> str:
-    return "-" if value is None else formats.rate(value)

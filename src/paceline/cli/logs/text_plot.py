@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.cli.logs.panels import Numbers, Panel, Series
+from paceline.cli.commands import shortened
+from paceline.cli.logs.panels import Numbers, Panel, Series, last_finite
 from paceline.observe import formats
 from paceline.observe.formats import printable
 
@@ -50,9 +51,9 @@ def text_plot(panel: Panel, style: TextStyle) -> str:
 
     ticks = {0: formats.loss(high), HEIGHT - 1: formats.loss(low)} if low < high else {HEIGHT // 2: formats.loss(low)}
     gutter = max(map(len, ticks.values()))
-    lasts = [float(one.y[np.isfinite(one.y)][-1]) for one in series]
-    names = [printable(f"{one.label} {formats.loss(y)}") for one, y in zip(series, lasts, strict=True)]
-    names = [name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 3]}..." for name in names]
+    lasts = [last_finite(one.y) for one in series]
+    texts = [printable(f"{one.label} {formats.loss(y)}") for one, y in zip(series, lasts, strict=True)]
+    names = [shortened(text, _MAX_LABEL) for text in texts]
     columns = style.width - gutter - 4 - max(map(len, names))
     if columns < MIN_WIDTH // 2:  # too narrow for labels
         names, columns = [], max(style.width - gutter - 3, 8)
