@@ -51,11 +51,8 @@ def runs(*arguments: object) -> Ended:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder `runs` in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    return Path("runs")
+def folder(runs: Path) -> Path:
+    return runs
 
 
 class Terminal:
