@@ -19,8 +19,8 @@ from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RUNS_FOLDER
 
 RUN_NOTE = "RUN is a run's folder, its name, or an unambiguous prefix of its name.\n"
-# Rich wraps tables that are wider than its console. Files and pipes have no width.
-_UNLIMITED_WIDTH = 100_000
+# The width of tables.
+_NO_LIMIT = 100_000
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -172,20 +172,19 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
     """Print rows in aligned columns, those with an index in `right` to the right. The first row is the header.
 
-    On a terminal the header is bold, and the last column wraps. In a file or pipe it is plain text of any width.
+    The output is plain text; only on a terminal the header is bold. No cell is cut or wrapped to fit the terminal.
     """
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if i in right else "left", no_wrap=i < len(rows[0]) - 1)
+        table.add_column(name, justify="right" if i in right else "left")
     for row in rows[1:]:
         table.add_row(*map(formats.one_line, row))
-    text, is_terminal = io.StringIO(), sys.stdout.isatty()
-    width = None if is_terminal else _UNLIMITED_WIDTH
-    console = Console(file=text, force_terminal=is_terminal, width=width, markup=False, emoji=False, highlight=False)
-    console.print(table)
+    text = io.StringIO()
+    is_terminal = sys.stdout.isatty()
+    Console(file=text, force_terminal=is_terminal, width=_NO_LIMIT, markup=False, emoji=False).print(table)
     print_raw("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
 
 

@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 from paceline.cli.commands import add_command
@@ -51,7 +52,7 @@ class _Command:
 def add_parser(commands: Any, root: argparse.ArgumentParser) -> None:
     """Add `completion` to the commands of `root`, which may get further commands later."""
     parser = add_command(commands, "completion", "print a completion script for a shell", _NOTE)
-    parser.add_argument("shell", choices=_SCRIPTS, metavar="SHELL", help="bash, zsh or fish")
+    parser.add_argument("shell", choices=_GENERATED, metavar="SHELL", help="bash, zsh or fish")
     parser.set_defaults(run=partial(_completion, root))
 
 
@@ -61,7 +62,11 @@ def _completion(root: argparse.ArgumentParser, options: argparse.Namespace) -> i
 
 
 def script(root: argparse.ArgumentParser, shell: str) -> str:
-    return _SCRIPTS[shell](list(_commands(root)))
+    """The script in `completion_scripts` with its generated parts filled in."""
+    text = files("paceline.cli").joinpath("completion_scripts", f"paceline.{shell}").read_text(encoding="utf-8")
+    for name, part in _GENERATED[shell](list(_commands(root))).items():
+        text = text.replace(f"@{name}@", part)
+    return text
 
 
 def _commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[_Command]:
@@ -85,126 +90,63 @@ def _commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[_Comm
         yield from _commands(child, f"{path} {name}".strip())
 
 
-def _case(subject: str, branches: dict[str, str]) -> str:
-    """A `case` statement of bash and zsh."""
-    lines = (f"({shlex.quote(word)}) {action} ;;" for word, action in branches.items())
-    return "\n".join([f'case "{subject}" in', *lines, "esac"])
-
-
-def _cases(
-    commands: list[_Command], offer: Callable[[dict[str, str]], str], offer_runs: str, offer_values: Callable[..., str]
-) -> dict[str, str]:
-    """Branches of the `case` statements by which bash and zsh find the command and the words that may follow."""
-    return {
-        "walk": _case("$longer", {c.path: 'at="$longer"' for c in commands if c.path}),
-        "flags": _case("$at", {c.path: offer(c.flags) for c in commands}),
-        "words": _case("$at", {c.path: offer(c.words) for c in commands if c.words}),
-        "runs": _case("$at", {c.path: offer_runs for c in commands if c.takes_run}),
-        "values": _case(
-            "$at $previous", {f"{c.path} {name}": offer_values(v) for c in commands for name, v in c.values.items()}
-        ),
-    }
-
-
-def _bash(commands: list[_Command]) -> str:
-    cases = _cases(
+def _bash(commands: list[_Command]) -> dict[str, str]:
+    return _cases(
         commands,
         lambda words: f"offered={shlex.quote(' '.join(words))}",
         f'offered="$(command ls {RUNS_FOLDER} 2> /dev/null)"',
         lambda values: f"offered={shlex.quote(' '.join(values))}",
     )
-    return f"""\
-# paceline completion for bash
-_paceline() {{
-local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" at="" longer offered="" i
-for ((i = 1; i < COMP_CWORD; i++)); do
-longer="${{at:+$at }}${{COMP_WORDS[i]}}"
-{cases["walk"]}
-done
-if [[ $current == -* ]]; then
-{cases["flags"]}
-else
-{cases["words"]}
-{cases["runs"]}
-fi
-{cases["values"]}
-COMPREPLY=($(compgen -W "$offered" -- "$current"))
-}}
-complete -o bashdefault -o default -F _paceline paceline
-"""
 
 
-def _zsh(commands: list[_Command]) -> str:
-    cases = _cases(
+def _zsh(commands: list[_Command]) -> dict[str, str]:
+    return _cases(
         commands,
         lambda words: f"offered=({shlex.join(f'{word}:{what}' for word, what in words.items())})",
         f"compadd -- {RUNS_FOLDER}/*(N:t)",
         lambda values: f"compadd -- {shlex.join(values)}; return" if values else "_files; return",
     )
-    return f"""\
-#compdef paceline
-# paceline completion for zsh
-_paceline() {{
-local previous="${{words[CURRENT-1]}}" at="" longer
-local -a offered
-local -i i
-for ((i = 2; i < CURRENT; i++)); do
-longer="${{at:+$at }}${{words[i]}}"
-{cases["walk"]}
-done
-{cases["values"]}
-if [[ "${{words[CURRENT]}}" == -* ]]; then
-{cases["flags"]}
-else
-{cases["words"]}
-{cases["runs"]}
-fi
-if (( $#offered )); then
-_describe paceline offered
-else
-_files
-fi
-}}
-compdef _paceline paceline
-# Read for the first completion, from fpath: this is it.
-[[ $funcstack[1] == _paceline ]] && _paceline
-"""
 
 
-def _fish(commands: list[_Command]) -> str:
+def _cases(
+    commands: list[_Command], offer: Callable[[dict[str, str]], str], offer_runs: str, offer_values: Callable[..., str]
+) -> dict[str, str]:
+    """The `case` statements by which bash and zsh find the command and the words that may follow."""
+    values = {f"{c.path} {name}": offer_values(values) for c in commands for name, values in c.values.items()}
+    return {
+        "walk": _case("$longer", {c.path: 'at="$longer"' for c in commands if c.path}),
+        "flags": _case("$at", {c.path: offer(c.flags) for c in commands}),
+        "words": _case("$at", {c.path: offer(c.words) for c in commands if c.words}),
+        "runs": _case("$at", {c.path: offer_runs for c in commands if c.takes_run}),
+        "values": _case("$at $previous", values),
+    }
+
+
+def _case(subject: str, branches: dict[str, str]) -> str:
+    lines = (f"({shlex.quote(word)}) {action} ;;" for word, action in branches.items())
+    return "\n".join([f'case "{subject}" in', *lines, "esac"])
+
+
+def _fish(commands: list[_Command]) -> dict[str, str]:
+    def quoted(text: str) -> str:
+        escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
+
     lines = []
     for command in commands:
         condition = f'__paceline_at "{command.path}"'
-        start = f"complete -c paceline -n {_fish_quoted(condition)}"
-        for word, what in command.words.items():
-            lines.append(f"{start} -f -a {_fish_quoted(word)} -d {_fish_quoted(what)}")
+        start = f"complete -c paceline -n {quoted(condition)}"
+        lines += [f"{start} -f -a {quoted(word)} -d {quoted(what)}" for word, what in command.words.items()]
         if command.takes_run:
             lines.append(f"{start} -a '(command ls {RUNS_FOLDER} 2> /dev/null)'")
         for name, what in command.flags.items():
             flag = f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}"
             if (values := command.values.get(name)) is not None:
-                flag += f" -x -a {_fish_quoted(' '.join(values))}" if values else " -r"
-            lines.append(f"{start} {flag} -d {_fish_quoted(what)}")
-    paths = " ".join(_fish_quoted(command.path) for command in commands if command.path)
-    completions = "\n".join(lines)
-    return f"""\
-# paceline completion for fish
-set -g __paceline_commands {paths}
-function __paceline_at
-    set -l at ''
-    for word in (commandline -opc)[2..-1]
-        set -l longer (string trim -- "$at $word")
-        contains -- $longer $__paceline_commands; and set at $longer
-    end
-    test "$at" = "$argv[1]"
-end
-{completions}
-"""
+                flag += f" -x -a {quoted(' '.join(values))}" if values else " -r"
+            lines.append(f"{start} {flag} -d {quoted(what)}")
+    paths = " ".join(quoted(command.path) for command in commands if command.path)
+    return {"paths": paths, "completions": "\n".join(lines)}
 
 
-def _fish_quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
-_SCRIPTS = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+# The generated parts of each shell's script, by their placeholders.
+_GENERATED = {"bash": _bash, "zsh": _zsh, "fish": _fish}
