@@ -244,7 +244,7 @@ def _state_text(report: Mapping[str, Any]) -> str:
 def _fields(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("run", str(report["run"])), ("state", _state_text(report))]
     if "step" in report:
-        total = report.get("total_steps")
+        total, shares, waiting = (report.get(name) for name in ("total_steps", "shares", "waiting"))
         rows.append(("step", f"{report['step']}{'' if total is None else f' of {total}'}, epoch {report['epoch']}"))
         if report.get("loss") is not None:
             rows.append(("loss", f"{formats.loss(float(report['loss']))} at step {report['loss_step']}"))
@@ -252,18 +252,13 @@ def _fields(report: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append(("speed", f"{formats.rate(report['samples_per_s'])} samples/s"))
         if report.get("eta_s") is not None:
             rows.append(("time left", formats.duration(report["eta_s"])))
-        rows.append(("workers", _workers(report)))
+        workers = [f"{report['workers']}"]
+        if shares and 1 < len(shares) <= MAX_WORKERS_SHOWN:
+            workers.append(f"shares {':'.join(map(str, shares))}")
+        if waiting and 1 < len(waiting) <= MAX_WORKERS_SHOWN:
+            workers.append(f"waiting {' '.join(f'{part:.0%}' for part in waiting)}")
+        rows.append(("workers", ", ".join(workers)))
         rows.append(("checkpoint", Path(report["checkpoint"]).name if report.get("checkpoint") else "none yet"))
     if "no_answer" in report:
         rows.append(("no answer", report["no_answer"]))
     return rows
-
-
-def _workers(report: Mapping[str, Any]) -> str:
-    shares, waiting = report.get("shares") or (), report.get("waiting") or ()
-    parts = [f"{report['workers']}"]
-    if 1 < len(shares) <= MAX_WORKERS_SHOWN:
-        parts.append(f"shares {':'.join(map(str, shares))}")
-    if 1 < len(waiting) <= MAX_WORKERS_SHOWN:
-        parts.append(f"waiting {' '.join(f'{part:.0%}' for part in waiting)}")
-    return ", ".join(parts)

@@ -14,7 +14,7 @@ from in_process import Ended, invoke
 from made_runs import make_run, row
 
 from paceline.cli.logs import picture as logs_picture
-from paceline.cli.logs.panels import Panel, load_runs, make_panels, moving_mean, short_labels
+from paceline.cli.logs.panels import Panel, make_panels, moving_mean, short_labels
 from paceline.cli.logs.text_plot import TextStyle, text_plot
 from paceline.observe.curves import MAX_POINTS
 from paceline.observe.run_files import RunFiles
@@ -45,7 +45,7 @@ def content(panels: list[Panel]) -> dict[str, Any]:
 
 
 def panels_of(*files: RunFiles, **options: Any) -> list[Panel]:
-    return make_panels(load_runs(files), **options)
+    return make_panels(files, **options)
 
 
 def test_a_run_is_drawn_with_loss_rate_norm_and_throughput_per_worker(runs: Path) -> None:
@@ -170,7 +170,7 @@ def test_labels_are_as_short_as_tells_runs_apart(runs: Path) -> None:
 def test_a_long_run_is_thinned_but_keeps_its_peaks(runs: Path) -> None:
     rows = [{"step": step, "loss": 100.0 if step == 7777 else 1.0 + step % 3} for step in range(1, 20_001)]
     run = make_run(runs, rows=rows)
-    (panel,) = make_panels(load_runs([run], is_smoothed=True), only_loss=True, smooth=2)
+    (panel,) = make_panels([run], only_loss=True, smooth=2)
     series, smoothed = panel.series
     assert len(smoothed.x) <= MAX_POINTS
     assert len(series.x) <= MAX_POINTS

@@ -15,7 +15,7 @@ from made_runs import make_run, row
 
 from paceline.cli.logs import command
 from paceline.cli.logs import picture as logs_picture
-from paceline.cli.logs.panels import Panel, load_runs, make_panels
+from paceline.cli.logs.panels import Panel, make_panels
 from paceline.cli.main import main
 from paceline.observe.run_files import RunFiles
 
@@ -28,7 +28,7 @@ def logs_command(*arguments: object) -> Ended:
 
 
 def panels_of(*files: RunFiles, **options: Any) -> list[Panel]:
-    return make_panels(load_runs(files), **options)
+    return make_panels(files, **options)
 
 
 def test_a_logarithmic_axis_for_losses_or_what_was_chosen_where_all_is_positive(runs: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.cli import commands as cli
 from paceline.cli.find_runs import all_runs, choose_run, choose_runs, find_runs
-from paceline.cli.logs.panels import load_runs, make_panels
+from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
 from paceline.cli.logs.summary import FORMATS, render, table
 from paceline.cli.logs.text_plot import MIN_WIDTH, TextStyle, text_plot
@@ -113,9 +113,8 @@ def _plot(options: argparse.Namespace) -> int:
         check_output(image)
     # Several panels as text would not fit on a screen.
     only_loss = options.loss_curves or (image is None and not options.metrics)
-    only = [*(options.metrics or ["loss", "eval/loss"]), options.x_axis] if options.metrics or only_loss else None
     panels = make_panels(
-        load_runs(runs, is_smoothed=options.smooth > 1, only=only),
+        runs,
         metrics=options.metrics,
         only_loss=only_loss,
         x_axis=options.x_axis,

@@ -21,7 +21,6 @@ XAxis = Literal["step", "epoch", "time"]
 LoadedRun = tuple[str, Curves]
 
 AXIS_LABELS = {
-    "loss": "loss",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "samples_per_s": "samples / s",
@@ -62,29 +61,6 @@ class Panel:
     is_log: bool = False
 
 
-def load_runs(
-    runs: Sequence[RunFiles], *, is_smoothed: bool = False, only: Sequence[str] | None = None
-) -> list[LoadedRun]:
-    """is_smoothed: read all points. Otherwise, long curves are thinned while they are read.
-
-    only: names of metrics, or of groups of metrics, to read; None for all.
-    """
-
-    def is_wanted(name: str) -> bool:
-        return only is None or name in only or any(name.startswith(f"{each}/") for each in only)
-
-    def is_whole(name: str) -> bool:
-        return is_smoothed and name not in NEVER_SMOOTHED
-
-    loaded = []
-    for files, label in zip(runs, short_labels(runs), strict=True):
-        metrics = read_curves(files.metrics, is_wanted, is_whole=is_whole) if files.metrics.is_file() else Curves()
-        if not metrics.num_lines:
-            raise CommandError(f"{files.root.name} has no metrics yet: there is nothing to plot")
-        loaded.append((label, metrics))
-    return loaded
-
-
 def short_labels(runs: Sequence[RunFiles]) -> list[str]:
     """The shortest unique labels: the names of the configs, with the time of day, or the names of the folders."""
     configs = [files.config_name for files in runs]
@@ -94,7 +70,7 @@ def short_labels(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def make_panels(
-    runs: Sequence[LoadedRun],
+    runs: Sequence[RunFiles],
     *,
     metrics: Sequence[str] = (),
     only_loss: bool = False,
@@ -107,23 +83,45 @@ def make_panels(
 
     log_scale: for the chosen metrics, by default for losses and the gradient norm, where all values are positive.
     """
-    names = list(dict.fromkeys(name for _, curves in runs for name in curves.names()))
-    chosen = [_checked(metric, names) for metric in metrics] if metrics else _default_metrics(names, only_loss)
-    x_label, x_of = _x_axis(runs, x_axis)
+    needed = [*(metrics or ["loss", "eval/loss"]), x_axis] if metrics or only_loss else None
+    loaded = _load(runs, needed, is_smoothed=smooth > 1)
+    names = list(dict.fromkeys(name for _, curves in loaded for name in curves.names()))
+    evaluations = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
+    default = ["loss"] if only_loss else ["loss", *evaluations, "lr", "grad_norm", "samples_per_s"]
+    x_label, x_of = _x_axis(loaded, x_axis)
     panels = []
-    for metric in chosen:
+    for metric in [_checked(metric, names) for metric in metrics] or default:
         series: list[Series] = []
-        for number, (run_label, curves) in enumerate(runs):
+        for number, (run_label, curves) in enumerate(loaded):
             lines = _lines(metric, names, None if len(runs) == 1 else run_label, is_default=not metrics)
             for i, (name, label) in enumerate(lines):
                 series += _series(curves, name, label, i if len(runs) == 1 else number, smooth, x_of)
-        can_be_log = log_scale and (metrics or metric in ("loss", "grad_norm"))
-        is_log = bool(can_be_log) and all((one.y[np.isfinite(one.y)] > 0).all() for one in series)
+        can_be_log = log_scale and (bool(metrics) or metric in ("loss", "grad_norm"))
+        is_log = can_be_log and all((one.y[np.isfinite(one.y)] > 0).all() for one in series)
         y_label = AXIS_LABELS.get(metric, metric.replace("_", " "))
         panels += [Panel(metric, x_label, y_label, tuple(series), is_log)] if series else []
     if not panels:
         raise CommandError(f"nothing to plot: the metrics are {', '.join(names) or 'empty'}")
     return panels
+
+
+def _load(runs: Sequence[RunFiles], needed: Sequence[str] | None, *, is_smoothed: bool) -> list[LoadedRun]:
+    """needed: names of metrics, or of groups of metrics; None for all.
+
+    Long curves are thinned while they are read, unless they are to be smoothed.
+    """
+
+    def is_wanted(name: str) -> bool:
+        return needed is None or name in needed or any(name.startswith(f"{each}/") for each in needed)
+
+    is_whole = (lambda name: name not in NEVER_SMOOTHED) if is_smoothed else (lambda _: False)
+    loaded = []
+    for files, label in zip(runs, short_labels(runs), strict=True):
+        metrics = read_curves(files.metrics, is_wanted, is_whole=is_whole) if files.metrics.is_file() else Curves()
+        if not metrics.num_lines:
+            raise CommandError(f"{files.root.name} has no metrics yet: there is nothing to plot")
+        loaded.append((label, metrics))
+    return loaded
 
 
 def moving_mean(values: Numbers, window: int) -> Numbers:
@@ -150,11 +148,6 @@ def moving_mean(values: Numbers, window: int) -> Numbers:
 
 def last_finite(values: Numbers) -> float:
     return float(values[np.isfinite(values)][-1])
-
-
-def _default_metrics(names: Sequence[str], only_loss: bool) -> list[str]:
-    others = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
-    return ["loss"] if only_loss else ["loss", *others, "lr", "grad_norm", "samples_per_s"]
 
 
 def _checked(metric: str, names: Sequence[str]) -> str:

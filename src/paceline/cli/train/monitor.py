@@ -19,7 +19,7 @@ from paceline.cli.commands import CommandError
 from paceline.cli.config import Project
 from paceline.cli.config.schema import Logger as LoggerSettings
 from paceline.cli.config.show import plain
-from paceline.cli.logs.panels import load_runs, make_panels
+from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
 from paceline.observe.best_effort import BestEffort, attempt, describe, warn
 from paceline.observe.event_log import EventLog
@@ -207,7 +207,7 @@ class Watch:
         path = self._files.plots / "training.png"
         try:
             check_output(path)
-            panels = make_panels(load_runs([self._files]))
+            panels = make_panels([self._files])
             write(draw(panels, self._files.root.name), path)
         except CommandError as error:
             self.note(f"no picture: {error}")
