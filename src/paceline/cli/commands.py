@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -142,12 +142,9 @@ class EscapingStream:
 @contextmanager
 def escaped_output() -> Iterator[None]:
     """Escape control characters in everything that is printed. For commands that print the content of files."""
-    out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = cast(TextIO, EscapingStream(out)), cast(TextIO, EscapingStream(err))
-    try:
+    out, err = (cast(TextIO, EscapingStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield
-    finally:
-        sys.stdout, sys.stderr = out, err
 
 
 def raw(stream: TextIO) -> TextIO:
