@@ -15,7 +15,7 @@ from paceline.core.world import World, devices
 from paceline.observe.environment import describe_environment
 from paceline.observe.formats import rate
 
-# Per figure. Four figures take about a second per device.
+# At least this long per figure; a GPU's take about twice as long.
 MEASURED_S = 0.2
 # Large enough to saturate a GPU, small enough for one CPU core.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -24,9 +24,9 @@ TRANSFER_BYTES = 256 << 20
 MAX_NAME_LENGTH = 30
 
 _NOTE = """\
-Every device gets one worker. Measured in about a second per device: matrix
-products in float32 and bfloat16, copies within the device's memory, copies
-from the host, and copies between devices. float32 products use TF32 only if
+Every device gets one worker. The measurements take one to two seconds per
+device: matrix products in float32 and bfloat16, copies within the device's
+memory, from the host, and between devices. float32 products use TF32 only if
 torch is configured to.
 """
 
