@@ -44,11 +44,7 @@ def test_the_project_is_called_as_its_folder_or_as_told(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "other"), "--name", "Three arms"]) == 0
     for folder, name in (("spirals", "spirals"), ("other", "Three arms")):
         assert (tmp_path / folder / "README.md").read_text().startswith(f"# {name}\n")
-        assert (
-            (tmp_path / folder / "config.yaml")
-            .read_text()
-            .startswith(f"# {name}: the configuration of the training.\n")
-        )
+        assert (tmp_path / folder / "config.yaml").read_text().startswith(f"# {name}: what to train, and how.\n")
         assert "PROJECT_NAME" not in "".join((tmp_path / folder / file).read_text() for file in FILES)
 
 
