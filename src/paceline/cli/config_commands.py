@@ -1,39 +1,31 @@
-"""`paceline config show`: a project file as the run would see it."""
+"""`paceline config show`: a project file with all settings resolved."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.commands import add_command
+from paceline.cli.commands import CommandError, add_command, add_group
 from paceline.cli.config import ConfigError, load_project, show
-
-_EXAMPLE = """\
-example:
-  paceline config show 2workers.yaml
-  paceline config show 2workers.yaml trainer.seed=3 --workers 4
-"""
 
 
 def add_parser(commands: Any) -> None:
-    config = add_command(commands, "config", "look at project files", _EXAMPLE)
-    kinds = config.add_subparsers(metavar="COMMAND", required=True)
-    parser = add_command(kinds, "show", "print a project file resolved, and where each value came from", _EXAMPLE)
+    group = add_group(commands, "config", "look at project files", ("show 2workers.yaml",))
+    examples = ("2workers.yaml", "2workers.yaml trainer.seed=3 --workers 4")
+    summary = "print a project file resolved, with the origin of each value"
+    parser = add_command(group, "show", summary, examples=examples, run=_show)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a project file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="values that win over the file's")
-    parser.add_argument("--workers", type=int, metavar="N", help="resolve what is given per worker for so many")
-    parser.set_defaults(run=run_show)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="values that override the file's")
+    parser.add_argument("--workers", type=int, metavar="N", help="resolve per-worker values for N workers")
 
 
-def run_show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> int:
     try:
         project = load_project(options.config, options.overrides)
         if options.workers is not None:
             project = project.resolve(options.workers)
     except (ConfigError, ValueError) as error:
-        print(f"paceline config show: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(str(error), 2) from error
     print(show(project), end="")
     return 0

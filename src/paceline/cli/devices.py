@@ -1,256 +1,162 @@
-"""`paceline devices`: what a run would use, how fast each is, and how fast they reach each other."""
+"""`paceline devices`: the devices a run would use, their measured speed, and the bandwidth between them."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from paceline.cli.commands import add_command, add_json_option, columns, reporting, shortened, size
+from paceline.cli import commands as cli
 from paceline.comm.shared_memory.communicator import missing_shared_memory
 from paceline.core.world import World, devices
 from paceline.observe.environment import describe_environment
 from paceline.observe.formats import rate
 
-# How long each figure is measured: four of them make about a second per device.
+# At least this long per figure; a GPU's take about twice as long.
 MEASURED_S = 0.2
-# Large enough to fill a device, small enough for a core.
+# Large enough to saturate a GPU, small enough for one CPU core.
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 TRANSFER_BYTES = 256 << 20
-NAME_WIDTH = 30
+MAX_NAME_LENGTH = 30
 
-_EXAMPLE = """\
-Every device gets a worker. Speeds are measured, in about a second per device:
-matrix products in float32 and bfloat16, and copies in its own memory; copies
-from and to the host; and copies between devices. float32 is measured as torch
-is set, which is without TF32 unless you allow it.
-
-example:
-  paceline devices
-  paceline devices --no-speed --json
+_NOTE = """\
+Every device gets one worker. The measurements take one to two seconds per
+device: matrix products in float32 and bfloat16, copies within the device's
+memory, from the host, and between devices. float32 products use TF32 only if
+torch is configured to.
 """
 
-
-@dataclass(frozen=True)
-class Speed:
-    """Measured. `host_gb_per_s`: from pinned memory on the host to the device; None for the CPU itself."""
-
-    fp32_gflop_per_s: float
-    bf16_gflop_per_s: float
-    memory_gb_per_s: float
-    host_gb_per_s: float | None
-
-
-@dataclass(frozen=True)
-class Device:
-    """`speed` is None if it was not measured, for want of memory if `is_full`."""
-
-    device: str
-    name: str
-    memory_bytes: int | None
-    speed: Speed | None = None
-    is_full: bool = False
-
-
-@dataclass(frozen=True)
-class Link:
-    """From one device to another. `is_direct`: without passing through the host's memory."""
-
-    source: str
-    target: str
-    is_direct: bool
-    gb_per_s: float | None
-
-
-@dataclass(frozen=True)
-class Host:
-    """`no_shared_memory`: why CPU workers cannot exchange through shared memory; None if they can."""
-
-    name: str
-    processor: str
-    cores: int
-    threads: int
-    memory_bytes: int | None
-    no_shared_memory: str | None
+Document = dict[str, Any]
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(commands, "devices", "show which devices a run would use, and how fast they are", _EXAMPLE)
-    add_json_option(parser)
-    parser.add_argument("--no-speed", "--quick", action="store_true", help="measure nothing, only list what there is")
-    parser.set_defaults(run=reporting("devices", _devices))
+    summary = "show which devices a run would use, and how fast they are"
+    parser = cli.add_command(commands, "devices", summary, _NOTE, examples=("", "--no-speed --json"), run=_devices)
+    cli.add_json_option(parser)
+    parser.add_argument("--no-speed", "--quick", action="store_true", help="list the devices without measuring them")
 
 
 def _devices(options: argparse.Namespace) -> int:
-    is_measured = not options.no_speed
-    host = find_host()
-    found = [find_device(device, host, is_measured=is_measured) for device in devices()]
-    links = find_links(devices(), is_measured=is_measured)
-    if options.json:
-        document = {
-            "host": asdict(host),
-            "devices": [asdict(device) for device in found],
-            "links": [asdict(link) for link in links],
-        }
-        print(json.dumps(document, indent=2))
-    else:
-        print(_text(host, found, links))
+    host = describe_environment()["host"]
+    is_measured, found = not options.no_speed, devices()
+    described: Document = {name: host[name] for name in ("name", "processor", "cores")}
+    described |= {"threads": torch.get_num_threads(), "memory_bytes": host["memory_bytes"]}
+    # Why CPU workers cannot use shared memory; None if they can.
+    described["no_shared_memory"] = missing_shared_memory(World(rank=0, size=2, local_rank=0, local_size=2))
+    document = {
+        "host": described,
+        "devices": [_describe(device, host, is_measured=is_measured) for device in found],
+        "links": _links(found, is_measured=is_measured),
+    }
+    cli.print_json(document) if options.json else _print(document)
     return 0
 
 
-def find_host() -> Host:
-    host = describe_environment()["host"]
-    two_workers = World(rank=0, size=2, local_rank=0, local_size=2)
-    return Host(
-        name=host["name"],
-        processor=host["processor"],
-        cores=host["cores"],
-        threads=torch.get_num_threads(),
-        memory_bytes=host["memory_bytes"],
-        no_shared_memory=missing_shared_memory(two_workers),
-    )
-
-
-def find_device(device: torch.device, host: Host, *, is_measured: bool) -> Device:
-    found = Device(str(device), host.processor, host.memory_bytes)
+def _describe(device: torch.device, host: Document, *, is_measured: bool) -> Document:
+    """`is_full`: too little free memory to measure."""
+    name, memory_bytes, speed, is_full = host["processor"], host["memory_bytes"], None, False
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found = Device(str(device), properties.name, properties.total_memory)
+        name, memory_bytes = properties.name, properties.total_memory
     try:
-        return replace(found, speed=_measure(device) if is_measured else None)
+        speed = _measure(device) if is_measured else None
     except torch.OutOfMemoryError:
-        return replace(found, is_full=True)
+        is_full = True
+    return {"device": str(device), "name": name, "memory_bytes": memory_bytes, "speed": speed, "is_full": is_full}
 
 
-def find_links(found: list[torch.device], *, is_measured: bool) -> list[Link]:
-    """Between every two accelerators, in both directions."""
-    pairs = [(source, target) for source in found for target in found if source != target and source.type == "cuda"]
+def _links(found: list[torch.device], *, is_measured: bool) -> list[Document]:
+    """Between every two GPUs, in both directions. `is_direct`: without a copy in the host's memory."""
     return [
-        Link(
-            str(source),
-            str(target),
-            is_direct=torch.cuda.can_device_access_peer(source, target),
-            gb_per_s=_copy_speed(source, target) if is_measured else None,
-        )
-        for source, target in pairs
+        {
+            "source": str(source),
+            "target": str(target),
+            "is_direct": torch.cuda.can_device_access_peer(source, target),
+            "gb_per_s": _copy_speed(source, target) if is_measured else None,
+        }
+        for source in found
+        for target in found
+        if source != target and source.type == "cuda"
     ]
 
 
-# Measuring
-
-
-def _measure(device: torch.device) -> Speed:
-    is_gpu = device.type == "cuda"
+def _measure(device: torch.device) -> Document:
     memory = torch.empty(COPY_BYTES[device.type] // 4, dtype=torch.float32, device=device).fill_(1)
     copy = torch.empty_like(memory)
-    seconds = _seconds(lambda: copy.copy_(memory), device)
-    return Speed(
-        fp32_gflop_per_s=_product_speed(device, torch.float32),
-        bf16_gflop_per_s=_product_speed(device, torch.bfloat16),
-        memory_gb_per_s=2 * memory.nbytes / seconds / 1e9,  # read and written
-        host_gb_per_s=_copy_speed(torch.device("cpu"), device) if is_gpu else None,
-    )
+    copy_s = _best_s(lambda: copy.copy_(memory), device)
+    return {
+        "fp32_gflop_per_s": _product_speed(device, torch.float32),
+        "bf16_gflop_per_s": _product_speed(device, torch.bfloat16),
+        "memory_gb_per_s": 2 * memory.nbytes / copy_s / 1e9,  # one read, one write
+        "host_gb_per_s": _copy_speed(torch.device("cpu"), device) if device.type == "cuda" else None,
+    }
 
 
 def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
     size = MATRIX_SIZE[device.type]
-    a = torch.rand(size, size, device=device).to(dtype)
-    b = torch.rand(size, size, device=device).to(dtype)
+    a, b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / _seconds(lambda: torch.mm(a, b, out=out), device) / 1e9
+    return 2 * size**3 / _best_s(lambda: torch.mm(a, b, out=out), device) / 1e9
 
 
 def _copy_speed(source: torch.device, target: torch.device) -> float:
-    data = torch.ones(TRANSFER_BYTES, dtype=torch.uint8, device=source)
-    if source.type == "cpu":
-        data = data.pin_memory()
+    data = torch.ones(TRANSFER_BYTES, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
     copy = torch.empty_like(data, device=target)
-    return data.nbytes / _seconds(lambda: copy.copy_(data, non_blocking=True), target) / 1e9
+    return data.nbytes / _best_s(lambda: copy.copy_(data, non_blocking=True), target) / 1e9
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Of one call: the best of several, since others may use the machine too."""
-    best_s = _timed(work, device)  # the first one also warms up
-    deadline_s = perf_counter() + MEASURED_S
-    while perf_counter() < deadline_s:
-        best_s = min(best_s, _timed(work, device))
-    return best_s
+def _best_s(work: Callable[[], object], device: torch.device) -> float:
+    """The duration of the fastest of several calls: other processes may use the machine."""
+    from torch.utils.benchmark import Timer
+
+    def now_s() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return perf_counter()
+
+    timer = Timer("work()", globals={"work": work}, timer=now_s, num_threads=torch.get_num_threads())
+    return float(min(timer.blocked_autorange(min_run_time=MEASURED_S).times))
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
-    start_s = perf_counter()
-    work()
-    _wait(device)
-    return perf_counter() - start_s
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# In words
-
-
-def _text(host: Host, found: list[Device], links: list[Link]) -> str:
-    full = [device.device for device in found if device.is_full]
-    parts = [columns(_host_rows(host)), columns(_device_rows(found), numbers=range(2, 7))]
+def _print(document: Document) -> None:
+    host, found, links = document["host"], document["devices"], document["links"]
+    reason = host["no_shared_memory"]
+    cli.print_fields(
+        [
+            ("host", host["name"]),
+            ("processor", f"{host['processor']}, {host['cores']} cores"),
+            ("threads", f"{host['threads']} in a single process; workers divide the cores"),
+            ("memory", cli.or_dash(host["memory_bytes"], cli.size)),
+            ("CPU workers", f"exchange through {'shared memory' if reason is None else f'Gloo: {reason}'}"),
+        ]
+    )
+    print()
+    header = ("device", "name", "memory", "fp32\nFLOP/s", "bf16\nFLOP/s", "copy\nGB/s", "from host\nGB/s")
+    cli.print_table([header, *map(_device_row, found)], right=range(2, 7))
     if links:
-        parts.append(columns(_link_rows(links), numbers=(3,)))
-    if full:
-        parts.append(f"not measured, since their memory is in use: {', '.join(full)}")
-    many = "s" if len(found) > 1 else ""
-    parts.append(f"a run uses {len(found)} worker{many}, unless told otherwise by --workers or -d")
-    return "\n\n".join(parts)
+        print()
+        cli.print_table([("from", "to", "path", "GB/s"), *map(_link_row, links)], right=(3,))
+    if full := [device["device"] for device in found if device["is_full"]]:
+        print(f"\nnot measured because their memory is in use: {', '.join(full)}")
+    print(f"\na run uses {cli.count(len(found), 'worker')} by default; --workers and -d change that")
 
 
-def _host_rows(host: Host) -> list[tuple[str, str]]:
-    return [
-        ("host", host.name),
-        ("processor", f"{host.processor}, {host.cores} cores"),
-        ("threads", f"{host.threads} in a process of its own; workers divide the cores"),
-        ("memory", "unknown" if host.memory_bytes is None else size(host.memory_bytes)),
-        ("CPU workers", f"exchange through {_exchange(host)}"),
-    ]
+def _device_row(device: Document) -> tuple[str, ...]:
+    name, speed = device["name"], device["speed"] or {}
+    cells = [cli.or_dash(speed.get(f"{dtype}_gflop_per_s"), _flops) for dtype in ("fp32", "bf16")]
+    cells += [cli.or_dash(speed.get(f"{source}_gb_per_s"), rate) for source in ("memory", "host")]
+    return device["device"], cli.shortened(name, MAX_NAME_LENGTH), cli.or_dash(device["memory_bytes"], cli.size), *cells
 
 
-def _exchange(host: Host) -> str:
-    return "shared memory" if host.no_shared_memory is None else f"Gloo: {host.no_shared_memory}"
-
-
-def _device_rows(found: list[Device]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [
-        ("device", "name", "memory", "fp32", "bf16", "copy", "from host"),
-        ("", "", "", "FLOP/s", "FLOP/s", "GB/s", "GB/s"),
-    ]
-    for device in found:
-        memory = "-" if device.memory_bytes is None else size(device.memory_bytes)
-        rows.append((device.device, shortened(device.name, NAME_WIDTH), memory, *_speed_cells(device.speed)))
-    return rows
-
-
-def _speed_cells(speed: Speed | None) -> tuple[str, str, str, str]:
-    if speed is None:
-        return ("-", "-", "-", "-")
-    from_host = "-" if speed.host_gb_per_s is None else rate(speed.host_gb_per_s)
-    return _flops(speed.fp32_gflop_per_s), _flops(speed.bf16_gflop_per_s), rate(speed.memory_gb_per_s), from_host
+def _link_row(link: Document) -> tuple[str, ...]:
+    path = "direct" if link["is_direct"] else "through the host"
+    return link["source"], link["target"], path, cli.or_dash(link["gb_per_s"], rate)
 
 
 def _flops(gflop_per_s: float) -> str:
     """ "52.1T" """
     return f"{rate(gflop_per_s / 1e3)}T" if gflop_per_s >= 1e3 else f"{rate(gflop_per_s)}G"
-
-
-def _link_rows(links: list[Link]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = [("from", "to", "way", "GB/s")]
-    for link in links:
-        way = "direct" if link.is_direct else "through the host"
-        rows.append((link.source, link.target, way, "-" if link.gb_per_s is None else rate(link.gb_per_s)))
-    return rows

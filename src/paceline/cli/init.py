@@ -1,4 +1,4 @@
-"""`paceline init`: a small project to start from."""
+"""`paceline init`: write a small project to start from."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.commands import CommandError, add_command, reporting
+from paceline.cli.commands import CommandError, add_command
 
 FILES = ("config.yaml", "model.py", "data.py", "README.md")
-# What stands for the project's name in them.
+# The placeholder for the project's name in the templates.
 _NAME = "PROJECT_NAME"
-# A folder under version control counts as empty.
-_MAY_BE_THERE = {".git"}
-_MAX_LISTED = 10
 
-_EXAMPLE = """\
-The project classifies points on spirals: it trains at once, in seconds, and
-its files say what to put in place of what.
+_NOTE = """\
+The project classifies points on spirals. It trains in seconds, and comments in
+its files say what to replace.
 
 exit codes:
   0    the files are written
-  1    they could not be
-  2    the command is wrong, or the folder has files; nothing was written
+  1    the files could not be written
+  2    invalid command line, or the folder is not empty; nothing was written
 
 example:
   paceline init spirals
@@ -33,47 +30,32 @@ example:
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(commands, "init", "write a small project that trains at once", _EXAMPLE)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a new folder, or an empty one")
-    parser.add_argument("--name", metavar="NAME", help="what the project is called (default: as the folder)")
-    parser.set_defaults(run=reporting("init", init))
+    parser = add_command(commands, "init", "write a small project that is ready to train", _NOTE, run=_init)
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a new or empty folder")
+    parser.add_argument("--name", metavar="NAME", help="the project's name (default: the folder's name)")
 
 
-def init(options: argparse.Namespace) -> int:
+def _init(options: argparse.Namespace) -> int:
     folder: Path = options.folder
     name = folder.resolve().name if options.name is None else options.name
     if not name.strip() or not name.isprintable():
-        raise CommandError(f"the project cannot be called {name!r}: give it a --name of one line", code=2)
-    _check_is_empty(folder)
+        raise CommandError(f"invalid project name {name!r}: choose a --name of one line", 2)
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"{folder} is a file: choose a new or empty folder", 2)
+    if any(path.name != ".git" for path in folder.glob("*")):
+        raise CommandError(f"{folder} is not empty: choose a new or empty folder", 2)
     folder.mkdir(parents=True, exist_ok=True)
     for file in FILES:
         text = files("paceline.cli.templates").joinpath(file).read_text(encoding="utf-8")
         with (folder / file).open("x", encoding="utf-8") as target:
             target.write(text.replace(_NAME, name))
-    print(_next_steps(folder))
-    return 0
-
-
-def _check_is_empty(folder: Path) -> None:
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise CommandError(f"{folder} is a file: name a new folder, or an empty one", code=2)
-    found = sorted(path.name for path in folder.iterdir() if path.name not in _MAY_BE_THERE)
-    if found:
-        shown = ", ".join(found[:_MAX_LISTED]) + (", ..." if len(found) > _MAX_LISTED else "")
-        raise CommandError(
-            f"{folder} has files, and none is overwritten: {shown}; name a new folder, or an empty one", code=2
-        )
-
-
-def _next_steps(folder: Path) -> str:
-    go_there = "" if folder.resolve() == Path.cwd() else f"  cd {folder}\n"
-    return f"""\
+    change_folder = "" if folder.resolve() == Path.cwd() else f"  cd {folder}\n"
+    print(f"""\
 {folder} has {", ".join(FILES)}
 
 next:
-{go_there}\
-  paceline train config.yaml --dry-run   what a run would be
-  paceline train config.yaml             train, on all devices
-  paceline logs plot                     how it went"""
+{change_folder}\
+  paceline train config.yaml --dry-run   check the project without training
+  paceline train config.yaml             train on all devices
+  paceline logs plot                     plot the loss""")
+    return 0

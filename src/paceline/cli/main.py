@@ -12,34 +12,28 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.cli.commands import add_command, escaped_output
+from paceline.cli.commands import add_command, escaped_output, integer
 from paceline.core.errors import WorkerError
 from paceline.run.launching import launch, worker
 from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
 from paceline.run.launching.worker import STOPPED_EXIT_CODE
 from paceline.run.saving.stopping import Stopped
 
-_EXAMPLE = """\
+_EPILOG = """\
 `paceline COMMAND --help` describes each command, with examples.
 
 example:
-  paceline init spirals            a project to start from
-  paceline train 2workers.yaml     a run from a project file
-  paceline run train.py            a script of your own, on all devices
-  paceline logs plot               how the newest run goes
+  paceline init spirals            create a project
+  paceline train 2workers.yaml     train from a project file
+  paceline run train.py            run your own script on all devices
+  paceline logs plot               plot the newest run
 """
-_RUN_EXAMPLE = """\
-Options of paceline stand before SCRIPT; everything after it belongs to the
-script. For several machines, give the same command on each; HOST is one of
-them. Exit codes: those of `paceline train`, see there.
-
-example:
-  paceline run train.py --epochs 3
-  paceline run --workers 2 --logs logs train.py --epochs 3
-  paceline run --nodes 2 --address HOST:29500 train.py
+_RUN_NOTE = """\
+Options of paceline come before SCRIPT. Everything after it is passed to the
+script. On several machines, use the same command on each; HOST is one of
+them. The exit codes are those of `paceline train`.
 """
-
-# In the order of the help text. Each is in the module of its name under `paceline.cli` but for those named here.
+# In the order of the help text. Each command is in the module of the same name, except for those listed here.
 _COMMANDS = ("init", "train", "run", "config", "logs", "timeline", "runs", "checkpoints", "devices", "completion")
 _MODULES = {"config": "config_commands"}
 
@@ -50,34 +44,28 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _with_config_last(sys.argv[1:] if argv is None else list(argv))
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if len(arguments) >= 3 and arguments[0] == "-t":  # `-t CONFIG train` is an alias of `train CONFIG`
+        arguments = [arguments[2], arguments[1], *arguments[3:]]
     parser = make_parser(arguments[0] if arguments else None)
     options, others = parser.parse_known_args(arguments)
-    # argparse takes positional arguments only where they stand together; KEY=VALUE may stand anywhere.
+    # argparse accepts positional arguments only in one place. KEY=VALUE may be given anywhere.
     if others and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in others)):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if others:
         options.overrides += others
-    # What workers print is theirs; everything else may show what is in somebody's files.
+    # The output of workers is passed on unchanged. Other commands print the content of files.
     with nullcontext() if arguments[0] in ("run", "train") else escaped_output():
         code: int = options.run(options)
     return code
 
 
-def _with_config_last(arguments: list[str]) -> list[str]:
-    """`-t CONFIG train ...`, as some know it, is `train CONFIG ...`."""
-    if len(arguments) >= 3 and arguments[0] == "-t":
-        _, config, command, *rest = arguments
-        return [command, config, *rest]
-    return arguments
-
-
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser with all commands; if `command` is one, with that alone: the others' imports would delay it."""
+    """The parser with all commands, or with `command` alone: importing the others takes time."""
     parser = _Parser(
         prog="paceline",
         description="One training run, any hardware.",
-        epilog=_EXAMPLE,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
@@ -85,7 +73,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     for name in [command] if command in _COMMANDS and command != "completion" else _COMMANDS:
         if name == "run":
             _add_run(commands)
-        elif name == "completion":  # it completes all the others
+        elif name == "completion":  # needs all commands
             import_module("paceline.cli.completion").add_parser(commands, parser)
         else:
             import_module(f"paceline.cli.{_MODULES.get(name, name)}").add_parser(commands)
@@ -93,44 +81,29 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def _add_run(commands: Any) -> None:
-    run = add_command(commands, "run", "start a script on all devices of this machine, or of several", _RUN_EXAMPLE)
-    run.add_argument("--workers", type=_count, metavar="N", help="number of workers (default: one per device)")
-    run.add_argument(
-        "--logs",
-        metavar="DIR",
-        help="append the output of each rank to DIR/rank-R.out and DIR/rank-R.err; rank 0's is shown here too",
+    summary = "run a script on all devices of this machine, or of several machines"
+    examples = (
+        "train.py --epochs 3",
+        "--workers 2 --logs logs train.py --epochs 3",
+        "--nodes 2 --address HOST:29500 train.py",
     )
-    run.add_argument(
-        "--max-restarts",
-        type=partial(_count, least=0),
-        default=0,
-        metavar="N",
-        help="start the workers again when one fails, at most N times (default: 0)",
-    )
-    run.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of machines (default: 1)")
-    run.add_argument("--address", metavar="HOST:PORT", help="where they meet: one of them, and a free port on it")
-    run.add_argument(
-        "--join-timeout",
-        type=_count,
-        default=int(DEFAULT_JOIN_TIMEOUT_S),
-        metavar="S",
-        help="how many seconds to wait for the other machines (default: %(default)s)",
-    )
-    run.add_argument(
-        "--secret-file",
-        metavar="FILE",
-        help="what the machines know each other by: a random text, the same on all, that only you can read",
-    )
-    run.add_argument("script", metavar="SCRIPT", help="a Python file")
-    arguments = run.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    arguments.required = False  # else argparse names it among what is missing when nothing is given
-    run.set_defaults(run=partial(_run, run))
-
-
-def _count(text: str, least: int = 1) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r}: choose an integer >= {least}")
-    return int(text)
+    parser = add_command(commands, "run", summary, _RUN_NOTE, examples=examples)
+    add = parser.add_argument
+    add("--workers", type=integer(1), metavar="N", help="number of workers (default: one per device)")
+    what = "append the output of each rank to DIR/rank-R.out and DIR/rank-R.err; rank 0's is also shown here"
+    add("--logs", metavar="DIR", help=what)
+    what = "restart the workers when one fails, at most N times (default: 0)"
+    add("--max-restarts", type=integer(0), default=0, metavar="N", help=what)
+    add("--nodes", type=integer(1), default=1, metavar="N", help="number of machines (default: 1)")
+    add("--address", metavar="HOST:PORT", help="the rendezvous: one of the machines, and a free port on it")
+    what = "how many seconds to wait for the other machines (default: %(default)s)"
+    add("--join-timeout", type=integer(1), default=int(DEFAULT_JOIN_TIMEOUT_S), metavar="S", help=what)
+    what = "a secret that authenticates the machines: a random text, the same on all, readable only by you"
+    add("--secret-file", metavar="FILE", help=what)
+    add("script", metavar="SCRIPT", help="a Python file")
+    arguments = add("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    arguments.required = False  # otherwise argparse lists it among the missing arguments
+    parser.set_defaults(run=partial(_run, parser))
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

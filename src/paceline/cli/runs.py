@@ -1,375 +1,264 @@
-"""`paceline runs status`, `save`, `stop` and `abort`: asking runs that go on, from another terminal."""
+"""`paceline runs status`, `save`, `stop` and `abort`: requests to running runs, from another terminal."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep, time
-from typing import Any
+from typing import Any, TypeVar
 
-from paceline.checkpoint.folders import complete_steps, step_folder
-from paceline.cli.commands import (
-    CommandError,
-    add_command,
-    add_json_option,
-    add_runs_option,
-    columns,
-    print_raw,
-    reporting,
-)
-from paceline.cli.logs.runs import LogsError, choose_run, find_runs
+from paceline.checkpoint.folders import complete_steps, latest, step_folder
+from paceline.cli import commands as cli
+from paceline.cli.commands import CommandError
+from paceline.cli.find_runs import choose_run, find_runs
 from paceline.observe import formats
-from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RunFiles, last_sign, read_status, state_of
 from paceline.run.control import ControlError, NoAnswer, NobodyListens, ask, socket_path
 
 NOT_RUNNING = 3
-ABORT_WAIT_S = 30.0
+ABORT_TIMEOUT_S = 30.0
 DEFAULT_TIMEOUT_S = 600.0
 POLL_S = 0.1
 WATCH_S = 1.0
-# More workers than this are not shown one by one.
+# The shares and waiting times of more workers are not printed.
 MAX_WORKERS_SHOWN = 8
 
-# What runs say of their own end.
-_ENDED = ("finished", "stopped", "failed")
-
-_NAMING = """\
-RUN is a run's folder, its name, or the beginning of a name that no other
-run has; without it, the only run that goes on. A run can be asked on the
-host it runs on, by the user who started it.
-"""
-_EXIT_CODES = """\
+_EXIT_CODES = """
 exit codes:
   0    done
-  1    the run does not answer, refuses, or there is no such run
-  2    the command is wrong
+  1    the run does not answer or refuses, or there is no such run
+  2    invalid command line
   3    the run is not running
 """
-_RUNS_EXAMPLE = f"""\
-{_NAMING}
-{_EXIT_CODES}
-example:
-  paceline runs status
-  paceline runs save 2workers --wait
-  paceline runs stop 2workers
-"""
-_STATUS_EXAMPLE = f"""\
-RUN is a run's folder, its name, or the beginning of a name that no other
-run has.
+_NOTE = f"""\
+{cli.RUN_NOTE}Requests work on the run's host, for the user who started it.
+{_EXIT_CODES}"""
+_STOP_NOTE = f"""\
+The run finishes its step and saves a checkpoint. `paceline train` then exits
+with code 75; --resume continues the run.
 
-{_EXIT_CODES}
-example:
-  paceline runs status
-  paceline runs status 2workers --json
-  paceline runs status --watch
-"""
-_SAVE_EXAMPLE = f"""\
-{_NAMING}
-{_EXIT_CODES}
-example:
-  paceline runs save
-  paceline runs save 2workers --wait
-"""
-_STOP_EXAMPLE = f"""\
-The step under way is finished and saved. `paceline train` then ends with exit
-code 75, and goes on with --resume.
+{_NOTE}"""
+_ABORT_NOTE = f"""\
+Saves nothing: progress since the newest checkpoint is lost. All workers are
+killed and not restarted. `paceline train` then exits with code 1, a script
+without a launcher with 137.
 
-{_NAMING}
-{_EXIT_CODES}
-example:
-  paceline runs stop
-  paceline runs stop 2workers --wait
-"""
-_ABORT_EXAMPLE = f"""\
-Nothing is saved: what came after the newest checkpoint is lost. All workers
-are ended, and not started again. `paceline train` then ends with exit code 1,
-a script without a launcher with 137.
+{_NOTE}"""
 
-{_NAMING}
-{_EXIT_CODES}
-example:
-  paceline runs abort 2workers
-  paceline runs abort 2workers -y
-"""
+_Result = TypeVar("_Result")
 
 
 def add_parser(commands: Any) -> None:
-    """Add `runs` to the parser's commands; each of its commands sets `run`, a function from options to exit code."""
-    runs = add_command(commands, "runs", "ask runs that go on: status, save, stop, abort", _RUNS_EXAMPLE)
-    kinds = runs.add_subparsers(metavar="COMMAND", required=True)
+    examples = ("status", "save 2workers --wait", "stop 2workers")
+    group = cli.add_group(commands, "runs", "control running runs: status, save, stop, abort", examples)
 
-    status = add_command(kinds, "status", "tell how runs stand: step, loss, speed, time left", _STATUS_EXAMPLE)
-    status.add_argument("named", nargs="*", metavar="RUN", help="the runs (default: all that go on)")
-    add_json_option(status)
-    status.add_argument("--watch", action="store_true", help="again every second, until all of them have ended")
-    add_runs_option(status)
-    status.set_defaults(run=reporting("runs status", _status, LogsError))
+    def add(run: cli.Command, name: str, summary: str, notes: str, *examples: str) -> argparse.ArgumentParser:
+        parser = cli.add_command(group, name, summary, notes, examples=examples, run=run)
+        if name == "status":
+            cli.add_run_argument(parser, "the runs (default: all that are running)", nargs="*")
+        else:
+            cli.add_run_argument(parser, "the run (default: the only one that is running)")
+        return parser
 
-    save = add_command(kinds, "save", "have a run save a checkpoint after its next step", _SAVE_EXAMPLE)
-    _add_run(save)
-    _add_waiting(save, "wait until the checkpoint is complete, and print its path")
-    save.set_defaults(run=reporting("runs save", _save, LogsError))
-
-    stop = add_command(kinds, "stop", "have a run save and end after its next step", _STOP_EXAMPLE)
-    _add_run(stop)
-    _add_waiting(stop, "wait until the run has ended, and say how")
-    stop.set_defaults(run=reporting("runs stop", _stop, LogsError))
-
-    abort = add_command(kinds, "abort", "end a run at once, without saving", _ABORT_EXAMPLE)
-    _add_run(abort)
-    abort.add_argument("-y", "--yes", action="store_true", help="do not ask whether you are sure")
-    abort.set_defaults(run=reporting("runs abort", _abort, LogsError))
-
-
-def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("named", nargs="?", metavar="RUN", help="the run (default: the only one that goes on)")
-    add_runs_option(parser)
-
-
-def _add_waiting(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--wait", action="store_true", help=what)
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="S",
-        help="with --wait, give up after so many seconds (default: %(default)g)",
-    )
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: choose a number of seconds above 0")
-    return seconds
-
-
-# Commands
+    summary = "print step, loss, speed and remaining time"
+    parser = add(_status, "status", summary, f"{cli.RUN_NOTE}{_EXIT_CODES}", "", "2workers --json", "--watch")
+    cli.add_json_option(parser)
+    parser.add_argument("--watch", action="store_true", help="repeat every second until all runs have ended")
+    saving = add(_save, "save", "save a checkpoint after the next step", _NOTE, "", "2workers --wait")
+    saving.add_argument("--wait", action="store_true", help="wait until the checkpoint is complete, and print its path")
+    stopping = add(_stop, "stop", "save and end a run after its next step", _STOP_NOTE, "", "2workers --wait")
+    stopping.add_argument("--wait", action="store_true", help="wait until the run has ended, and print how it ended")
+    for parser in (saving, stopping):
+        what = "with --wait, give up after S seconds (default: %(default)g)"
+        parser.add_argument("--timeout", type=cli.seconds, default=DEFAULT_TIMEOUT_S, metavar="S", help=what)
+    parser = add(_abort, "abort", "kill a run without saving", _ABORT_NOTE, "2workers", "2workers -y")
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
 
 
 def _status(options: argparse.Namespace) -> int:
     runs = [choose_run(name, options.runs) for name in options.named] or _live_runs(options.runs)
-    if not runs:
-        raise CommandError(_none_live(options.runs), NOT_RUNNING)
-    reports = [describe(files) for files in runs]
-    while options.watch:
-        # On a terminal from the top of an empty screen.
-        start, end = ("\x1b[H\x1b[2J", "\n") if sys.stdout.isatty() else ("", "\n\n")
-        print_raw(start)
-        print(_render(reports, as_json=options.json, indent=None), end=end, flush=True)
-        if all(report["state"] != "live" for report in reports):
+    while True:
+        reports = [describe(files) for files in runs]
+        if options.watch and sys.stdout.isatty():
+            cli.print_raw("\x1b[H\x1b[2J")  # clear the screen
+        if options.json:
+            cli.print_json(reports, indent=None if options.watch else 2)
+        for i, report in enumerate(() if options.json else reports):
+            print(end="\n" if i else "")
+            cli.print_fields(_fields(report))
+        are_live = [report["state"] == "live" for report in reports]
+        if not options.watch:
+            return 0 if all(are_live) else NOT_RUNNING
+        print(end="" if sys.stdout.isatty() else "\n", flush=True)
+        if not any(are_live):
             return 0
         sleep(WATCH_S)
-        reports = [describe(files) for files in runs]
-    print(_render(reports, as_json=options.json, indent=2))
-    return 0 if all(report["state"] == "live" for report in reports) else NOT_RUNNING
 
 
 def _save(options: argparse.Namespace) -> int:
     files = _live_run(options)
-    before = int(_ask(files, "save")["step"])
+    step = int(_request(files, "save")["step"])
     if not options.wait:
-        print(f"{files.root.name} saves after step {before + 1} or one of the next")
+        print(f"{files.root.name} saves a checkpoint after step {step + 1} or shortly after it")
         return 0
-    deadline_s = monotonic() + options.timeout
-    while monotonic() < deadline_s:
+
+    def new_checkpoint() -> Path | None:
         is_live = _state(files) == "live"
-        # A run that ends just now saves the step it ends with, and no later one.
-        steps = [step for step in complete_steps(files.checkpoints) if step > before - (not is_live)]
-        if steps:
-            print(step_folder(files.checkpoints, steps[-1]))
-            return 0
+        steps = complete_steps(files.checkpoints)
+        # A run that is just ending saves its current step, and no later one.
+        if steps and steps[-1] > step - (not is_live):
+            return step_folder(files.checkpoints, steps[-1])
         if not is_live:
-            raise CommandError(f"{_not_running(files)}; there is no checkpoint of step {before} or later")
-        sleep(POLL_S)
-    raise CommandError(
-        f"no checkpoint of a step after {before} was there within {options.timeout:g} s; the run goes on, "
-        f"{files.ranks / 'rank-0.err'} may say why"
-    )
+            raise CommandError(f"{files.root.name} is not running: {_ending(files)}; it did not save step {step}")
+        return None
+
+    saved = _poll(new_checkpoint, options.timeout)
+    if saved is None:
+        raise CommandError(
+            f"{files.root.name} saved no checkpoint after step {step} within {options.timeout:g} s and is still "
+            f"running: see {files.ranks / 'rank-0.err'}"
+        )
+    print(saved)
+    return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
     files = _live_run(options)
-    step = int(_ask(files, "stop")["step"])
+    step = int(_request(files, "stop")["step"])
     if not options.wait:
-        print(f"{files.root.name} saves and ends after step {step + 1} or one of the next")
+        print(f"{files.root.name} saves a checkpoint and ends after step {step + 1} or shortly after it")
         return 0
-    if not _wait_for_end(files, options.timeout):
-        raise CommandError(f"{files.root.name} was asked to stop, and still runs after {options.timeout:g} s")
-    steps = complete_steps(files.checkpoints)
-    saved = f"; newest checkpoint {step_folder(files.checkpoints, steps[-1])}" if steps else ""
-    print(f"{files.root.name} {_ending(files)}{saved}")
+    if not _poll(lambda: _state(files) != "live", options.timeout):
+        raise CommandError(f"{files.root.name} is still running {options.timeout:g} s after the request to stop")
+    newest = latest(files.checkpoints)
+    print(f"{files.root.name} {_ending(files)}{'' if newest is None else f'; newest checkpoint {newest}'}")
     return 0 if _state(files) in ("stopped", "finished") else 1
 
 
 def _abort(options: argparse.Namespace) -> int:
     files = _live_run(options)
-    if not options.yes and not _is_sure(files):
-        print(f"{files.root.name} goes on", file=sys.stderr)
-        return 1
-    with suppress(NobodyListens):  # it may be gone before it has said so
-        _ask(files, "abort")
-    if not _wait_for_end(files, ABORT_WAIT_S):
-        raise CommandError(f"{files.root.name} still runs after {ABORT_WAIT_S:g} s: {_kill_hint(files)}")
+    if not options.yes:
+        if not sys.stdin.isatty():
+            raise CommandError("no terminal to ask for confirmation on: give -y", 2)
+        newest = latest(files.checkpoints)
+        kept = "it has no checkpoint yet" if newest is None else f"its newest checkpoint is {newest.name}"
+        if input(f"abort {files.root.name}? {kept} [y/N] ").strip().lower() not in ("y", "yes"):
+            raise CommandError(f"{files.root.name} was not aborted")
+    with suppress(NobodyListens):  # it may be gone before it answers
+        _request(files, "abort")
+    if not _poll(lambda: _state(files) != "live", ABORT_TIMEOUT_S):
+        raise CommandError(f"{files.root.name} is still running after {ABORT_TIMEOUT_S:g} s: {_kill_hint(files)}")
     print(f"{files.root.name} is aborted")
     return 0
-
-
-def _is_sure(files: RunFiles) -> bool:
-    if not sys.stdin.isatty():
-        raise CommandError("nobody can be asked whether you are sure: give -y", 2)
-    steps = complete_steps(files.checkpoints)
-    kept = f"its newest checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint yet"
-    answer = input(f"end {files.root.name} at once? {kept} [y/N] ")
-    return answer.strip().lower() in ("y", "yes")
-
-
-# Which run
-
-
-def _live_runs(folder: Path) -> list[RunFiles]:
-    return [files for files in find_runs(folder) if _state(files) == "live"]
-
-
-def _live_run(options: argparse.Namespace) -> RunFiles:
-    """The one that is meant, which goes on."""
-    if options.named is not None:
-        files = choose_run(options.named, options.runs)
-        if _state(files) != "live":
-            raise CommandError(f"{files.root.name} is {_not_running(files)}", NOT_RUNNING)
-        return files
-    live = _live_runs(options.runs)
-    if not live:
-        raise CommandError(_none_live(options.runs), NOT_RUNNING)
-    if len(live) > 1:
-        names = "\n".join(f"  {files.root.name}" for files in live)
-        raise CommandError(f"{len(live)} runs go on: name one of them\n{names}", 2)
-    return live[0]
-
-
-def _none_live(folder: Path) -> str:
-    return f"no run in {folder} is running (`paceline logs list {folder}` shows all that there are)"
-
-
-# How it stands
-
-
-def describe(files: RunFiles) -> dict[str, Any]:
-    """How a run stands: in its own words if it answers, else from its files. `state` is that of `paceline logs`.
-
-    `ended` is when it last gave a sign if it did not say.
-    """
-    status = read_status(files)
-    state = state_of(files, status)
-    report: dict[str, Any] = {"run": files.root.name, "folder": str(files.root), "state": state}
-    if status is not None:
-        report |= {"started": status.started, "ended": status.ended, "reason": status.reason, "host": status.host}
-        report |= {"total_steps": status.total_steps}
-    if state != "live":
-        return report | {"ended": report.get("ended") or last_sign(files)}
-    try:
-        return report | _ask(files, "status")
-    except (CommandError, ControlError) as error:
-        return report | {"no_answer": str(error)}
 
 
 def _state(files: RunFiles) -> str:
     return state_of(files, read_status(files))
 
 
-def _ask(files: RunFiles, command: str) -> dict[str, Any]:
+def _live_runs(folder: Path) -> list[RunFiles]:
+    live = [files for files in find_runs(folder) if _state(files) == "live"]
+    if not live:
+        raise CommandError(f"no run in {folder} is running (`paceline logs list {folder}` lists all runs)", NOT_RUNNING)
+    return live
+
+
+def _live_run(options: argparse.Namespace) -> RunFiles:
+    if options.named is not None:
+        files = choose_run(options.named, options.runs)
+        if _state(files) != "live":
+            raise CommandError(f"{files.root.name} is not running: {_ending(files)}", NOT_RUNNING)
+        return files
+    live = _live_runs(options.runs)
+    if len(live) > 1:
+        names = "".join(f"\n  {files.root.name}" for files in live)
+        raise CommandError(f"{len(live)} runs are running: choose one of them{names}", 2)
+    return live[0]
+
+
+def _request(files: RunFiles, command: str) -> dict[str, Any]:
+    """Send a request to a run, and return its answer."""
     status = read_status(files)
     if status is not None and status.host != socket.gethostname():
-        raise CommandError(f"{files.root.name} runs on {status.host}: give the command there")
+        raise CommandError(f"{files.root.name} runs on {status.host}: use the command there")
     try:
         return ask(socket_path(files.root), {"command": command})
     except NobodyListens as error:
         if _state(files) != "live":
-            raise CommandError(f"{files.root.name} is {_not_running(files)}", NOT_RUNNING) from error
-        raise NobodyListens(f"{error}. A run can be asked once its workers have started; try again") from error
+            raise CommandError(f"{files.root.name} is not running: {_ending(files)}", NOT_RUNNING) from error
+        raise NobodyListens(f"{error}. Runs take requests once their workers have started; try again") from error
     except NoAnswer as error:
         raise NoAnswer(f"{error}; {_kill_hint(files)}") from error
 
 
-def _not_running(files: RunFiles) -> str:
-    return f"not running: {_ending(files)}"
+def _kill_hint(files: RunFiles) -> str:
+    status = read_status(files)
+    return "look at its processes" if status is None else f"`kill -9 {status.pid}` ends it and its workers"
+
+
+def _poll(condition: Callable[[], _Result], timeout_s: float) -> _Result:
+    """Call `condition` until its result is true or the time is over; returns the last result."""
+    deadline_s = monotonic() + timeout_s
+    while not (result := condition()) and monotonic() < deadline_s:
+        sleep(POLL_S)
+    return result
+
+
+def describe(files: RunFiles) -> dict[str, Any]:
+    """A run's status, from the run itself if it answers, else from its files. `state` is that of `paceline logs`.
+
+    `ended` is the time of the last write if the run did not record its end.
+    """
+    status = read_status(files)
+    state = state_of(files, status)
+    report: dict[str, Any] = {"run": files.root.name, "folder": str(files.root), "state": state}
+    if status is not None:
+        names = ("started", "ended", "reason", "host", "total_steps")
+        report |= {name: getattr(status, name) for name in names}
+    if state != "live":
+        return report | {"ended": report.get("ended") or last_sign(files)}
+    try:
+        return report | _request(files, "status")
+    except (CommandError, ControlError) as error:
+        return report | {"no_answer": str(error)}
 
 
 def _ending(files: RunFiles) -> str:
-    """How and when the run ended: "finished at 2026-11-15 12:00:00"."""
     return _state_text(describe(files))
 
 
-def _wait_for_end(files: RunFiles, timeout_s: float) -> bool:
-    deadline_s = monotonic() + timeout_s
-    while _state(files) == "live":
-        if monotonic() > deadline_s:
-            return False
-        sleep(POLL_S)
-    return True
-
-
-def _kill_hint(files: RunFiles) -> str:
-    status = read_status(files)
-    return "look at its processes" if status is None else f"`kill -9 {status.pid}` ends it, workers and all"
-
-
-# In words
-
-
-def _render(reports: Sequence[Mapping[str, Any]], *, as_json: bool, indent: int | None) -> str:
-    if not as_json:
-        return "\n\n".join(_text(report) for report in reports)
-    documents = [json.loads(to_json(report)) for report in reports]
-    return json.dumps(documents, indent=indent, ensure_ascii=False)
-
-
-def _text(report: Mapping[str, Any]) -> str:
-    rows = [("run", str(report["run"])), ("state", _state_text(report))]
-    if "step" in report:
-        rows += _progress_rows(report)
-    if "no_answer" in report:
-        rows.append(("no answer", report["no_answer"]))
-    return columns(rows)
-
-
 def _state_text(report: Mapping[str, Any]) -> str:
+    """ "live for 3:05, process 7 on host-1", "finished, at 2026-11-15 12:00:00"."""
     if report["state"] == "live":
         since = f" for {formats.duration(time() - report['started'])}" if report.get("started") else ""
         return f"live{since}" + (f", process {report['pid']} on {report['host']}" if "pid" in report else "")
     reason = f" ({report['reason']})" if report.get("reason") else ""
-    when = formats.moment(report["ended"])
-    return f"{report['state']}{reason}, {'at' if report['state'] in _ENDED else 'last sign at'} {when}"
+    when = "at" if report["state"] in ("finished", "stopped", "failed") else "last write at"
+    return f"{report['state']}{reason}, {when} {formats.moment(report['ended'])}"
 
 
-def _progress_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    total = report.get("total_steps")
-    rows = [("step", f"{report['step']}{'' if total is None else f' of {total}'}, epoch {report['epoch']}")]
-    if report.get("loss") is not None:
-        rows.append(("loss", f"{formats.loss(float(report['loss']))} at step {report['loss_step']}"))
-    if report.get("samples_per_s") is not None:
-        rows.append(("speed", f"{formats.rate(report['samples_per_s'])} samples/s"))
-    if report.get("eta_s") is not None:
-        rows.append(("time left", formats.duration(report["eta_s"])))
-    rows.append(("workers", _workers_text(report)))
-    rows.append(("checkpoint", Path(report["checkpoint"]).name if report.get("checkpoint") else "none yet"))
+def _fields(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = [("run", str(report["run"])), ("state", _state_text(report))]
+    if "step" in report:
+        total, shares, waiting = (report.get(name) for name in ("total_steps", "shares", "waiting"))
+        rows.append(("step", f"{report['step']}{'' if total is None else f' of {total}'}, epoch {report['epoch']}"))
+        if report.get("loss") is not None:
+            rows.append(("loss", f"{formats.loss(float(report['loss']))} at step {report['loss_step']}"))
+        if report.get("samples_per_s") is not None:
+            rows.append(("speed", f"{formats.rate(report['samples_per_s'])} samples/s"))
+        if report.get("eta_s") is not None:
+            rows.append(("time left", formats.duration(report["eta_s"])))
+        workers = [f"{report['workers']}"]
+        if shares and 1 < len(shares) <= MAX_WORKERS_SHOWN:
+            workers.append(f"shares {':'.join(map(str, shares))}")
+        if waiting and 1 < len(waiting) <= MAX_WORKERS_SHOWN:
+            workers.append(f"waiting {' '.join(f'{part:.0%}' for part in waiting)}")
+        rows.append(("workers", ", ".join(workers)))
+        rows.append(("checkpoint", Path(report["checkpoint"]).name if report.get("checkpoint") else "none yet"))
+    if "no_answer" in report:
+        rows.append(("no answer", report["no_answer"]))
     return rows
-
-
-def _workers_text(report: Mapping[str, Any]) -> str:
-    shares, waiting = report.get("shares") or (), report.get("waiting") or ()
-    text = f"{report['workers']}"
-    if 1 < len(shares) <= MAX_WORKERS_SHOWN:
-        text += f", shares {':'.join(map(str, shares))}"
-    if 1 < len(waiting) <= MAX_WORKERS_SHOWN:
-        text += f", waiting {' '.join(f'{part:.0%}' for part in waiting)}"
-    return text

@@ -1,6 +1,4 @@
-"""`paceline logs`: looking at runs."""
-
-from __future__ import annotations
+"""`paceline logs`: list, summarize and plot runs."""
 
 from paceline.cli.logs.command import add_parser
 

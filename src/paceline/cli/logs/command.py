@@ -1,4 +1,4 @@
-"""`paceline logs list`, `summary` and `plot`: looking at runs, also while they go on and after they were broken off."""
+"""`paceline logs list`, `summary` and `plot`, of runs that are live, have ended, or were killed."""
 
 from __future__ import annotations
 
@@ -12,215 +12,119 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.commands import add_command, add_runs_option, print_raw, reporting
-from paceline.cli.logs.panels import Panel, load_runs, make_panels
+from paceline.cli import commands as cli
+from paceline.cli.find_runs import all_runs, choose_run, choose_runs, find_runs
+from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
-from paceline.cli.logs.runs import LogsError, choose_run, choose_runs, find_runs
 from paceline.cli.logs.summary import FORMATS, render, table
 from paceline.cli.logs.text_plot import MIN_WIDTH, TextStyle, text_plot
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
 from paceline.observe.summary import glance, summarize
 
-# A text plot wider than this is no easier to read.
+# Wider text plots are not easier to read.
 MAX_TEXT_WIDTH = 110
 VIEWERS = ("xdg-open", "open")
 
-_LOGS_EXAMPLE = """\
-example:
-  paceline logs list
-  paceline logs summary --all --format md
-  paceline logs plot --compare 2workers 4workers -o losses.png
+_LIST_NOTE = """\
+A run is "live", "finished", "stopped" (on request), "failed" (with an error),
+"broken off" (its process died without a report) or "unknown".
 """
-_LIST_EXAMPLE = """\
-A run is "live", "finished", "stopped" (it was asked to), "failed" (with an
-error) or "broken off" (its process is gone and left no word).
-
-example:
-  paceline logs list
-  paceline logs list /data/runs
-"""
-_SUMMARY_EXAMPLE = """\
-RUN is a run's folder, its name, or the beginning of a name that no other
-run has.
-
-example:
-  paceline logs summary
-  paceline logs summary 2workers_2026-11-15 --format json
-  paceline logs summary --all --format one-line
-"""
-_PLOT_EXAMPLE = """\
-RUN is a run's folder, its name, or the beginning of a name that no other
-run has. Without -o and -e the plot is drawn in the terminal.
-
-example:
-  paceline logs plot
-  paceline logs plot 2workers --smooth 20 -o 2workers.png
-  paceline logs plot 2workers --compare 1worker 4workers --x-axis time
-  paceline logs plot --metrics eval/accuracy,waiting -e
+_PLOT_NOTE = f"""\
+{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.
 """
 
 
 def add_parser(commands: Any) -> None:
-    """Add `logs` to the parser's commands; each of its commands sets `run`, a function from options to exit code."""
-    logs = add_command(commands, "logs", "look at runs: list, summary, plot", _LOGS_EXAMPLE)
-    kinds = logs.add_subparsers(metavar="COMMAND", required=True)
-    _add_list(kinds)
-    _add_summary(kinds)
-    _add_plot(kinds)
+    examples = ("list", "summary --all --format md", "plot --compare 2workers 4workers -o losses.png")
+    group = cli.add_group(commands, "logs", "look at runs: list, summary, plot", examples)
 
+    summary = "list the runs in a folder, the oldest first"
+    parser = cli.add_command(group, "list", summary, _LIST_NOTE, examples=("", "/data/runs"), run=_list)
+    what = "the folder that holds the runs (default: %(default)s)"
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(RUNS_FOLDER), metavar="DIR", help=what)
 
-def run_list(options: argparse.Namespace) -> int:
-    return reporting("logs list", _list, LogsError)(options)
-
-
-def run_summary(options: argparse.Namespace) -> int:
-    return reporting("logs summary", _summary, LogsError)(options)
-
-
-def run_plot(options: argparse.Namespace) -> int:
-    return reporting("logs plot", _plot, LogsError)(options)
-
-
-def _add_list(kinds: Any) -> None:
-    parser = add_command(kinds, "list", "list the runs in a folder, the oldest first", _LIST_EXAMPLE)
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        default=Path(RUNS_FOLDER),
-        metavar="DIR",
-        help="the folder that holds the runs' folders (default: %(default)s)",
-    )
-    parser.set_defaults(run=run_list)
-
-
-def _add_summary(kinds: Any) -> None:
-    parser = add_command(kinds, "summary", "tell a run's state, losses and speed", _SUMMARY_EXAMPLE)
-    parser.add_argument("named", nargs="*", metavar="RUN", help="the runs (default: the newest)")
+    summary = "print a run's state, losses and speed"
+    examples = ("", "2workers_2026-11-15 --format json", "--all --format one-line")
+    parser = cli.add_command(group, "summary", summary, cli.RUN_NOTE, examples=examples, run=_summary)
+    cli.add_run_argument(parser, "the runs (default: the newest)", nargs="*")
     parser.add_argument("--all", action="store_true", help="all runs in the folder")
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        default="text",
-        metavar="FORMAT",
-        help=f"one of {', '.join(FORMATS)} (default: %(default)s)",
-    )
-    add_runs_option(parser)
-    parser.set_defaults(run=run_summary)
+    what = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]} (default: %(default)s)"
+    parser.add_argument("--format", choices=FORMATS, default="text", metavar="FORMAT", help=what)
 
-
-def _add_plot(kinds: Any) -> None:
-    parser = add_command(kinds, "plot", "draw a run's curves, or several runs' together", _PLOT_EXAMPLE)
-    parser.add_argument("named", nargs="?", metavar="RUN", help="the run (default: the newest)")
-    parser.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="further runs, in the same axes")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--metrics",
-        type=_names,
-        default=[],
-        metavar="A,B",
-        help="what to draw, a panel each, such as loss,eval/loss,waiting (default: loss, evaluations, learning rate, "
-        "gradient norm, throughput; as text only the loss)",
+    summary = "plot the metrics of one or several runs"
+    plots = (
+        "",
+        "2workers --smooth 20 -o 2workers.png",
+        "2workers --compare 1worker 4workers --x-axis time",
+        "--metrics eval/accuracy,waiting -e",
     )
-    what.add_argument("--loss-curves", action="store_true", help="only the losses of training and evaluation")
-    parser.add_argument(
-        "--x-axis",
-        choices=("step", "epoch", "time"),
-        default="step",
-        metavar="AXIS",
-        help="step, epoch, or time of training (default: %(default)s)",
+    parser = cli.add_command(group, "plot", summary, _PLOT_NOTE, examples=plots, run=_plot)
+    cli.add_run_argument(parser, "the run (default: the newest)")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="more runs, in the same axes")
+    selection = parser.add_mutually_exclusive_group()
+    what = (
+        "metrics to plot, with a panel for each, such as loss,eval/loss,waiting (default: loss, evaluations, learning "
+        "rate, gradient norm, throughput; as text, only the loss)"
     )
-    parser.add_argument(
-        "--smooth",
-        type=_window,
-        default=1,
-        metavar="N",
-        help="draw each value's mean with its neighbours, N in all; what was measured stays in sight, faintly",
+    selection.add_argument("--metrics", type=_names, default=[], metavar="A,B", help=what)
+    selection.add_argument("--loss-curves", action="store_true", help="plot only training and evaluation losses")
+    what = "step, epoch, or time of training (default: %(default)s)"
+    parser.add_argument("--x-axis", choices=("step", "epoch", "time"), default="step", metavar="AXIS", help=what)
+    what = "smooth with a centered moving average over N values; the original values are drawn faintly"
+    parser.add_argument("--smooth", type=cli.integer(1), default=1, metavar="N", help=what)
+    what = (
+        "use logarithmic y axes for the chosen metrics, by default for losses and the gradient norm, where all values "
+        "are positive"
     )
-    parser.add_argument(
-        "--log-scale",
-        action="store_true",
-        help="logarithmic y axes, for losses and gradient norm or for the chosen metrics, where all values are "
-        "positive",
-    )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write a picture: .png, .svg or .pdf")
-    parser.add_argument(
-        "-e",
-        "--open",
-        action="store_true",
-        help="open the picture in the system's viewer (without -o it is written to the run's folder plots/)",
-    )
-    add_runs_option(parser)
-    parser.set_defaults(run=run_plot)
+    parser.add_argument("--log-scale", action="store_true", help=what)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an image: .png, .svg or .pdf")
+    what = "open the image in the system's viewer; without -o it is written to plots/ in the run's folder"
+    parser.add_argument("-e", "--open", action="store_true", help=what)
 
 
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: give names with a comma between them, such as loss,lr")
+        raise argparse.ArgumentTypeError(f"{text!r}: separate names with commas, such as loss,lr")
     return names
 
 
-def _window(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: choose an integer >= 1")
-    return int(text)
-
-
 def _list(options: argparse.Namespace) -> int:
-    runs = find_runs(options.folder)
-    print(table([glance(files) for files in runs]) if runs else f"no runs in {options.folder}")
+    if runs := find_runs(options.folder):
+        cli.print_table(table([glance(files) for files in runs]), right=range(2, 6))
+    else:
+        print(f"no runs in {options.folder}")
     return 0
 
 
 def _summary(options: argparse.Namespace) -> int:
     if options.all and options.named:
-        raise LogsError("--all and names of runs were given: leave one of them out")
-    runs = choose_runs(options.named, options.runs, all_of_them=options.all)
+        raise cli.CommandError("--all cannot be combined with names of runs")
+    runs = all_runs(options.runs) if options.all else choose_runs(options.named, options.runs)
     print(render([summarize(files) for files in runs], options.format))
     return 0
 
 
 def _plot(options: argparse.Namespace) -> int:
-    runs = [choose_run(options.named, options.runs)]
-    if options.compare:
-        runs = choose_runs([str(runs[0].root), *options.compare], options.runs, all_of_them=False)
-    picture = _picture_path(options, runs)
-    if picture is not None:
-        check_output(picture)
-    # As text one panel after the other would run out of the screen.
-    only_loss = options.loss_curves or (picture is None and not options.metrics)
-    only = [*(options.metrics or ["loss", "eval/loss"]), options.x_axis] if options.metrics or only_loss else None
+    first = choose_run(options.named, options.runs)
+    runs = choose_runs([str(first.root), *options.compare], options.runs)
+    image = _image_path(options, runs)
+    if image is not None:
+        check_output(image)
+    # Several panels as text would not fit on a screen.
+    only_loss = options.loss_curves or (image is None and not options.metrics)
     panels = make_panels(
-        load_runs(runs, is_smoothed=options.smooth > 1, only=only),
+        runs,
         metrics=options.metrics,
         only_loss=only_loss,
         x_axis=options.x_axis,
         smooth=options.smooth,
         log_scale=options.log_scale,
     )
-    if picture is None:
-        _print_plots(panels, runs)
-        return 0
-    title = runs[0].root.name if len(runs) == 1 else f"{len(runs)} runs compared"
-    write(draw(panels, title), picture)
-    print(picture)
-    return _open(picture) if options.open else 0
-
-
-def _picture_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path | None:
-    if options.output is not None or not options.open:
-        return options.output  # type: ignore[no-any-return]
-    what = "loss" if options.loss_curves else "-".join(options.metrics) or "overview"
-    folder = runs[0].plots
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise LogsError(f"{folder} cannot be made ({error.strerror}): name a file with -o") from error
-    return folder / f"{re.sub(r'[^a-z0-9_-]+', '_', what.lower())}{'-compared' if len(runs) > 1 else ''}.png"
-
-
-def _print_plots(panels: Sequence[Panel], runs: Sequence[RunFiles]) -> None:
+    if image is not None:
+        write(draw(panels, first.root.name if len(runs) == 1 else f"{len(runs)} runs"), image)
+        print(image)
+        return _open(image) if options.open else 0
     style = TextStyle(
         width=max(min(shutil.get_terminal_size().columns, MAX_TEXT_WIDTH), MIN_WIDTH),
         has_unicode="utf" in (sys.stdout.encoding or "").lower(),
@@ -228,17 +132,27 @@ def _print_plots(panels: Sequence[Panel], runs: Sequence[RunFiles]) -> None:
     )
     print(", ".join(files.root.name for files in runs))
     for panel in panels:
-        print_raw(f"\n{text_plot(panel, style)}\n")
+        cli.print_raw(f"\n{text_plot(panel, style)}\n")
+    return 0
 
 
-def _open(picture: Path) -> int:
+def _image_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path | None:
+    if options.output is not None or not options.open:
+        return options.output  # type: ignore[no-any-return]
+    what = "loss" if options.loss_curves else "-".join(options.metrics) or "overview"
+    folder = runs[0].plots
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise cli.CommandError(f"{folder} cannot be created ({error.strerror}): choose a file with -o") from error
+    return folder / f"{re.sub(r'[^a-z0-9_-]+', '_', what.lower())}{'-compared' if len(runs) > 1 else ''}.png"
+
+
+def _open(image: Path) -> int:
     viewer = next(filter(None, map(shutil.which, VIEWERS)), None)
     if viewer is None:
-        print(
-            f"paceline logs plot: no viewer was found ({', '.join(VIEWERS)}): open the file yourself", file=sys.stderr
-        )
-        return 1
-    # Through a shell that ends at once: the viewer belongs to nobody, and stays open when this terminal is closed.
+        raise cli.CommandError(f"no viewer was found ({', '.join(VIEWERS)}): open {image} yourself")
+    # The shell exits immediately. The viewer is detached and stays open when this terminal is closed.
     detached = '"$0" "$1" </dev/null >/dev/null 2>&1 &'
-    subprocess.run(["sh", "-c", detached, viewer, str(picture)], start_new_session=True, check=False)
+    subprocess.run(["sh", "-c", detached, viewer, str(image)], start_new_session=True, check=False)
     return 0

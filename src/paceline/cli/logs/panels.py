@@ -1,26 +1,26 @@
-"""What a plot of runs shows: panels with series. Decided here, drawn elsewhere, as a picture or as text."""
+"""The content of a plot: panels with series. `picture` and `text_plot` draw them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.cli.logs.runs import LogsError
-from paceline.observe.curves import Curves, read_curves
+from paceline.cli.commands import CommandError
+from paceline.observe.curves import Curve, Curves, read_curves
 from paceline.observe.run_files import RunFiles
 
 Numbers = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
 XAxis = Literal["step", "epoch", "time"]
+# A label and its metrics.
+LoadedRun = tuple[str, Curves]
 
-# What the usual metrics are called on an axis, with their unit.
 AXIS_LABELS = {
-    "loss": "loss",
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "samples_per_s": "samples / s",
@@ -29,37 +29,30 @@ AXIS_LABELS = {
     "waiting": "waiting (part of the time)",
     "time": "time of training (s)",
 }
+# From this many seconds on, the length of the unit in seconds, and its name.
 _TIME_UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "h"), (180.0, 60.0, "min"), (0.0, 1.0, "s"))
-# What is set, not measured.
+# Not measured, so not noisy.
 NEVER_SMOOTHED = ("lr", "epoch", "time")
-# A picture has a few thousand columns: more points only make it slow.
-MAX_POINTS = 4000
-
-
-@dataclass(frozen=True)
-class LoadedRun:
-    """A run's metrics, and what it is called among the others."""
-
-    label: str
-    metrics: Curves
 
 
 @dataclass(frozen=True)
 class Series:
-    """A line. `raw` are the values before smoothing, None if they were not smoothed. `color` is a number: the same run
-    or worker has the same in all panels. `is_sparse`: points worth marking, such as evaluations."""
+    """A line. `color` is an index: a run or worker has the same one in all panels.
+
+    `is_sparse`: every point is marked, as for evaluations. `is_faint`: the original values behind a smoothed line.
+    """
 
     label: str
     x: Numbers
     y: Numbers
-    raw: Numbers | None
     color: int
     is_sparse: bool = False
+    is_faint: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines that share their axes. `is_log`: the y axis is logarithmic."""
+    """Lines in the same axes. `is_log`: the y axis is logarithmic."""
 
     name: str
     x_label: str
@@ -68,42 +61,16 @@ class Panel:
     is_log: bool = False
 
 
-def load_runs(
-    runs: Sequence[RunFiles], *, is_smoothed: bool = False, only: Sequence[str] | None = None
-) -> list[LoadedRun]:
-    """is_smoothed: a mean over neighbours needs all of them, where otherwise thinned curves do.
-
-    only: names of metrics, or of groups of them, whose numbers will be asked for; None for all.
-    """
-    loaded = []
-
-    def is_wanted(name: str) -> bool:
-        return only is None or name in only or any(name.startswith(f"{each}/") for each in only)
-
-    for files, label in zip(runs, short_labels(runs), strict=True):
-        metrics = Curves()
-        if files.metrics.is_file():
-            metrics = read_curves(
-                files.metrics, is_wanted, is_whole=lambda name: is_smoothed and name not in NEVER_SMOOTHED
-            )
-        if not metrics.num_lines:
-            raise LogsError(f"{files.root.name} has no metrics yet: there is nothing to plot")
-        loaded.append(LoadedRun(label, metrics))
-    return loaded
-
-
 def short_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """The shortest names that tell these runs apart: of the config, with the time of day, or all of it."""
+    """The shortest unique labels: the names of the configs, with the time of day, or the names of the folders."""
     configs = [files.config_name for files in runs]
     with_time = [f"{files.config_name} {files.time_of_day}".strip() for files in runs]
-    for labels in (configs, with_time):
-        if len(set(labels)) == len(labels):
-            return labels
-    return [files.root.name for files in runs]
+    unique = [labels for labels in (configs, with_time) if len(set(labels)) == len(labels)]
+    return unique[0] if unique else [files.root.name for files in runs]
 
 
 def make_panels(
-    runs: Sequence[LoadedRun],
+    runs: Sequence[RunFiles],
     *,
     metrics: Sequence[str] = (),
     only_loss: bool = False,
@@ -111,176 +78,154 @@ def make_panels(
     smooth: int = 1,
     log_scale: bool = False,
 ) -> list[Panel]:
-    """One panel per metric; without a choice the loss with its evaluation, learning rate, gradient norm, throughput,
-    and evaluations other than the loss. Several runs share their panels, a line each.
+    """One panel per metric, by default for loss, evaluations, learning rate, gradient norm and throughput. Every run
+    has a line in each panel.
 
-    log_scale: for what was chosen, or without a choice losses and gradient norm, where all values are positive.
+    log_scale: for the chosen metrics, by default for losses and the gradient norm, where all values are positive.
     """
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics.names()))
-    chosen = [_checked(metric, names) for metric in metrics] if metrics else _usual(names, only_loss=only_loss)
-    scale = _XScale(runs, x_axis)
-    panels = [_panel(metric, runs, names, scale, smooth, has_own_choice=bool(metrics)) for metric in chosen]
-    drawn = [panel for panel in panels if panel.series]
-    if not drawn:
-        raise LogsError(f"there is nothing to plot: the metrics hold {', '.join(names) or 'no numbers'}")
-    logarithmic = chosen if metrics else ["loss", "grad_norm"]
-    return [replace(panel, is_log=log_scale and panel.name in logarithmic and _is_positive(panel)) for panel in drawn]
+    needed = [*(metrics or ["loss", "eval/loss"]), x_axis] if metrics or only_loss else None
+    loaded = _load(runs, needed, is_smoothed=smooth > 1)
+    names = list(dict.fromkeys(name for _, curves in loaded for name in curves.names()))
+    evaluations = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
+    default = ["loss"] if only_loss else ["loss", *evaluations, "lr", "grad_norm", "samples_per_s"]
+    x_label, x_of = _x_axis(loaded, x_axis)
+    panels = []
+    for metric in [_checked(metric, names) for metric in metrics] or default:
+        series: list[Series] = []
+        for number, (run_label, curves) in enumerate(loaded):
+            lines = _lines(metric, names, None if len(runs) == 1 else run_label, is_default=not metrics)
+            for i, (name, label) in enumerate(lines):
+                series += _series(curves, name, label, i if len(runs) == 1 else number, smooth, x_of)
+        can_be_log = log_scale and (bool(metrics) or metric in ("loss", "grad_norm"))
+        is_log = can_be_log and all((one.y[np.isfinite(one.y)] > 0).all() for one in series)
+        y_label = AXIS_LABELS.get(metric, metric.replace("_", " "))
+        panels += [Panel(metric, x_label, y_label, tuple(series), is_log)] if series else []
+    if not panels:
+        raise CommandError(f"nothing to plot: the metrics are {', '.join(names) or 'empty'}")
+    return panels
+
+
+def _load(runs: Sequence[RunFiles], needed: Sequence[str] | None, *, is_smoothed: bool) -> list[LoadedRun]:
+    """needed: names of metrics, or of groups of metrics; None for all.
+
+    Long curves are thinned while they are read, unless they are to be smoothed.
+    """
+
+    def is_wanted(name: str) -> bool:
+        return needed is None or name in needed or any(name.startswith(f"{each}/") for each in needed)
+
+    is_whole = (lambda name: name not in NEVER_SMOOTHED) if is_smoothed else (lambda _: False)
+    loaded = []
+    for files, label in zip(runs, short_labels(runs), strict=True):
+        metrics = read_curves(files.metrics, is_wanted, is_whole=is_whole) if files.metrics.is_file() else Curves()
+        if not metrics.num_lines:
+            raise CommandError(f"{files.root.name} has no metrics yet: there is nothing to plot")
+        loaded.append((label, metrics))
+    return loaded
 
 
 def moving_mean(values: Numbers, window: int) -> Numbers:
-    """Each value's mean with its neighbours, half of `window` on either side; numbers that are not finite left out.
+    """Each value's mean with its neighbors, `window // 2` on either side, ignoring values that are not finite.
 
-    At the start, where a loss falls steeply, there are no more neighbours on the right than on the left; at the end,
-    whose level people read, as many as there are.
+    At the start the window is cut to be symmetric, since a loss falls steeply there. At the end it is not: the last
+    values are read as the level reached. Windows are summed one by one: with running sums, a spike's rounding errors
+    would affect all values after it.
     """
     reach = min(window // 2, len(values) - 1)
+    cut_ends = np.minimum(2 * np.arange(reach), len(values) - 1)
+
+    def window_sums(numbers: Numbers) -> Numbers:
+        sums: Numbers = np.convolve(numbers, np.ones(2 * reach + 1))[reach : reach + len(numbers)]
+        sums[:reach] = numbers.cumsum()[cut_ends]
+        return sums
+
     finite = np.isfinite(values)
     known = np.where(finite, values, 0.0)
-    unit = max(float(np.abs(known).max()) / 1e290, 1.0)  # else a sum of numbers near 1e308 would be infinite
-    total = _window_sums(known / unit, reach)
-    count = np.round(_window_sums(finite.astype(np.float64), reach))
-    return np.where(count > 0, total / np.maximum(count, 1) * unit, np.nan)
+    unit = max(float(np.abs(known).max()) / 1e290, 1.0)  # the sum of values near 1e308 would overflow
+    counts = np.round(window_sums(finite.astype(np.float64)))
+    return np.where(counts > 0, window_sums(known / unit) / np.maximum(counts, 1) * unit, np.nan)
 
 
-def _window_sums(values: Numbers, reach: int) -> Numbers:
-    """The sum of each window, over nothing but its own values: running sums would carry a spike's rounding into
-    everything after it.
-
-    The values are cut into blocks of a window's length. A window is the end of one block and the beginning of the next.
-    """
-    length = 2 * reach + 1
-    num_blocks = -(-(len(values) + length - 1) // length) + 1
-    padded = np.zeros(num_blocks * length)
-    padded[reach : reach + len(values)] = values
-    blocks = padded.reshape(num_blocks, length)
-    heads = blocks.cumsum(axis=1).ravel()
-    tails = blocks[:, ::-1].cumsum(axis=1)[:, ::-1].ravel()
-    starts = np.arange(len(values))
-    sums: Numbers = heads[starts + length - 1] + np.where(starts % length == 0, 0.0, tails[starts])
-    sums[:reach] = values.cumsum()[np.minimum(2 * starts[:reach], len(values) - 1)]
-    return sums
-
-
-def _usual(names: Sequence[str], *, only_loss: bool) -> list[str]:
-    if only_loss:
-        return ["loss"]
-    others = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
-    return ["loss", *others, "lr", "grad_norm", "samples_per_s"]
+def last_finite(values: Numbers) -> float:
+    return float(values[np.isfinite(values)][-1])
 
 
 def _checked(metric: str, names: Sequence[str]) -> str:
+    groups = [name.partition("/")[0] for name in names if "/" in name]
     if metric in names or any(name.startswith(f"{metric}/") for name in names):
         return metric
-    groups = [name.partition("/")[0] for name in names if "/" in name]
     known = list(dict.fromkeys([*names, *groups]))
     nearest = get_close_matches(metric, known, n=1)
     hint = f", did you mean {nearest[0]!r}?" if nearest else ":"
-    raise LogsError(f"no run has the metric {metric!r}{hint} choose from {', '.join(known)}")
+    raise CommandError(f"no run has the metric {metric!r}{hint} choose from {', '.join(known)}")
 
 
-def _panel(
-    metric: str, runs: Sequence[LoadedRun], names: Sequence[str], scale: _XScale, smooth: int, *, has_own_choice: bool
-) -> Panel:
-    series: list[Series] = []
-    for number, run in enumerate(runs):
-        parts = _parts(metric, run, names, is_alone=len(runs) == 1, has_own_choice=has_own_choice)
-        for i, (name, label) in enumerate(parts):
-            color = i if len(runs) == 1 else number
-            series += _series(run, name, label, color, scale, smooth)
-    return Panel(metric, scale.label, AXIS_LABELS.get(metric, metric.replace("_", " ")), tuple(series))
-
-
-def _parts(
-    metric: str, run: LoadedRun, names: Sequence[str], *, is_alone: bool, has_own_choice: bool
-) -> list[tuple[str, str]]:
-    """Names and labels of the lines that a run has in a panel."""
+def _lines(metric: str, names: Sequence[str], run: str | None, *, is_default: bool) -> list[tuple[str, str]]:
+    """Names and labels of a run's lines in a panel. `run`: the run's label, None if it is the only one."""
 
     def label(part: str) -> str:
-        return part if is_alone else f"{run.label} {part}"
+        return part if run is None else f"{run} {part}"
 
-    if metric == "loss" and not has_own_choice:
-        return [("loss", "training" if is_alone else run.label), ("eval/loss", label("evaluation"))]
-    if metric == "samples_per_s" and not has_own_choice and is_alone:
-        ranks = range(sum(name.startswith("shares/") for name in names))
-        workers = [(f"{metric}@{rank}", f"worker {rank}") for rank in ranks] if len(ranks) > 1 else []
+    if is_default and metric == "loss":
+        return [("loss", run or "training"), ("eval/loss", label("evaluation"))]
+    if is_default and metric == "samples_per_s" and run is None:
+        num_workers = sum(name.startswith("shares/") for name in names)
+        workers = [(f"{metric}@{rank}", f"worker {rank}") for rank in range(num_workers if num_workers > 1 else 0)]
         return [(metric, "all workers" if workers else "samples / s"), *workers]
-    inner = [name for name in names if name.startswith(f"{metric}/")]
+    inner = [name.partition("/")[2] for name in names if name.startswith(f"{metric}/")]
     if not inner:
-        return [(metric, AXIS_LABELS.get(metric, metric) if is_alone else run.label)]
-    is_per_worker = all(name.partition("/")[2].isdecimal() for name in inner)
-    word = "worker " if is_per_worker else ""
-    return [(name, label(f"{word}{name.partition('/')[2]}")) for name in inner]
+        return [(metric, run or AXIS_LABELS.get(metric, metric))]
+    word = "worker " if all(part.isdecimal() for part in inner) else ""
+    return [(f"{metric}/{part}", label(f"{word}{part}")) for part in inner]
 
 
-def _is_positive(panel: Panel) -> bool:
-    return all(bool((series.y[np.isfinite(series.y)] > 0).all()) for series in panel.series)
-
-
-def _series(run: LoadedRun, name: str, label: str, color: int, scale: _XScale, smooth: int) -> Iterable[Series]:
-    steps, values = run.metrics.series(name)
+def _series(
+    curves: Curves, name: str, label: str, color: int, smooth: int, x_of: Callable[[Curves, Steps], Numbers]
+) -> Iterator[Series]:
+    steps, values = curves.series(name)
+    is_sparse = name.startswith("eval/")
     if not np.isfinite(values).any():
         return
-    x = scale.at(run.metrics, steps)
-    is_sparse = name.startswith("eval/")
     if smooth > 1 and not is_sparse and name not in NEVER_SMOOTHED:
-        x, smoothed, raw = _thinned(x, moving_mean(values, smooth), values)
-        yield Series(label, x, smoothed, raw, color)
-    else:
-        x, values = _thinned(x, values)
-        yield Series(label, x, values, None, color, is_sparse)
+        at, original = _thinned(steps, values)
+        yield Series("_original", x_of(curves, at), original, color, is_faint=True)
+        steps, values = _thinned(steps, moving_mean(values, smooth))
+    yield Series(label, x_of(curves, steps), values, color, is_sparse)
 
 
-def _thinned(*columns: Numbers) -> tuple[Numbers, ...]:
-    """No more than `MAX_POINTS` rows. Of each stretch the rows where the last column is lowest and highest stay, so
-    that no peak is lost."""
-    length = len(columns[0])
-    if length <= MAX_POINTS:
-        return columns
-    edges = np.linspace(0, length, MAX_POINTS // 2 + 1).astype(int)
-    values = np.where(np.isfinite(columns[-1]), columns[-1], 0.0)
-    kept = {0, length - 1}
-    for begin, end in pairwise(edges):
-        kept.update((begin + int(np.argmin(values[begin:end])), begin + int(np.argmax(values[begin:end]))))
-    rows = np.array(sorted(kept))
-    return tuple(column[rows] for column in columns)
+def _thinned(steps: Steps, values: Numbers) -> tuple[Steps, Numbers]:
+    curve = Curve()
+    curve.add(steps, values)
+    return curve.points
 
 
-class _XScale:
-    """From steps to places on the x axis, in one unit for all runs."""
+def _x_axis(runs: Sequence[LoadedRun], axis: XAxis) -> tuple[str, Callable[[Curves, Steps], Numbers]]:
+    """The axis's label, and the function from a run's steps to positions on the axis."""
+    label, unit_s = str(axis), 1.0
+    if axis == "time":
+        longest_s = max(metrics.last("time") or 0.0 for _, metrics in runs)
+        unit_s, unit = next((length_s, unit) for least_s, length_s, unit in _TIME_UNITS if longest_s >= least_s)
+        label = f"time of training ({unit})"
 
-    def __init__(self, runs: Sequence[LoadedRun], axis: XAxis) -> None:
-        self._axis = axis
-        self._unit_s = 1.0
-        self.label: str = axis
-        if axis == "time":
-            longest_s = max((run.metrics.last("time") or 0.0 for run in runs), default=0.0)
-            self._unit_s, unit = next((size, unit) for least, size, unit in _TIME_UNITS if longest_s >= least)
-            self.label = f"time of training ({unit})"
-
-    def at(self, metrics: Curves, steps: npt.NDArray[np.int64]) -> Numbers:
-        if self._axis == "step" or not len(steps):
+    def x_of(metrics: Curves, steps: Steps) -> Numbers:
+        if axis == "step":
             return steps.astype(np.float64)
-        known_steps, known = metrics.series(self._axis)
+        known_steps, known = metrics.series(axis)
         if not len(known):
-            raise LogsError(f"the metrics do not tell the {self._axis}: choose --x-axis step")
-        if self._axis == "epoch":
-            known = _inside_epochs(known_steps, known)
-        return np.interp(steps, known_steps, known / self._unit_s)
+            raise CommandError(f"the metrics have no {axis}: choose --x-axis step")
+        if axis == "epoch" and np.array_equal(known, np.floor(known)):
+            known_steps, known = _epoch_starts(known_steps, known)
+        return np.interp(steps, known_steps, known / unit_s)
+
+    return label, x_of
 
 
-def _inside_epochs(steps: npt.NDArray[np.int64], epochs: Numbers) -> Numbers:
-    """How many epochs were done at a step, from the number of the epoch each step belonged to.
+def _epoch_starts(steps: Steps, epochs: Numbers) -> tuple[Steps, Numbers]:
+    """The step before the first of each epoch, and the epoch's index; at last, the expected end of the last epoch.
 
-    An epoch is as long as the lines show: up to the first line of the next. The last one, which may be under way, is
-    taken to be as long as the longest before it.
+    The last epoch may be incomplete: it is taken to be as long as the longest before it.
     """
-    if not np.array_equal(epochs, np.floor(epochs)):
-        return epochs  # the run wrote down the fraction itself
     firsts = np.flatnonzero(np.diff(epochs, prepend=epochs[0] - 1))
-    # An epoch begins behind the last step of the one before; the first of all behind step 0.
-    begins = np.concatenate([[0 if epochs[0] == 0 else steps[0]], steps[firsts[1:] - 1]])
-    lengths = [*np.diff(begins), 0]
-    lengths[-1] = max(steps[-1] - begins[-1], *lengths)
-    place = np.cumsum(np.diff(epochs, prepend=epochs[0]) != 0)
-    done: Numbers = epochs + (steps - begins[place]) / np.maximum(np.array(lengths)[place], 1)
-    return done
+    starts = [0 if epochs[0] == 0 else steps[0], *steps[firsts[1:] - 1]]
+    end = starts[-1] + max(steps[-1] - starts[-1], *np.diff(starts), 1)
+    return np.array([*starts, end]), np.array([*epochs[firsts], epochs[-1] + 1])

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.cli.commands import add_command
+from paceline.cli.commands import CommandError, add_command
 from paceline.cli.config import ConfigError, Project, load_project, show
-from paceline.cli.logs.runs import LogsError, find_runs
+from paceline.cli.find_runs import find_runs
 from paceline.cli.logs.summary import render
 from paceline.cli.train.dry_run import dry_run
 from paceline.cli.train.path_checks import check_places
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         options.resume = NEWEST
     try:
         order = _order(options)
-    except (LogsError, ValueError) as error:
+    except (CommandError, ValueError) as error:
         _say(error)
         return 2
     except OSError as error:

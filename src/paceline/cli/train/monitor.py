@@ -15,12 +15,12 @@ from typing import Any, Self, TextIO
 
 from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
+from paceline.cli.commands import CommandError
 from paceline.cli.config import Project
 from paceline.cli.config.schema import Logger as LoggerSettings
 from paceline.cli.config.show import plain
-from paceline.cli.logs.panels import load_runs, make_panels
+from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
-from paceline.cli.logs.runs import LogsError
 from paceline.observe.best_effort import BestEffort, attempt, describe, warn
 from paceline.observe.event_log import EventLog
 from paceline.observe.loggers.base import Loggers
@@ -207,9 +207,9 @@ class Watch:
         path = self._files.plots / "training.png"
         try:
             check_output(path)
-            panels = make_panels(load_runs([self._files]))
+            panels = make_panels([self._files])
             write(draw(panels, self._files.root.name), path)
-        except LogsError as error:
+        except CommandError as error:
             self.note(f"no picture: {error}")
         except Exception as error:
             self.note(f"the picture cannot be written: {path}: {describe(error)}")

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from in_process import Ended, check_help, invoke
-from logs_made_runs import make_run
+from in_process import Ended, invoke
+from made_runs import make_run
 from safetensors.torch import load_file
 
 from paceline.checkpoint.folders import step_folder
 from paceline.checkpoint.manifest import Pattern
 from paceline.checkpoint.pieces import Component
 from paceline.checkpoint.saving import Job, save
-from paceline.cli import checkpoints as checkpoints_command
+from paceline.cli.main import main
 from paceline.observe.run_files import RunFiles
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
 
 def checkpoints(*arguments: object) -> Ended:
-    return invoke(checkpoints_command.add_parser, "checkpoints", *arguments)
+    return invoke("checkpoints", *arguments)
 
 
 def model_state() -> dict[str, Any]:
@@ -69,20 +69,19 @@ def test_the_list_has_a_line_per_checkpoint(run: RunFiles) -> None:
     assert listed[0]["metrics"] == {"loss": 0.5, "accuracy": 0.25}
 
 
-def test_the_list_fits_80_columns_and_shows_what_is_damaged(run: RunFiles) -> None:
+def test_the_list_shows_damaged_checkpoints_and_cuts_nothing_in_a_pipe(run: RunFiles) -> None:
     save_step(run.checkpoints, 24, metrics={f"metric number {i}": i / 3 for i in range(20)})
     (step_folder(run.checkpoints, 8) / "model.json").unlink()
     lines = checkpoints("list").out.splitlines()
-    assert lines[1].split() == ["8", *"----", "damaged:", "`verify`", "tells", "more"]
-    assert len(lines[3]) == 80
-    assert lines[3].endswith("...")
+    assert lines[1].endswith("       -        -  damaged; see `paceline checkpoints verify`")
+    assert lines[3].endswith("metric number 19 6.333")
 
 
 def test_what_only_looks_like_a_checkpoint_is_named(run: RunFiles) -> None:
     (step_folder(run.checkpoints, 16) / "manifest.json").unlink()
     flaw = f"{run.checkpoints}/step-00000016 has no manifest.json, so it is not complete: "
     listed = checkpoints("list")
-    assert listed.err.startswith(f"not used: {flaw}")
+    assert listed.err.startswith(f"ignored: {flaw}")
     assert len(listed.out.splitlines()) == 2
     everything = checkpoints("verify", "--all")
     assert everything.code == 1
@@ -110,7 +109,7 @@ def test_inspect_tells_what_a_checkpoint_says_about_itself(run: RunFiles) -> Non
     told = {line[:14].strip(): line[16:] for line in ended.out.splitlines()}
     assert told["checkpoint"] == f"{run.checkpoints}/step-00000008"
     assert told["step"] == "8"
-    assert told["epoch"] == "2, 7 micro-batches of it done"
+    assert told["epoch"] == "2, after 7 of its micro-batches"
     assert told["metrics"] == "loss 0.5, accuracy 0.25"
     assert told["components"] == "model, ema, random"
     assert told["global_batch"] == "16"
@@ -177,16 +176,31 @@ def test_whatever_is_wrong_with_a_folder_is_found(run: RunFiles, name: str, cont
     assert cause in ended.out
 
 
-def test_progress_of_what_takes_long_is_shown_on_a_terminal(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints_command, "PROGRESS_S", -1.0)
+def test_progress_is_shown_on_a_terminal_and_removed_at_the_end(run: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = step_folder(run.checkpoints, 16)
     assert checkpoints("verify", folder).err == ""
     terminal = _Terminal()
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal)
-    assert checkpoints_command._problems(folder) == []
-    *shown, nothing = terminal.getvalue().split("\r")[1:]
-    assert shown[-1].startswith("step-00000016  100% of ")
-    assert nothing == "\x1b[K"
+    assert main(["checkpoints", "verify", str(folder)]) == 0
+    assert "step-00000016" in terminal.getvalue()
+    assert "\x1b[2K" in terminal.getvalue()
+
+
+def test_a_tables_header_is_bold_on_a_terminal_and_no_cell_is_cut(
+    run: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_step(run.checkpoints, 24, metrics={f"metric [bold]{i} :smile:": i / 3 for i in range(20)})
+    plain = checkpoints("list").out.splitlines()
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["checkpoints", "list"]) == 0
+    header, *rows = terminal.getvalue().splitlines()
+    assert header.startswith("\x1b[1mstep\x1b[0m")
+    assert rows == plain[1:]
+    assert rows[-1].endswith("metric [bold]19 :smile: 6.333")
 
 
 class _Terminal(io.StringIO):
@@ -224,7 +238,7 @@ def test_a_file_that_is_there_is_not_written_over_unasked(tmp_path: Path) -> Non
     path.write_text("precious")
     refused = checkpoints("export", "-o", path)
     assert refused.code == 2
-    assert f"{path} is there already: choose another name, or write over it with --force" in refused.err
+    assert f"{path} exists: choose another file, or overwrite it with --force" in refused.err
     assert path.read_text() == "precious"
     assert checkpoints("export", "-o", path, "--force").code == 0
     assert "head.weight" in torch.load(path, weights_only=True)
@@ -234,7 +248,7 @@ def test_a_file_that_is_there_is_not_written_over_unasked(tmp_path: Path) -> Non
 def test_the_format_must_be_known() -> None:
     ended = checkpoints("export", "-o", "weights.xyz")
     assert ended.code == 2
-    assert "weights.xyz does not tell its format: end it in .safetensors or .pt, or give --format" in ended.err
+    assert "weights.xyz: unknown suffix: choose .safetensors or .pt, or give --format" in ended.err
     assert checkpoints("export", "-o", "runs").code == 2
 
 
@@ -242,7 +256,7 @@ def test_what_safetensors_cannot_hold_is_named(run: RunFiles, tmp_path: Path) ->
     folder = save_step(run.checkpoints, 24, {"weight": WEIGHT, "_extra_state": {"scale": 2.0}})
     refused = checkpoints("export", folder, "-o", tmp_path / "weights.safetensors")
     assert refused.code == 1
-    assert "'_extra_state' is a dict, which no safetensors file can hold: give --format torch" in refused.err
+    assert "'_extra_state' is a dict, which safetensors cannot store: use --format torch" in refused.err
     assert not (tmp_path / "weights.safetensors").exists()
     assert checkpoints("export", folder, "-o", tmp_path / "weights.pt").code == 0
     assert torch.load(tmp_path / "weights.pt", weights_only=True)["_extra_state"] == {"scale": 2.0}
@@ -256,7 +270,3 @@ def test_damaged_weights_are_not_exported(run: RunFiles, tmp_path: Path) -> None
     assert "is damaged: its SHA-256 is" in ended.err
     assert f"The newest intact older checkpoint is {run.checkpoints}/step-00000008" in ended.err
     assert not (tmp_path / "weights.pt").exists()
-
-
-def test_the_help_is_complete() -> None:
-    check_help(checkpoints_command.add_parser)

@@ -1,4 +1,4 @@
-"""`paceline logs list` and `summary`: over runs that go on, have ended, were broken off, or are no runs at all."""
+"""`paceline logs list` and `summary`, of runs that are live, have ended, or were killed."""
 
 from __future__ import annotations
 
@@ -7,28 +7,23 @@ import math
 import os
 import signal
 import sys
-from argparse import Namespace
 from itertools import count
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from time import monotonic
 
 import pytest
-from logs_made_runs import logs_command, make_run, row
+from in_process import Ended, invoke
+from made_runs import make_run, row
 
-from paceline.cli.logs.command import run_list
+from paceline.cli.main import main
 from paceline.observe.metrics import MetricsWriter
 from paceline.observe.run_files import RunFiles, create_run_folder, running, write_json
 from paceline.observe.summary import summarize
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder `runs` in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    return Path("runs")
+def logs_command(*arguments: object) -> Ended:
+    return invoke("logs", *arguments)
 
 
 def test_the_list_shows_the_oldest_first(runs: Path) -> None:
@@ -142,58 +137,6 @@ def test_markdown_and_one_line(runs: Path) -> None:
     ]
 
 
-def test_a_run_is_named_by_folder_name_or_beginning(runs: Path) -> None:
-    first = make_run(runs, "one")
-    make_run(runs, "two", minutes=1)
-    for named in (first.root, first.root.resolve(), first.root.name, "one", "one_2026"):
-        assert logs_command("summary", named).out.startswith("run         one_")
-    assert logs_command("summary").out.startswith("run         two_")
-    both = logs_command("summary", "two", "one", "one", "--format", "one-line").out.splitlines()
-    assert [line[:3] for line in both] == ["two", "one"]
-    elsewhere = runs.rename("elsewhere")
-    assert logs_command("summary", "one", "--runs", elsewhere).code == 0
-
-
-def test_a_whole_name_counts_though_others_begin_with_it(runs: Path) -> None:
-    first = make_run(runs, "one")
-    make_run(runs, "one")
-    assert (runs / f"{first.root.name}-2").is_dir()
-    assert logs_command("summary", first.root.name).code == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["summary", "x"], "summary: there is no run 'x' in runs (`paceline logs list runs` shows all)"),
-        (["summary", "2worker_2026"], "did you mean 2workers_2026-11-15_12-01-00?"),
-        (
-            ["summary", "2w"],
-            "summary: '2w' could be any of 2 runs: write more of the name\n  2workers_2026-11-15_12-00",
-        ),
-        (["summary", "./empty"], "summary: empty is no run: it has neither status.json nor metrics.jsonl"),
-        (["summary", "--runs", "empty"], "summary: there is no run in empty: a run's folder has a status.json or"),
-        (["summary", "--all", "--runs", "empty"], "summary: there is no run in empty"),
-        (["summary", "--all", "2w"], "summary: --all and names of runs were given: leave one of them out"),
-        (
-            ["summary", "--runs", "nowhere"],
-            "summary: there is no folder nowhere: name the one with your runs, or train",
-        ),
-        (["list", "nowhere"], "list: there is no folder nowhere"),
-        (["list", "file"], "list: file is no folder: name the one with your runs"),
-        (["plot", "x"], "plot: there is no run 'x' in runs"),
-    ],
-)
-def test_what_cannot_be_found_is_told_in_one_message(runs: Path, arguments: list[str], message: str) -> None:
-    make_run(runs)
-    make_run(runs, minutes=1)
-    Path("empty").mkdir()
-    Path("file").touch()
-    ended = logs_command(*arguments)
-    assert (ended.code, ended.out) == (1, "")
-    assert message in ended.err
-    assert ended.err.startswith("paceline logs ")
-
-
 def test_an_empty_folder_is_an_empty_list(runs: Path) -> None:
     assert logs_command("list", runs) == (0, "no runs in runs\n", "")
 
@@ -243,11 +186,6 @@ def test_what_is_missing_is_noted(runs: Path) -> None:
     assert "state       live\n" in logs_command("summary").out
 
 
-def test_a_metrics_file_that_is_a_folder_is_no_run(runs: Path) -> None:
-    (runs / "a" / "metrics.jsonl").mkdir(parents=True)
-    assert logs_command("list").out == "no runs in runs\n"
-
-
 def train_for_ever(files: RunFiles, up: Event) -> None:
     with running(files, total_steps=10**6):
         writer = MetricsWriter(files.metrics)
@@ -285,57 +223,20 @@ def test_everything_works_on_a_live_run_and_after_a_kill(runs: Path) -> None:
     assert logs_command("plot", "-o", "picture.svg") == (0, "picture.svg\n", "")
 
 
-def test_a_hundred_runs_at_once_take_a_moment(runs: Path) -> None:
-    lines = [row(step) for step in range(1, 201)]
-    for number in range(100):
-        make_run(runs, f"run{number:03}", lines, minutes=number)
-    began = monotonic()
-    assert len(logs_command("list").out.splitlines()) == 101
-    assert len(logs_command("summary", "--all", "--format", "one-line").out.splitlines()) == 100
-    assert len(json.loads(logs_command("summary", "--all", "--format", "json").out)) == 100
-    others = [f"run{number:03}" for number in range(99)]
-    assert logs_command("plot", "run099", "--compare", *others).code == 0
-    assert monotonic() - began < 30
-
-
 def test_a_reader_that_has_seen_enough_is_no_error(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(runs)
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as closed_pipe:
         monkeypatch.setattr(sys, "stdout", closed_pipe)
-        assert run_list(Namespace(folder=runs)) == 0
-
-
-@pytest.mark.parametrize("command", [["logs"], ["logs", "list"], ["logs", "summary"], ["logs", "plot"]])
-def test_help_fits_eighty_columns_describes_every_option_and_ends_with_an_example(
-    command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    ended = logs_command(*command[1:], "--help")
-    assert (ended.code, ended.err) == (0, "")
-    lines = ended.out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert all(line.startswith("  paceline logs ") for line in lines[lines.index("example:") + 1 :])
-    described = ended.out[ended.out.index("options:") :]
-    for option in (
-        "--all",
-        "--format",
-        "--compare",
-        "--metrics",
-        "--loss-curves",
-        "--x-axis",
-        "--smooth",
-        "--log-scale",
-    ):
-        assert (option in ended.out.partition("\n\n")[0]) == (f"  {option}" in described)
+        assert main(["logs", "list", str(runs)]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["plot", "--smooth", "0"], "argument --smooth: '0': choose an integer >= 1"),
-        (["plot", "--metrics", "loss,,lr"], "'loss,,lr': give names with a comma between them, such as loss,lr"),
+        (["plot", "--metrics", "loss,,lr"], "'loss,,lr': separate names with commas, such as loss,lr"),
         (["plot", "--metrics", "lr", "--loss-curves"], "not allowed with argument --metrics"),
         (["plot", "--x-axis", "days"], "invalid choice: 'days'"),
         (["summary", "--format", "xml"], "invalid choice: 'xml'"),

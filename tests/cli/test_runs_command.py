@@ -19,12 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from in_process import Ended, check_help, invoke
-from logs_made_runs import make_run
+from in_process import Ended, invoke
+from made_runs import make_run
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.checkpoint.reading import verify
-from paceline.cli import runs as runs_command
 from paceline.observe.run_files import RunFiles, read_status, running
 from paceline.run.control import ControlServer, socket_path
 
@@ -45,26 +44,15 @@ data: {train: {factory: "parts:samples"}}
 trainer: {max_steps: 5000, global_batch: 10, micro_batch: 5, learning_rate: 0.01, log_every: 5}
 checkpoints: {every_steps: 100000}
 """
-TRAIN = """
-import argparse, sys
-from paceline.cli import train
-parser = argparse.ArgumentParser()
-train.add_parser(parser.add_subparsers())
-options = parser.parse_args(["train", *sys.argv[1:]])
-sys.exit(options.run(options))
-"""
 
 
 def runs(*arguments: object) -> Ended:
-    return invoke(runs_command.add_parser, "runs", *arguments)
+    return invoke("runs", *arguments)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder `runs` in the current folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    return Path("runs")
+def folder(runs: Path) -> Path:
+    return runs
 
 
 class Terminal:
@@ -95,7 +83,7 @@ def training(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], RunFile
     terminal = Terminal()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(Path.cwd())}
     process = subprocess.Popen(
-        [sys.executable, "-c", TRAIN, "slow.yaml", *arguments],
+        [sys.executable, "-m", "paceline", "train", "slow.yaml", *arguments],
         env=environment,
         stdout=terminal.theirs,
         stderr=terminal.theirs,
@@ -187,23 +175,21 @@ def test_a_killed_run_is_recognised_by_the_socket_it_left(folder: Path) -> None:
         dead.bind(str(path))
     ended = runs("stop", "2workers")
     assert ended.code == 3
-    assert f"{files.root.name} is not running: broken off, last sign at 20" in ended.err
+    assert f"{files.root.name} is not running: broken off, last write at 20" in ended.err
     status = runs("status", "2workers")
     assert status.code == 3
-    assert "state  broken off, last sign at 20" in status.out
+    assert "state  broken off, last write at 20" in status.out
 
 
 def test_without_a_name_the_only_live_run_is_meant(folder: Path) -> None:
     make_run(folder, "ended")
     nobody = runs("save")
     assert (nobody.code, nobody.out) == (3, "")
-    assert nobody.err == (
-        "paceline runs save: no run in runs is running (`paceline logs list runs` shows all that there are)\n"
-    )
+    assert nobody.err == ("paceline runs save: no run in runs is running (`paceline logs list runs` lists all runs)\n")
     with live(folder, "a"), live(folder, "b"):
         several = runs("save")
         assert several.code == 2
-        assert several.err == "paceline runs save: 2 runs go on: name one of them\n  a\n  b\n"
+        assert several.err == "paceline runs save: 2 runs are running: choose one of them\n  a\n  b\n"
         assert "no run 'c' in runs" in runs("save", "c").err
 
 
@@ -218,7 +204,7 @@ def test_a_run_that_does_not_listen_yet_says_so(folder: Path) -> None:
     with live(folder):
         saved = runs("save")
         assert saved.code == 1
-        assert "No such file or directory. A run can be asked once its workers have started; try again" in saved.err
+        assert "No such file or directory. Runs take requests once their workers have started; try again" in saved.err
         assert "\nno answer  nobody listens at " in runs("status").out
 
 
@@ -235,14 +221,14 @@ def test_a_save_that_does_not_come_is_given_up(folder: Path) -> None:
     with live(folder), ControlServer(socket_path(folder / "slow"), dict, lambda: {"step": 7}, dict, dict):
         saved = runs("save", "--wait", "--timeout", "0.2")
         assert saved.code == 1
-        assert "no checkpoint of a step after 7 was there within 0.2 s; the run goes on" in saved.err
-        assert runs("save").out == "slow saves after step 8 or one of the next\n"
+        assert "slow saved no checkpoint after step 7 within 0.2 s and is still running: see " in saved.err
+        assert runs("save").out == "slow saves a checkpoint after step 8 or shortly after it\n"
 
 
 def test_a_run_on_another_host_is_asked_there(folder: Path) -> None:
     files = make_run(folder, status={"state": "running", "host": "elsewhere"})
     files.metrics.touch()
-    assert "runs on elsewhere: give the command there" in runs("stop", "2workers").err
+    assert "runs on elsewhere: use the command there" in runs("stop", "2workers").err
 
 
 def test_watching_ends_with_the_run(folder: Path) -> None:
@@ -263,8 +249,8 @@ def test_who_is_not_sure_aborts_nothing(folder: Path, monkeypatch: pytest.Monkey
         ControlServer(socket_path(folder / "slow"), dict, dict, dict, lambda: setattr(abort, "is_called", True)),
     ):
         ended = runs("abort")
-    assert (ended.code, ended.err) == (1, "slow goes on\n")
-    assert questions == ["end slow at once? it has no checkpoint yet [y/N] "]
+    assert (ended.code, ended.err) == (1, "paceline runs abort: slow was not aborted\n")
+    assert questions == ["abort slow? it has no checkpoint yet [y/N] "]
     assert not abort.is_called
 
 
@@ -272,8 +258,4 @@ def test_who_is_not_sure_aborts_nothing(folder: Path, monkeypatch: pytest.Monkey
 def test_a_timeout_is_a_number_of_seconds(text: str) -> None:
     ended = runs("save", "--timeout", text)
     assert ended.code == 2
-    assert f"{text!r}: choose a number of seconds above 0" in ended.err
-
-
-def test_the_help_is_complete() -> None:
-    check_help(runs_command.add_parser)
+    assert f"{text!r}: choose a number of seconds > 0" in ended.err

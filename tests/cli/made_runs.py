@@ -1,45 +1,15 @@
-"""Run folders for the tests of `paceline logs`, made without training."""
+"""Run folders for tests of commands, made without training."""
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from paceline.cli import logs
 from paceline.observe.run_files import RunFiles, create_run_folder, write_json
 
 FIRST_START = datetime(2026, 11, 15, 12, 0, 0)
-
-
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-class _Output(io.StringIO):
-    """Standard output that says what it can show."""
-
-    encoding = "utf-8"
-
-
-def logs_command(*arguments: object) -> Ended:
-    """`paceline logs ...`, in this process."""
-    parser = argparse.ArgumentParser(prog="paceline")
-    logs.add_parser(parser.add_subparsers())
-    out, err = _Output(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        try:
-            options = parser.parse_args(["logs", *map(str, arguments)])
-            code = options.run(options)
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-    return Ended(code, out.getvalue(), err.getvalue())
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:

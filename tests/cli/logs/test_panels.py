@@ -1,0 +1,193 @@
+"""The panels of `paceline logs plot`: which lines they have, over which axis, smoothed and thinned."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from in_process import Ended, invoke
+from made_runs import make_run, row
+
+from paceline.cli.logs import picture as logs_picture
+from paceline.cli.logs.panels import Panel, make_panels, moving_mean, short_labels
+from paceline.cli.logs.text_plot import TextStyle, text_plot
+from paceline.observe.curves import MAX_POINTS
+from paceline.observe.run_files import RunFiles
+
+EVALUATED = {step: {"eval": {"loss": 1.0 * step, "accuracy": 0.5}} for step in (2, 4)}
+FIVE = [row(step, loss=6.0 - step, **EVALUATED.get(step, {})) for step in range(1, 6)]
+
+
+def logs_command(*arguments: object) -> Ended:
+    return invoke("logs", *arguments)
+
+
+def content(panels: list[Panel]) -> dict[str, Any]:
+    """What a reader sees in the picture: per axes its labels, lines and their data, and the names beside it."""
+    pytest.importorskip("matplotlib")
+    figure = logs_picture.draw(panels, "a title")
+    return {
+        axes.get_ylabel(): {
+            "x": axes.get_xlabel(),
+            "lines": {
+                line.get_label(): (list(map(float, line.get_xdata())), list(map(float, line.get_ydata())))
+                for line in axes.get_lines()
+            },
+            "names": [text.get_text() for text in legend.get_texts()] if (legend := axes.get_legend()) else [],
+        }
+        for axes in figure.axes
+    }
+
+
+def panels_of(*files: RunFiles, **options: Any) -> list[Panel]:
+    return make_panels(files, **options)
+
+
+def test_a_run_is_drawn_with_loss_rate_norm_and_throughput_per_worker(runs: Path) -> None:
+    steps = [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert content(panels_of(make_run(runs, rows=FIVE))) == {
+        "loss": {
+            "x": "step",
+            "lines": {"training": (steps, [5.0, 4.0, 3.0, 2.0, 1.0]), "evaluation": ([2.0, 4.0], [2.0, 4.0])},
+            "names": ["evaluation", "training"],
+        },
+        "eval/accuracy": {"x": "step", "lines": {"eval/accuracy": ([2.0, 4.0], [0.5, 0.5])}, "names": []},
+        "learning rate": {"x": "step", "lines": {"learning rate": (steps, [0.001] * 5)}, "names": []},
+        "gradient norm": {"x": "step", "lines": {"gradient norm": (steps, [2.0] * 5)}, "names": []},
+        "samples / s": {
+            "x": "step",
+            "lines": {
+                "all workers": (steps, [80.0] * 5),
+                "worker 0": (steps, [60.0] * 5),
+                "worker 1": (steps, [20.0] * 5),
+            },
+            "names": ["all workers", "worker 0", "worker 1"],
+        },
+    }
+
+
+def test_compared_runs_share_their_axes_and_are_named_in_the_order_of_their_ends(runs: Path) -> None:
+    both = [make_run(runs, "one", FIVE), make_run(runs, "two", [row(1), row(2)])]
+    assert content(panels_of(*both, only_loss=True)) == {
+        "loss": {
+            "x": "step",
+            "lines": {
+                "one": ([1.0, 2.0, 3.0, 4.0, 5.0], [5.0, 4.0, 3.0, 2.0, 1.0]),
+                "one evaluation": ([2.0, 4.0], [2.0, 4.0]),
+                "two": ([1.0, 2.0], [8.0, 4.0]),
+            },
+            "names": ["one evaluation", "two", "one"],
+        }
+    }
+    overview = content(panels_of(*both))
+    assert overview["samples / s"]["names"] == ["one", "two"]
+
+
+def test_a_run_has_one_color_in_all_panels(runs: Path) -> None:
+    panels = panels_of(make_run(runs, "one", FIVE), make_run(runs, "two"))
+    assert {(series.label, series.color) for panel in panels for series in panel.series} == {
+        ("one", 0),
+        ("one evaluation", 0),
+        ("two", 1),
+    }
+
+
+def test_chosen_metrics_get_a_panel_each(runs: Path) -> None:
+    found = content(panels_of(make_run(runs, rows=FIVE), metrics=["waiting", "eval", "shares/1", "loss"]))
+    assert {label: axes["lines"].keys() for label, axes in found.items()} == {
+        "waiting (part of the time)": {"worker 0", "worker 1"},
+        "eval": {"loss", "accuracy"},
+        "shares/1": {"shares/1"},
+        "loss": {"loss"},
+    }
+
+
+def test_smoothing_shows_the_mean_and_what_was_measured_but_leaves_what_is_set(runs: Path) -> None:
+    rows = [row(step, loss=float(step % 2), lr=float(step), eval={"loss": 1.0}) for step in range(1, 6)]
+    found = content(panels_of(make_run(runs, rows=rows), smooth=3))
+    assert found["loss"]["lines"]["_original"][1] == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert found["loss"]["lines"]["training"][1] == pytest.approx([1.0, 2 / 3, 1 / 3, 2 / 3, 0.5])
+    assert found["loss"]["lines"]["evaluation"][1] == [1.0] * 5
+    assert found["learning rate"]["lines"] == {"learning rate": ([1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 2.0, 3.0, 4.0, 5.0])}
+
+
+@given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan) | st.just(math.inf), min_size=1), st.integers(1, 20))
+def test_the_moving_mean_is_the_mean_of_finite_neighbours(values: list[float], window: int) -> None:
+    for i, found in enumerate(moving_mean(np.array(values), window)):
+        reach = min(window // 2, i)
+        near = [value for value in values[i - reach : i + reach + 1] if math.isfinite(value)]
+        assert found == pytest.approx(np.mean(near), abs=1e-4) if near else math.isnan(found)
+
+
+def test_a_spike_does_not_spoil_the_mean_after_it() -> None:
+    assert moving_mean(np.array([1.0, 1e30, 1.0, 1.0, 1.0, 1.0]), 2)[-1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("axis", "label", "x"),
+    [
+        ("step", "step", [5, 10, 15, 20, 25]),
+        ("epoch", "epoch", [0.5, 1.0, 1.5, 2.0, 2.5]),
+        ("time", "time of training (s)", [2.5, 5.0, 7.5, 10.0, 12.5]),
+    ],
+)
+def test_the_x_axis_counts_steps_epochs_or_time(runs: Path, axis: Any, label: str, x: list[float]) -> None:
+    rows = [row(step) for step in (5, 10, 15, 20, 25)]
+    (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True, x_axis=axis)
+    assert panel.x_label == label
+    assert panel.series[0].x.tolist() == x
+
+
+def test_an_evaluation_that_does_not_tell_its_epoch_lies_between_lines_that_do(runs: Path) -> None:
+    rows = [row(5), {"step": 10, "eval": {"loss": 1.0}}, row(15), row(20)]
+    (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True, x_axis="epoch")
+    assert [series.x.tolist() for series in panel.series] == [pytest.approx([1, 5 / 3, 2]), pytest.approx([4 / 3])]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "label", "x"), [(179, "s", 179), (180, "min", 3), (7200, "h", 2), (4 * 86400, "days", 4)]
+)
+def test_time_has_a_unit_that_fits_the_longest_run(runs: Path, seconds: float, label: str, x: float) -> None:
+    run = make_run(runs, rows=[row(1, time=seconds)])
+    (panel,) = panels_of(run, make_run(runs, "short"), only_loss=True, x_axis="time")
+    assert panel.x_label == f"time of training ({label})"
+    assert panel.series[0].x.tolist() == [x]
+
+
+def test_labels_are_as_short_as_tells_runs_apart(runs: Path) -> None:
+    a, b, c = make_run(runs, "a"), make_run(runs, "b"), make_run(runs, "a", minutes=5)
+    assert short_labels([a, b]) == ["a", "b"]
+    assert short_labels([a, b, c]) == ["a 12:00:00", "b 12:00:00", "a 12:05:00"]
+    tomorrow = make_run(runs, "a", minutes=24 * 60)
+    assert short_labels([a, tomorrow]) == [a.root.name, tomorrow.root.name]
+
+
+def test_a_long_run_is_thinned_but_keeps_its_peaks(runs: Path) -> None:
+    rows = [{"step": step, "loss": 100.0 if step == 7777 else 1.0 + step % 3} for step in range(1, 20_001)]
+    run = make_run(runs, rows=rows)
+    (panel,) = make_panels([run], only_loss=True, smooth=2)
+    series, smoothed = panel.series
+    assert len(smoothed.x) <= MAX_POINTS
+    assert len(series.x) <= MAX_POINTS
+    assert (series.x[0], series.x[-1], series.y.max()) == (1, 20_000, 100.0)
+
+
+def test_numbers_that_are_not_finite_leave_a_gap(runs: Path) -> None:
+    rows = [row(1), row(2, loss=math.nan), row(3, loss=math.inf), row(4)]
+    (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True)
+    assert panel.series[0].x.tolist() == [1, 2, 3, 4]
+    content([panel])
+    assert "training 2" in text_plot(panel, TextStyle())
+    (bad,) = [make_run(runs, "bad", [row(1, loss=math.nan), row(2, loss=math.nan)])]
+    assert "loss" not in [panel.name for panel in panels_of(bad)]
+
+
+def test_an_axis_that_the_metrics_do_not_tell_is_an_error(runs: Path) -> None:
+    make_run(runs, rows=[{"step": 1, "loss": 1.0}])
+    ended = logs_command("plot", "--x-axis", "epoch")
+    assert ended.err == "paceline logs plot: the metrics have no epoch: choose --x-axis step\n"
