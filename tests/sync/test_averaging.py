@@ -290,8 +290,8 @@ def test_a_cadence_finds_how_often_to_meet(pool: WorkerPool) -> None:
         return sum(a == b for a, b in zip(first, second, strict=True))
 
     often, rarely = meetings(0.02, 0.5), meetings(0.0, 0.01)
-    assert often == 48  # each epoch has 8 steps, and a meeting costs far less than half of 20 ms
-    assert rarely <= 24
+    assert rarely <= 24  # of 48 steps
+    assert often > rarely  # 48 on an idle machine, where an average costs far less than half of 20 ms
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_a_cadence_finds_how_often_to_meet(pool: WorkerPool) -> None:
             lambda: pl.Averaging(every=pl.Cadence(speed_hint=(0, 2.0))),
             r"Averaging ignores Cadence\(speed_hint=\)",
         ),
-        (lambda: pl.Averaging(every=0), "every=0: choose how many steps"),
+        (lambda: pl.Averaging(every=0), "every=0: choose the number of steps"),
         (lambda: pl.Averaging(first_step=-1), "first_step=-1: choose a number of steps >= 0"),
         (lambda: pl.Averaging(transfer="int8"), "transfer='int8' is unknown: choose one of fp32, bf16, fp16"),
         (lambda: pl.Averaging(divergence_threshold=0), "divergence_threshold=0: choose a relative drift > 0"),
