@@ -169,7 +169,7 @@ def test_a_model_that_keeps_the_device_busy_is_left_to_python() -> None:
     outcome = Case().run(graphs)
     assert graphs.num_recorded == 0
     assert outcome.reasons == [
-        "the device computes 2.00 ms on a micro-batch that is launched in 1.00 ms, so it need not wait for the host"
+        "the device needs 2.00 ms for a micro-batch that is launched in 1.00 ms, so it does not wait for the host"
     ]
 
 
@@ -200,8 +200,8 @@ def test_work_that_cannot_be_recorded_is_run_by_python_from_then_on() -> None:
 @pytest.mark.parametrize(
     ("device", "settings", "reason"),
     [
-        ("cpu", {}, "cpu is no CUDA device"),
-        ("cuda:0", {"precision": "fp16"}, "fp16 decides on the host, after backward, whether a step is taken"),
+        ("cpu", {}, "cpu is not a CUDA device"),
+        ("cuda:0", {"precision": "fp16"}, "with fp16 the host decides after backward whether a step is taken"),
         ("cuda:0", {"capture": "off"}, 'capture="off"'),
     ],
 )
@@ -211,7 +211,7 @@ def test_what_is_known_beforehand_to_rule_capture_out(device: str, settings: Any
 
 
 def test_on_where_nothing_can_be_captured_is_an_error_before_anything_starts() -> None:
-    with pytest.raises(ValueError, match='capture="on", but nothing can be captured: cpu is no CUDA device; choose'):
+    with pytest.raises(ValueError, match='capture="on", but nothing can be captured: cpu is not a CUDA device; choose'):
         Case().run(capture="on", device="cpu")
 
 
@@ -254,7 +254,7 @@ def test_a_model_that_changes_all_the_time_is_left_to_python() -> None:
 
     outcome, _ = both(Case(build=Tempered, during=change, num_epochs=5))
     assert outcome.captured.count("micro-batch") == micro_batch.MAX_WASTED
-    assert outcome.reasons[-1] == "'temperature' of 'model' changed, as something has again and again"
+    assert outcome.reasons[-1] == "'temperature' of 'model' changed: the model keeps changing between captures"
 
 
 def test_a_layer_that_is_switched_to_evaluation_is_seen() -> None:
@@ -376,7 +376,7 @@ def test_a_batch_with_something_opaque_is_left_to_python() -> None:
         loss=lambda model, batch: class_loss(model, batch["pair"]),
     )
     outcome, _ = both(case)
-    assert outcome.reasons == ["the batch holds a object, of which nobody knows whether it changes"]
+    assert outcome.reasons == ["the batch has a object, whose changes cannot be detected"]
 
 
 def _with_object(samples: list[Any]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ def test_on_says_why_it_cannot_capture() -> None:
 
 def test_fp16_is_left_to_python() -> None:
     outcome = Case().run(device="cuda", precision="fp16")
-    assert outcome.reasons == ["fp16 decides on the host, after backward, whether a step is taken"]
+    assert outcome.reasons == ["with fp16 the host decides after backward whether a step is taken"]
 
 
 def test_a_large_model_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_a_large_model_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) ->
     )
     outcome = wide.run(device="cuda")
     assert not outcome.captured
-    assert outcome.reasons[0].startswith("the device computes")
+    assert outcome.reasons[0].startswith("the device needs")
     assert Case().run(device="cuda").captured
 
 

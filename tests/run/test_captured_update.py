@@ -18,7 +18,7 @@ def test_a_schedule_in_every_step_leaves_the_optimizer_to_python_and_says_so() -
 
     outcome, _ = both(Case(num_epochs=5), scheduler=falling)
     assert outcome.captured == ["micro-batch"]
-    assert outcome.reasons == ["'lr' of its settings changed with nearly every step"]
+    assert outcome.reasons == ["'lr' of its settings changed in nearly every step"]
 
 
 def test_a_learning_rate_that_changes_now_and_then_is_captured_anew() -> None:

@@ -1,1 +1,1 @@
-"""CUDA graphs: what a step launches is recorded once and replayed, so that the host has hardly anything to do."""
+"""CUDA graphs: the kernels of a step are recorded once and replayed, which takes almost no time on the host."""

@@ -1,4 +1,4 @@
-"""Batches as a graph sees them: tensors at fixed places, in a structure that stays the same."""
+"""The inputs of a graph: tensors at fixed addresses, in a fixed structure."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-# Values that are equal mean the same to a function that is given them.
+# Values that can be compared by equality.
 _CONSTANTS = (bool, int, float, str, bytes, type(None))
 _SEQUENCES = (list, tuple)
 
 
 class Opaque(Exception):
-    """The batch holds something of which nobody knows whether it changes."""
+    """The batch has a value of unknown type, which may change without notice."""
 
 
 def leaves_of(batch: Any) -> tuple[Hashable, list[torch.Tensor]]:
-    """What two batches must have in common to be given to the same graph, and the batch's tensors in order."""
+    """A key that is equal for batches that can share a graph, and the batch's tensors in order."""
     tensors: list[torch.Tensor] = []
     return _shape_of(batch, tensors), tensors
 
 
 def with_own_memory(batch: Any) -> Any:
-    """The same batch with tensors of its own, laid out alike."""
+    """A copy of the batch with new tensors of the same layout."""
     if isinstance(batch, torch.Tensor):
         return torch.empty_strided(batch.shape, batch.stride(), dtype=batch.dtype, device=batch.device).copy_(batch)
     if isinstance(batch, Mapping):
-        own = copy(batch)  # keeps what the type holds beside its items
+        own = copy(batch)  # keeps attributes of the type
         own.update({key: with_own_memory(item) for key, item in batch.items()})  # type: ignore[attr-defined]
         return own
     if isinstance(batch, tuple) and hasattr(batch, "_make"):
@@ -39,16 +39,16 @@ def with_own_memory(batch: Any) -> Any:
 
 
 class Inputs:
-    """The tensors that a graph reads its batch from."""
+    """The tensors that a graph reads."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        # Copied as one kind of words, all of them take a single kernel.
+        # Viewed as one dtype, all of them are copied by a single kernel.
         self._are_words = [tensor.dtype == torch.float32 for tensor in tensors]
         self._words = [_words(tensor) for tensor in tensors] if all(map(_has_words, tensors)) else None
 
     def fill(self, given: Sequence[torch.Tensor], to: Sequence[torch.Tensor] = (), others: Any = ()) -> None:
-        """With another batch of the same shapes. Also copy `others` `to` other places, all of one type."""
+        """Copy a batch of the same shapes; also copy `others` to `to`, all of one dtype."""
         if self._words is not None and (not to or to[0].dtype == others[0].dtype == torch.float32):
             words = [t if is_words else _words(t) for t, is_words in zip(given, self._are_words, strict=True)]
             torch._foreach_copy_([*self._words, *to], [*words, *others])
@@ -75,4 +75,4 @@ def _shape_of(batch: Any, tensors: list[torch.Tensor]) -> Hashable:
         return type(batch), batch
     if isinstance(batch, Mapping) and hasattr(batch, "update"):
         return type(batch), *[(key, _shape_of(item, tensors)) for key, item in batch.items()]
-    raise Opaque(f"the batch holds a {type(batch).__name__}, of which nobody knows whether it changes")
+    raise Opaque(f"the batch has a {type(batch).__name__}, whose changes cannot be detected")

@@ -1,4 +1,4 @@
-"""What capturing needs of a device: work that is recorded instead of run, and the time that work takes."""
+"""Recording and timing work on a device."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Made = TypeVar("Made")
 
 
 class CaptureFailed(Exception):
-    """The work cannot be recorded; the text says why. The device is as it was."""
+    """The work cannot be recorded; the text says why. The device is unchanged."""
 
 
 class Graph(Protocol):
     """Recorded work."""
 
     def replay(self) -> object:
-        """Queue all of it, with what its tensors hold by then."""
+        """Queue the recorded work; it reads the current values of its tensors."""
 
 
 class Seconds(NamedTuple):
-    """How long the host took to launch some work, and how long the device took from its first part to its last."""
+    """Seconds that the host needed to launch some work, and the device to run it."""
 
     host: float
     device: float
@@ -34,14 +34,14 @@ class Graphs(Protocol):
     """Records and measures work on one device."""
 
     def record(self, work: Callable[[], Made]) -> tuple[Graph, Made]:
-        """Record what `work` launches: nothing of it runs before `replay`. What it returns keeps its memory."""
+        """Record the kernels that `work` launches, without running them. The memory of its result is kept."""
 
     def timed(self, work: Callable[[], Made]) -> tuple[Made, Seconds]:
-        """Run the work by itself; waits for the device before and after it."""
+        """Run the work and time it; waits for the device before and after."""
 
 
 class CudaGraphs:
-    """One device's CUDA graphs. They share their memory, since they never run at the same time."""
+    """The CUDA graphs of one device. They share a memory pool, since they never run concurrently."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,14 +51,14 @@ class CudaGraphs:
     def record(self, work: Callable[[], Made]) -> tuple[Graph, Made]:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads, which write checkpoints or exchange tensors, may go on with what they do meanwhile.
+            # Other threads may use the device meanwhile, for checkpoints or the exchange.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 made = work()
         except Exception as error:
             reason = _first_cause(error)
         else:
             return graph, made
-        # Outside of `except`, where the error would keep the failed attempt's tensors alive.
+        # Outside of `except`: there the error would keep the tensors of the failed capture alive.
         del graph
         self._leave_capture()
         raise CaptureFailed(reason)
@@ -75,7 +75,7 @@ class CudaGraphs:
         return made, Seconds(host_s, begin.elapsed_time(end) / 1e3)
 
     def _leave_capture(self) -> None:
-        """A broken-off capture leaves torch's generators in capture mode, until one has ended as it should."""
+        """A failed capture leaves torch's generators in capture mode until another capture succeeds."""
         self._pool = torch.cuda.graph_pool_handle()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -84,7 +84,7 @@ class CudaGraphs:
 
 
 def _first_cause(error: BaseException) -> str:
-    """The error that came first: a broken capture fails once more when it is ended."""
+    """The original error: a failed capture raises again when it ends."""
     while error.__context__ is not None:
         error = error.__context__
     lines = str(error).strip().splitlines()

@@ -1,11 +1,10 @@
-"""Forward and backward of a micro-batch: by Python, or replayed from a graph.
+"""Forward and backward of a micro-batch: eagerly, or replayed from a graph.
 
-Micro-batches of the same shapes are captured when some have been seen; those whose shapes come more rarely, such as the
-smaller batch at an epoch's end, are run by Python. So is everything, for good, once there is a reason to.
+A shape of micro-batches is captured after it was seen a few times; rare shapes, such as the smaller batch at an epoch's
+end, run eagerly. After a permanent obstacle everything runs eagerly.
 
-A graph ends with the gradients, which the exchange takes as it takes any that the user has put there: what is done with
-them may differ from micro-batch to micro-batch. With several workers they leave after backward, not during it. Where
-nothing lies between the gradients and the optimizers, a second graph runs these too.
+A graph computes the gradients and leaves them in `.grad`, where the exchange collects them after backward. If nothing
+happens between the gradients and the optimizers, a second graph covers the whole step.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from paceline.sync.buffers import statistics_of
 from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.strategy import GradientExchange
 
-# The loss of a micro-batch, and numbers of the user's own about it.
+# Returns the loss of a micro-batch and the user's own numbers about it.
 Function: TypeAlias = Callable[[Any], tuple[torch.Tensor, Mapping[str, Any]]]
 
 TIMES_BEFORE_CAPTURE = 3
 MAX_GRAPHS = 16
-# A graph that is worth its capture serves so many micro-batches; so many that were not are enough.
+# A graph pays off after this many replays; give up after this many graphs that did not.
 WORTHWHILE_REPLAYS = 50
 MAX_WASTED = 3
-# By the time that so many micro-batches were not replayed, as many should have been.
+# Give up if after this many eager micro-batches fewer were replayed.
 SELDOM = 200
 
 
 class PythonPass:
-    """Python runs every micro-batch."""
+    """Runs every micro-batch eagerly."""
 
     def __init__(self, loop: Loop, function: Function) -> None:
         self._loop = loop
@@ -55,7 +54,7 @@ class PythonPass:
 
 
 class CapturedPass:
-    """Graphs run the micro-batches that they can; see the module's docstring."""
+    """Replays graphs where possible; see the module's docstring."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class CapturedPass:
         self._num_wasted = self._num_by_python = self._num_replays = self._num_replays_before = 0
 
     def __call__(self, batch: Any) -> Mapping[str, Any]:
-        self._update.is_done = False  # of a step that an error ended
+        self._update.is_done = False  # an error may have ended the last step
         if self._is_over or not self._loop.is_inside_epoch:
             return self._by_python(batch)
         try:
@@ -106,7 +105,7 @@ class CapturedPass:
         return self._replay(captured, tensors) if whole is None else self._replay_whole(whole, tensors)
 
     def set_parameters(self) -> None:
-        """Other parameters are trained from now on: what was captured is void."""
+        """The set of trained parameters changed: drop all graphs."""
         self._forget()
         self._times.clear()
         self._parameters = list(self._loop.replica.parameters.values())
@@ -161,7 +160,7 @@ class CapturedPass:
 
     def _forward_backward(self, static: Any) -> _Outputs:
         loss, scalars = self._function(static)
-        # Not loss.backward(): that would call the exchange's hooks, whose work is no part of the graph.
+        # Not loss.backward(): that would call the exchange's hooks.
         gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
         laid_out = [_like(p, g) for p, g in zip(self._parameters, gradients, strict=True)]
         return _Outputs(loss.detach(), {name: _detached(value) for name, value in scalars.items()}, laid_out)
@@ -177,7 +176,7 @@ class CapturedPass:
         return captured.outputs.copied_scalars()
 
     def _whole_step(self, shape: Hashable, captured: _Captured, tensors: Sequence[torch.Tensor]) -> _Whole | None:
-        """The graph of the micro-batch that is a step, if there is one or can be one now."""
+        """The graph of the whole step, if it exists or can be captured now."""
         settings = self._update.steady_settings()
         if not self._may_be_whole or settings is None or self._loop.has_gradient_hooks or not self._loop.weight:
             return None
@@ -185,12 +184,12 @@ class CapturedPass:
         if whole is not None and whole.settings is settings:
             return whole
         if not self._update.has_graph_for(captured.outputs.gradients):
-            return None  # other shapes may use other parameters, whose state in the optimizers is yet to be made
+            return None  # this shape may use parameters without optimizer state
         captured.inputs.fill(tensors)
         return self._capture_whole(shape, captured, settings)
 
     def _capture_whole(self, shape: Hashable, captured: _Captured, settings: Settings) -> _Whole | None:
-        """From the batch to the new weights."""
+        """Capture the step from the batch to the new weights."""
 
         def work() -> tuple[_Outputs, torch.Tensor | None]:
             outputs = self._forward_backward(captured.static)
@@ -198,7 +197,7 @@ class CapturedPass:
                 parameter.grad = gradient
             norm = self._update.clip_and_step()
             for parameter in self._parameters:
-                parameter.grad = None  # nobody gets to see it: its memory is free for other graphs
+                parameter.grad = None  # not visible outside: its memory is free for other graphs
             return outputs._replace(gradients=[]), norm
 
         random = RandomState(self._device)
@@ -229,7 +228,7 @@ class CapturedPass:
         return whole.outputs.copied_scalars()
 
     def _is_as_captured(self) -> bool:
-        """Whether Python would do what it did at capture. If not, all graphs are void; new ones may be worth it."""
+        """Whether Python would run the same code as at capture. If not, all graphs are dropped."""
         assert self._state is not None
         change = self._state.change()
         if change is None:
@@ -241,7 +240,7 @@ class CapturedPass:
         self._times.clear()
         self._events.emit("capture", what="micro-batch", reason=change)
         if self._num_wasted == MAX_WASTED:
-            self._end(f"{change}, as something has again and again")
+            self._end(f"{change}: the model keeps changing between captures")
         return False
 
     def _obstacle(self, tensors: Sequence[torch.Tensor]) -> str | None:
@@ -254,7 +253,7 @@ class CapturedPass:
         return hook_of_user(self._model, self._loop.replica.parameters, num_own=self._exchange.hooks_per_parameter)
 
     def _buffer_versions(self) -> list[int]:
-        """Of buffers without a rule, by which an exchange of them sees that they changed. A replay does not count."""
+        """Versions of buffers without a rule, by which an exchange detects changes. A replay does not count them."""
         if self._is_direct or not isinstance(self._model, torch.nn.Module):
             return []
         known = {id(tensor) for tensor in statistics_of(self._model)}
@@ -280,7 +279,7 @@ class CapturedPass:
 
 
 class _Outputs(NamedTuple):
-    """What a graph leaves, at fixed places."""
+    """The outputs of a graph, at fixed addresses."""
 
     loss: torch.Tensor
     scalars: dict[str, Any]
@@ -291,7 +290,7 @@ class _Outputs(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """Forward and backward, with the batch that they read."""
+    """Forward and backward, with their input."""
 
     graph: Graph
     outputs: _Outputs
@@ -300,9 +299,9 @@ class _Captured(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """The same and the optimizers' step, as long as they have these settings.
+    """Forward, backward and the optimizers' step, valid while the optimizers have these settings.
 
-    `outbox`: of the loss, and of the gradient's norm if asked for.
+    outbox: receives the loss, and the gradient's norm if it is computed.
     """
 
     graph: Graph
@@ -313,7 +312,7 @@ class _Whole(NamedTuple):
 
 
 def _like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """The gradient as backward would have left it: laid out as its parameter."""
+    """The gradient in the memory layout of its parameter, as backward leaves it."""
     if gradient is None or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
@@ -326,5 +325,5 @@ def _detached(value: Any) -> Any:
 def _no_tensor(scalars: Mapping[str, Any]) -> str | None:
     for name, value in scalars.items():
         if not isinstance(value, torch.Tensor):
-            return f"{name!r} is a number that only Python knows: return it as a tensor"
+            return f"{name!r} is a Python number: return it as a tensor"
     return None

@@ -1,8 +1,8 @@
-"""Numbers that replayed steps leave for the host, brought there many at a time.
+"""Numbers of replayed steps, copied to the host in blocks.
 
-A replay leaves its loss where the next one overwrites it, and to copy each to the host takes the host as long as to
-launch a whole small step. So each is put aside on the device, by the same kernel that brings the next batch in; the
-host gets a sheet of them when it is full, or when somebody asks for one.
+The next replay overwrites the loss of the last one, and copying each to the host would take as long as launching a
+small step. So they are collected on the device, by the same kernel that copies the next batch, and a full block is copied to
+the host. Reading a number copies its block at once.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from paceline.sync.numbers import HostCopy
 
 ROWS = 32
 
-# What to copy where.
+# Targets and sources of copies.
 Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class Outbox:
-    """Collects what one graph's replays leave: a few tensors of one number each, at fixed places.
+    """Collects the outputs of one graph's replays: a few tensors of one number each, at fixed addresses.
 
-    Around a replay, under `lock`: copy what `pending` says, replay, and `add`. Anybody may ask an entry for its number.
+    For each replay, holding `lock`: make the copies of `pending`, replay, and `add`.
     """
 
     def __init__(self, left: Sequence[torch.Tensor]) -> None:
         self._left = [tensor.detach().reshape(()) for tensor in left]
-        # A coarser number is the same number in a finer type.
         dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in left) else torch.float32
         self._sheet = torch.zeros(ROWS, len(left), dtype=dtype, device=left[0].device)
         self._rows = [list(row.unbind()) for row in self._sheet]
@@ -39,14 +38,14 @@ class Outbox:
         self.lock = Lock()
 
     def pending(self) -> Copies:
-        """What the last replay left, if it was not copied yet: it must be before the next one."""
+        """The copies that must be made before the next replay."""
         if not self._is_pending:
             return [], []
         self._is_pending = False
         return self._rows[self._num_rows - 1], self._left
 
     def add(self) -> list[Entry]:
-        """The graph was replayed: its numbers, in their order."""
+        """After a replay: its numbers, in order."""
         if self._num_rows == ROWS:
             self._send()
         row = self._num_rows
@@ -55,12 +54,12 @@ class Outbox:
         return [Entry(self._page, row, column) for column in range(len(self._left))]
 
     def settle(self) -> None:
-        """Copy what the last replay left now."""
+        """Make the pending copies now."""
         with self.lock:
             self._settle()
 
     def send(self, page: _Page) -> None:
-        """Bring this page to the host, unless that was done already."""
+        """Copy this page to the host, if it was not copied yet."""
         with self.lock:
             if page is self._page:
                 self._settle()
@@ -78,20 +77,20 @@ class Outbox:
 
 
 class Outboxes:
-    """Those of graphs that share their memory: what one left must be settled before another runs."""
+    """The outboxes of graphs that share memory: pending copies of one are made before another graph runs."""
 
     def __init__(self) -> None:
         self._last: Outbox | None = None
 
     def turn_to(self, outbox: Outbox | None) -> None:
-        """The graph of this one is about to run; None: one that has none."""
+        """Call before running the graph of this outbox; None for a graph without one."""
         if self._last is not None and self._last is not outbox:
             self._last.settle()
         self._last = outbox
 
 
 class _Page:
-    """What the sheet held at one time."""
+    """One filling of the block."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
@@ -107,7 +106,7 @@ class _Page:
 
 
 class Entry:
-    """A number of one step. Asking for it waits for the device."""
+    """A number of one step. Reading it waits for the device."""
 
     __slots__ = ("_column", "_page", "_row")
 

@@ -1,4 +1,4 @@
-"""What a forward pass depends on in Python. A replay runs no Python: whatever it would have seen must be as it was."""
+"""The Python state that a forward pass depends on. A replay runs no Python, so this state must be unchanged."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 
 
 class PythonState:
-    """A model's modules as they are now: their attributes, and where their parameters and buffers lie."""
+    """A snapshot of a model's modules: attributes, and addresses of parameters and buffers."""
 
     def __init__(self, model: Any, parameters: Sequence[torch.Tensor]) -> None:
         modules = list(model.named_modules()) if isinstance(model, nn.Module) else []
         self._names = [name or "model" for name, _ in modules]
         self._attributes = [module.__dict__ for _, module in modules]
         self._before = [dict(attributes) for attributes in self._attributes]
-        # Compared by identity: two tensors are not equal or unequal without asking the device.
+        # Compared by identity: comparing values would wait for the device.
         held = [(attributes, key, value) for attributes in self._attributes for key, value in attributes.items()]
         held += [(module._buffers, key, value) for _, module in modules for key, value in module._buffers.items()]
         self._tensors = [item for item in held if isinstance(item[2], torch.Tensor)]
@@ -27,7 +27,7 @@ class PythonState:
         self._places = [tensor.data_ptr() for tensor in self._placed]
 
     def change(self) -> str | None:
-        """What is not as it was; None where everything is."""
+        """What has changed; None if nothing has."""
         if [tensor.data_ptr() for tensor in self._placed] != self._places:
             return "a parameter or buffer has moved to other memory"
         for holder, key, tensor in self._tensors:
@@ -36,12 +36,12 @@ class PythonState:
         try:
             if self._attributes != self._before:
                 return self._changed_attributes()
-        except (RuntimeError, ValueError):  # arrays have no one answer; there was no question if nothing had changed
+        except (RuntimeError, ValueError):  # arrays cannot be compared this way
             return self._changed_attributes()
         return None
 
     def restore(self) -> None:
-        """Give all attributes and buffers the values they had."""
+        """Restore all attributes and buffers."""
         for attributes, before in zip(self._attributes, self._before, strict=True):
             attributes.clear()
             attributes.update(before)
@@ -58,7 +58,7 @@ class PythonState:
 
 
 class RandomState:
-    """The generators of host and device as they are now. A replay repeats what was drawn on the host at capture."""
+    """A snapshot of the generators of host and device. A replay repeats host numbers that were drawn at capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state(legacy=False)
@@ -84,7 +84,10 @@ class RandomState:
 
 
 def hook_of_user(model: Any, parameters: Mapping[str, torch.Tensor], num_own: int) -> str | None:
-    """Something with gradient hooks beside the exchange's own `num_own` per parameter: a replay would not call them."""
+    """A parameter or module with gradient hooks of the user, which a replay would not call.
+
+    num_own: hooks of the exchange per parameter.
+    """
     for name, parameter in parameters.items():
         tensor: Any = parameter
         if tensor._backward_hooks or len(tensor._post_accumulate_grad_hooks or ()) > num_own:

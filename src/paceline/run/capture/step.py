@@ -1,4 +1,4 @@
-"""Steps with one function: what is known beforehand decides whether graphs may run its micro-batches."""
+"""`step_with`: steps that call one function, eagerly or by CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.sync.strategy import GradientExchange
 
 
 class Stepping:
-    """Runs one loop's micro-batches with functions of the user's. `graphs`: of the device, or why there are none."""
+    """Runs a loop's micro-batches with functions of the user. graphs: the device's, or the reason for having none."""
 
     def __init__(
         self, loop: Loop, exchange: GradientExchange, events: Events, graphs: Graphs | str, config: RunConfig
@@ -36,7 +36,7 @@ class Stepping:
 
     def with_function(self, function: Function) -> StepFunction:
         if isinstance(self._graphs, str):
-            if self._device.type == "cuda":  # others have no graphs, and nobody asks why
+            if self._device.type == "cuda":  # other devices have no graphs
                 self._events.emit("capture", what="micro-batch", reason=self._graphs)
             return StepFunction(self._loop, PythonPass(self._loop, function))
         captured = CapturedPass(
@@ -54,11 +54,11 @@ class Stepping:
 
 
 class StepFunction:
-    """Call it with each micro-batch; returns the record of the step that it completed, if it did."""
+    """Call it with each micro-batch. Returns the record of a completed step, else None."""
 
     def __init__(self, loop: Loop, run_micro_batch: PythonPass | CapturedPass) -> None:
         self._loop = loop
-        # Forward and backward alone; returns the function's numbers about the micro-batch.
+        # Forward and backward only; returns the function's numbers.
         self.run_micro_batch = run_micro_batch
 
     def __call__(self, batch: Any) -> StepRecord | None:
@@ -67,7 +67,7 @@ class StepFunction:
 
 
 def graphs_for(config: RunConfig, world: World) -> Graphs | str:
-    """The device's graphs, or why nothing can be captured."""
+    """The device's graphs, or the reason why nothing can be captured."""
     obstacle = _obstacle(config, world)
     if obstacle is None:
         return CudaGraphs(world.device)
@@ -80,9 +80,9 @@ def _obstacle(config: RunConfig, world: World) -> str | None:
     if config.capture == "off":
         return 'capture="off"'
     if world.device.type != "cuda":
-        return f"{world.device} is no CUDA device"
+        return f"{world.device} is not a CUDA device"
     if config.precision == "fp16":
-        return "fp16 decides on the host, after backward, whether a step is taken"
+        return "with fp16 the host decides after backward whether a step is taken"
     if isinstance(config.strategy, Averaging) and world.size > 1:
-        return "replicas that are averaged exchange weights, not gradients"
+        return "Averaging exchanges weights, not gradients"
     return None

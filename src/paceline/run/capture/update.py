@@ -1,4 +1,4 @@
-"""The optimizers' step, replayed from a graph as long as their settings and the gradients' places stay the same."""
+"""The optimizers' step, replayed from a graph while their settings and the addresses of gradients stay the same."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.run.step.replica import Replica
 from paceline.run.step.update import Number, Update
 
 STEPS_BEFORE_CAPTURE = 3
-# After so many steps without capture it is said why, and after so many captures there are no more.
+# Report the reason after this many steps without capture; give up after this many captures.
 STEPS_BEFORE_REASON = 50
 MAX_CAPTURES = 20
 MAX_GRAPHS = 4
@@ -26,7 +26,7 @@ _Places: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class CapturedUpdate(Update):
-    """Does the same as `Update`; once armed, by a graph where the last steps were alike."""
+    """An `Update` that replays a graph once it is armed and steps repeat."""
 
     def __init__(
         self, replica: Replica, max_norm: float | None, graphs: Graphs, events: Events, *, is_forced: bool
@@ -44,7 +44,7 @@ class CapturedUpdate(Update):
         self._num_captures = self._num_changes = 0
 
     def set_parameters(self) -> None:
-        """Other parameters are trained from now on."""
+        """The set of trained parameters changed."""
         self.disarm()
         self._parameters = list(self._replica.parameters.values())
 
@@ -53,7 +53,7 @@ class CapturedUpdate(Update):
         return not self._is_armed and super().can_be_voided
 
     def arm(self) -> None:
-        """Micro-batches are replayed from now on, so their gradients lie at fixed places."""
+        """Micro-batches are replayed from now on: their gradients have fixed addresses."""
         if self._is_armed or self._is_over:
             return
         self._is_armed = True
@@ -61,29 +61,29 @@ class CapturedUpdate(Update):
             self._end(obstacle)
 
     def disarm(self) -> None:
-        """They are not: gradients would hardly be found again where they were."""
+        """Micro-batches are no longer replayed: their gradients have no fixed addresses."""
         self._is_armed = False
         self._forget()
 
     def steady_settings(self) -> Settings | None:
-        """The settings that a graph of the optimizers was recorded with, if they are still the same."""
+        """The settings of the recorded graph, if they are unchanged."""
         if not self._captured or not self._is_armed or self._settings is None or self._settings.change() is not None:
             return None
         return self._settings
 
     def has_graph_for(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Whether gradients at these places were captured before."""
+        """Whether there is a graph for gradients at these addresses."""
         return self._places(gradients) in self._captured
 
     def clip_and_step(self) -> torch.Tensor | None:
-        """All of it, for a graph that is being recorded."""
+        """The whole update, for recording."""
         with _capturable(self._replica.optimizers):
             norm = self._clip()
             super().step()
         return norm
 
     def was_replayed(self, norm: Number | None) -> None:
-        """A graph has done all of it for this step. `norm`: of the gradient, for this step to keep."""
+        """A graph has run this step's update. norm: of the gradient."""
         self.is_done = True
         self._norm = norm
 
@@ -98,7 +98,7 @@ class CapturedUpdate(Update):
         graph, norm = captured
         graph.replay()
         assert norm is not None
-        self.was_replayed(norm.clone())  # the next step has its own in the same place
+        self.was_replayed(norm.clone())  # the next step overwrites it
         return self._norm
 
     def step(self) -> None:
@@ -120,7 +120,7 @@ class CapturedUpdate(Update):
             self._settings = Settings(self._replica.optimizers)
             self._num_changes += 1
             if self._num_changes == STEPS_BEFORE_REASON:
-                self._events.emit("capture", what="optimizer", reason=f"{change} with nearly every step")
+                self._events.emit("capture", what="optimizer", reason=f"{change} in nearly every step")
         places = self._places([parameter.grad for parameter in self._parameters])
         captured = self._captured.get(places)
         if captured is not None or len(self._captured) == MAX_GRAPHS:
@@ -131,7 +131,7 @@ class CapturedUpdate(Update):
     def _capture(self, places: _Places) -> tuple[Graph, torch.Tensor | None] | None:
         assert self._settings is not None
         if self._num_captures == MAX_CAPTURES:
-            self._end(f"it was captured {MAX_CAPTURES} times, and its settings have changed again")
+            self._end(f"its settings changed after each of {MAX_CAPTURES} captures")
             return None
         try:
             captured = self._graphs.record(self.clip_and_step)
@@ -148,7 +148,7 @@ class CapturedUpdate(Update):
         return captured
 
     def _places(self, gradients: Sequence[torch.Tensor | None]) -> _Places:
-        """Where a graph would find parameters and gradients."""
+        """The addresses of parameters and gradients."""
         own = tuple([parameter.data_ptr() for parameter in self._parameters])
         return own, tuple([0 if gradient is None else gradient.data_ptr() for gradient in gradients])
 
@@ -168,12 +168,12 @@ class CapturedUpdate(Update):
 
 
 class Settings:
-    """What a replayed step takes as it was, beside the places of parameters and gradients: settings and state."""
+    """A snapshot of optimizer settings and state, which a replayed step requires to be unchanged."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._groups = [(group, dict(group), len(group["params"])) for o in optimizers for group in o.param_groups]
         self._states = [(o, o.state, list(o.state.values())) for o in optimizers]
-        # Held, so that a graph never writes to memory that somebody else was given.
+        # References keep the memory that a graph writes to from being reused.
         self._held = [
             (values, len(values), name, value)
             for o in optimizers
@@ -182,7 +182,7 @@ class Settings:
         ]
 
     def change(self) -> str | None:
-        """What is not as it was; None where everything is."""
+        """What has changed; None if nothing has."""
         for group, then, num_parameters in self._groups:
             if group != then or len(group["params"]) != num_parameters:
                 changed = [key for key in group if group[key] != then.get(key)] or ["params"]
@@ -208,9 +208,9 @@ def _obstacle(optimizers: Sequence[torch.optim.Optimizer], num_own_hooks: int = 
             return f"{name} has step hooks, which a replay does not call"
         for group in optimizer.param_groups:
             if type(optimizer).__module__.partition(".")[0] != "torch" or not _keeps_its_steps_on_device(group, name):
-                return f"{name} computes on the host: Adam and AdamW with fused=True, and SGD, do not"
+                return f"{name} computes on the host: choose SGD, or Adam or AdamW with fused=True"
             if name == "SGD" and isinstance(group["lr"], torch.Tensor):
-                return "SGD reads a learning rate that is a tensor on the host: give a number"
+                return "SGD reads a learning rate that is a tensor on the host: use a number"
     return None
 
 
@@ -220,7 +220,7 @@ def _keeps_its_steps_on_device(group: dict[str, Any], name: str) -> bool:
 
 @contextmanager
 def _capturable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Fused ones compute the same either way, but refuse to be captured unless told so when they were made."""
+    """Fused optimizers compute the same either way, but can be captured only with capturable=True."""
     fused = [group for o in optimizers for group in o.param_groups if group.get("fused") and "capturable" in group]
     before = [group["capturable"] for group in fused]
     for group in fused:

@@ -1,4 +1,4 @@
-"""The micro-batches before capture: what is made once is made in them, and they tell whether capture would pay."""
+"""The micro-batches before capture: they do one-time work, and show whether capture would pay."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from paceline.run.capture.graphs import Graphs, Made, Seconds
 
 NUM_UNTIMED = 3
 NUM_TIMED = 3
-# Work that is done about when it is launched waits for the host. Above this the device is behind: a graph, which only
-# saves the launching, would gain nothing and take memory.
+# Ratio of device time to launch time up to which the device waits for the host. Above it a graph gains nothing.
 LAUNCH_BOUND = 1.25
 
 
 class WarmUp:
-    """Runs them; `obstacle` says afterwards why there should be no capture."""
+    """Runs these micro-batches. Afterwards `obstacle` is the reason not to capture, if any."""
 
     def __init__(self, graphs: Graphs, *, is_judged: bool) -> None:
         self.obstacle: str | None = None
@@ -43,6 +42,6 @@ def _judged(measured: list[Seconds]) -> str | None:
     if seconds.device <= LAUNCH_BOUND * seconds.host:
         return None
     return (
-        f"the device computes {1e3 * seconds.device:.2f} ms on a micro-batch that is launched in "
-        f"{1e3 * seconds.host:.2f} ms, so it need not wait for the host"
+        f"the device needs {1e3 * seconds.device:.2f} ms for a micro-batch that is launched in "
+        f"{1e3 * seconds.host:.2f} ms, so it does not wait for the host"
     )
