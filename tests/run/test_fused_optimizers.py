@@ -12,7 +12,7 @@ from models import digest, mlp, vectors
 from torch.nn import functional
 
 import paceline as pl
-from paceline.run.step.fused_optimizers import step
+from paceline.run.step.fused_optimizers import step_sgd
 
 Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -79,7 +79,7 @@ def test_momentum_starts_with_a_parameters_first_gradient(dtype: torch.dtype) ->
         for number in range(6):
             for index, parameter in enumerate(own):
                 parameter.grad = torch.full_like(parameter, number + index) if index or number > 1 else None
-            step(optimizer)
+            step_sgd(optimizer)
         assert optimizer.param_groups[0]["fused"] is fused
         results.append([parameter.detach() for parameter in own])
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)

@@ -76,10 +76,8 @@ class Buffers:
         self._statistics.write(self._before)
         return change
 
-    def add(self, change: torch.Tensor | None) -> torch.Tensor | None:
-        """Add a change to the step's sum. Returns the largest magnitude of each statistic."""
-        if change is None:
-            return None
+    def add(self, change: torch.Tensor) -> torch.Tensor | None:
+        """Add a change to the step's sum. Returns the largest magnitude of each statistic in exact mode."""
         peaks = self.peaks_of(change) if self._anchors is not None else None
         self._space.add_(change if self._anchors is None else change.add(self._anchors).sub_(self._anchors))
         return peaks

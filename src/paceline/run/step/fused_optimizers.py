@@ -50,7 +50,7 @@ def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def step(optimizer: torch.optim.Optimizer) -> None:
+def step_sgd(optimizer: torch.optim.SGD) -> None:
     """`optimizer.step()`. Fused SGD fails if only some parameters have momentum yet: such a group is not fused."""
     mixed = [group for group in optimizer.param_groups if _has_newcomers(group, optimizer.state)]
     for group in mixed:

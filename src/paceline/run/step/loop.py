@@ -106,6 +106,7 @@ class Loop:
         # fp16 needs the norm even if nothing is clipped.
         limit = math.inf if config.max_grad_norm is None and self._loss_scale else config.max_grad_norm
         self.update = Update(replica, limit)
+        self._has_norm = limit is not None
         # Otherwise a GPU is idle while the host waits to know whether exact sums fit their grids.
         self._may_update_early = config.exact and world.device.type == "cuda"
         self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
@@ -422,11 +423,11 @@ class Loop:
         message = WorkerMessage(
             self._stopwatch.send(), self._keeper.wish, self._agreement.digest(), self._requested_rate
         )
-        self._requested_rate = None
         self._exchange.send(message)
         early: list[Number | None] = []  # the norm, if the update was queued early
-        update_unless = self._update_unless(early) if message.learning_rate is None else None
+        update_unless = self._update_unless(early) if self._may_update_early else None
         numbers = self._exchange.finish(self._accept, update_unless)
+        self._requested_rate = None
         self._stopwatch.received()
         if numbers is None:
             if self._added is not None:
@@ -439,13 +440,13 @@ class Loop:
         self._seed_after_step(position.step)
         # A single worker knows its own request: reading it from a GPU would wait.
         if self._world.size > 1:
-            if self._may_request_rates:
-                self._set_requested_rate(numbers.learning_rates)
+            if self._may_request_rates and any(rates := numbers.learning_rates):
+                self._set_requested_rate(rates)
         elif message.learning_rate is not None:
             self.replica.set_learning_rate(*message.learning_rate)
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
-        norm = early[0] if early else self.update.clip()
+        norm = early[0] if early else self.update.clip() if self._has_norm else None
         if self._is_step_valid(numbers, norm):
             if not early:
                 self.update.step()
@@ -486,7 +487,7 @@ class Loop:
     def _update_unless(self, norms: list[Number | None]) -> UpdateUnless | None:
         """Queues the update before the host waits for the exchange, if no code of the user runs in between."""
         is_direct = not self._gradient_hooks and self._added is None and self._loss_scale is None
-        if not self._may_update_early or not is_direct or not self.update.can_be_voided:
+        if not is_direct or self._requested_rate is not None or not self.update.can_be_voided:
             return None
         return lambda is_void: norms.append(self.update.clip_and_step_unless(is_void))
 
@@ -530,8 +531,6 @@ class Loop:
 
     def _set_requested_rate(self, by_rank: Sequence[tuple[float, int] | None]) -> None:
         requests = {rank: rate for rank, rate in enumerate(by_rank) if rate is not None}
-        if not requests:
-            return
         (first, (rate, group)), *others = requests.items()
         for rank, other in others:
             if other != (rate, group):

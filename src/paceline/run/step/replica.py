@@ -15,7 +15,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError
 from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
-from paceline.run.step.fused_optimizers import fuse, step
+from paceline.run.step.fused_optimizers import fuse, step_sgd
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # An optimizer over the parameters of an existing model, or a function from parameters to an optimizer.
@@ -54,7 +54,7 @@ class Replica:
         _refuse_closures(self.optimizers)
         if fused and callable(optimizer):
             fuse(self.optimizers)
-        self._num_parameters = self._count_parameters()
+        self._num_parameters = _count_parameters(self.optimizers)
         self._is_stepping = False
         self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
         seen = only_or_all(self.optimizers)
@@ -82,7 +82,10 @@ class Replica:
         self._is_stepping = True
         try:
             for optimizer in self.optimizers:
-                step(optimizer)
+                if isinstance(optimizer, torch.optim.SGD):
+                    step_sgd(optimizer)
+                else:
+                    optimizer.step()
         finally:
             self._is_stepping = False
 
@@ -130,11 +133,6 @@ class Replica:
                     "of trainer.every_epoch, and register it with trainer.register for checkpoints"
                 )
 
-    @property
-    def trained_names(self) -> tuple[str, ...]:
-        """The names of `parameters`: the same tuple object until they change."""
-        return self._trained_names
-
     def take_changes(self) -> list[torch.Tensor] | None:
         """Update the set of trained parameters: some may have been frozen, unfrozen, or added by `add_param_group`.
 
@@ -147,7 +145,7 @@ class Replica:
         _check_optimizers(self.optimizers, [*parameters.values()])
         _check_modules(self.model)
         self._note_parameters(parameters)
-        self._num_parameters = self._count_parameters()
+        self._num_parameters = _count_parameters(self.optimizers)
         self._check_parameters(self._device)
         return [p for p in parameters.values() if id(p) not in known]
 
@@ -183,16 +181,12 @@ class Replica:
         for parameter in self._frozen:
             if parameter.requires_grad:
                 return True
-        return self._count_parameters() != self._num_parameters
-
-    def _count_parameters(self) -> int:
-        """The number of parameters in all groups."""
-        return sum(len(group["params"]) for optimizer in self.optimizers for group in optimizer.param_groups)
+        return _count_parameters(self.optimizers) != self._num_parameters
 
     def _note_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._trained = list(self.parameters.values())
-        self._trained_names = tuple(self.parameters)
+        self.trained_names = tuple(self.parameters)  # the same tuple object until they change
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
 
     def _check_parameters(self, device: torch.device) -> None:
@@ -208,6 +202,15 @@ class Replica:
 def plain_name(name: str) -> str:
     """The name of a parameter without the prefix of torch.compile's wrapper."""
     return name.removeprefix("_orig_mod.")
+
+
+def _count_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """The number of parameters in all groups."""
+    count = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+    return count
 
 
 def only_or_all(things: list[Any]) -> Any:

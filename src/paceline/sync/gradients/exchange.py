@@ -94,6 +94,7 @@ class MeanGradients:
         space = self._sums[-1].tail
         self._writer = StepNumbersWriter(numbers, space[buffers.numel :], world.rank)
         self._buffers = buffers
+        self._has_buffers = bool(buffers.numel or buffers.num_unmanaged)
         buffers.accumulate_in(space[: buffers.numel], exact=self._is_exact)
         self._set_anchors()
         self._watch = GradientWatch(self._names, self._parameters)
@@ -130,7 +131,8 @@ class MeanGradients:
         self._used = [0.0] * len(self._names)
         self._num_untold = 0
         self._writer.clear()
-        self._buffers.begin_step(plan[-1].stop)
+        if self._has_buffers:
+            self._buffers.begin_step(plan[-1].stop)
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         self.complete()  # the user may have called backward() between micro-batches
@@ -158,7 +160,7 @@ class MeanGradients:
         self._watch.check()
         self._watch.forget()
         self._refuse(0, gradients)
-        change = self._buffers.change(self._number)
+        change = self._buffers.change(self._number) if self._has_buffers else None
         if self._factor:  # without weight nothing is added, not even 0 * NaN
             if not self._is_calibrated:
                 self._calibrate(gradients, change)
@@ -173,8 +175,7 @@ class MeanGradients:
             self._calibrate([], None)
         self._note_use(gradients)
         self._expected = list(map(max, self._expected, self._fired))
-        peaks = self._buffers.add(change)
-        if peaks is not None and self._is_exact:
+        if change is not None and (peaks := self._buffers.add(change)) is not None:
             self._writer.note_peaks(self._number, len(self._names), peaks)
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
@@ -183,7 +184,8 @@ class MeanGradients:
         if self._is_first:
             for sums in self._sums:
                 sums.clear()
-        self._writer.write(message, self._used, self._buffers.changed_unmanaged(), num_untold=self._num_untold)
+        changed = self._buffers.changed_unmanaged() if self._has_buffers else ()
+        self._writer.write(message, self._used, changed, num_untold=self._num_untold)
         while len(self._pending) < len(self._sums):
             self._send_next()
 
@@ -198,10 +200,11 @@ class MeanGradients:
             update_unless(self._misfit())
         if not accept(numbers) or (self._is_exact and not self._fits(numbers)):
             self.complete()
-            self._buffers.restore()
+            if self._has_buffers:
+                self._buffers.restore()
             return None
         self._num_repetitions = 0
-        if self._buffers.num_unmanaged or self._buffers.numel:
+        if self._has_buffers:
             last = self._plan[-1].stop - 1
             self._buffers.finish(numbers.changed_buffers, owner(self._plan, last))
         return numbers
@@ -218,7 +221,8 @@ class MeanGradients:
         self._was_left_exchanging = bool(self._pending)
         self._is_open = self._may_send = False
         self._watch.forget()
-        self._buffers.restore()
+        if self._has_buffers:
+            self._buffers.restore()
         self.complete()
 
     def state_dict(self) -> dict[str, Any]:
