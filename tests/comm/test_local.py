@@ -178,7 +178,7 @@ def test_a_world_of_one_exchanges_nothing() -> None:
     alone.close()
     assert tensor.item() == 3.0
     assert alone.empty(4, torch.float32, torch.device("cpu")).shape == (4,)
-    with pytest.raises(ValueError, match="a world of 2 workers needs a communicator that reaches them"):
+    with pytest.raises(ValueError, match="serves a world of 1 worker, not 2"):
         SingleCommunicator(World(0, 2))
 
 

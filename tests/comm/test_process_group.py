@@ -117,8 +117,8 @@ def test_a_worker_that_does_not_come_is_a_time_out(size: int, pool: WorkerPool) 
     for rank, (name, text, seconds) in enumerate(pool.run(last_rank_does_not_come, size)[:-1]):
         assert name == "CommunicationTimeout"
         assert text == (
-            f"rank {rank} waited timeout_s=0.5 s in all_reduce and not all {size} workers arrived: "
-            "the others hang, or their work takes longer than the time-out"
+            f"rank {rank} waited timeout_s=0.5 s in all_reduce, and not all {size} workers arrived: "
+            "the others hang, or need more time than timeout_s"
         )
         assert seconds < 10
 
@@ -133,7 +133,7 @@ def last_rank_does_not_join() -> tuple[str, str, float]:
 def test_a_worker_that_does_not_join_is_a_time_out(pool: WorkerPool) -> None:
     name, text, seconds = pool.run(last_rank_does_not_join, 2)[0]
     assert name == "CommunicationTimeout"
-    assert text == "rank 0 waited 0.5 s in joining the world of 2 workers: ranks [1] did not come"
+    assert text == "rank 0 waited 0.5 s for the world of 2 workers: ranks [1] did not join"
     assert seconds < 10
 
 
@@ -174,7 +174,7 @@ def test_a_closed_communicator_holds_nothing_and_takes_no_calls(pool: WorkerPool
     for more_while_open, more_afterwards, errors in pool.run(close_and_keep, 2):
         assert more_while_open > 0
         assert more_afterwards <= 0
-        assert errors == ["the communicator is closed: nothing can be exchanged any more"] * 2
+        assert errors == ["the communicator is closed and accepts no exchange"] * 2
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_workers_of_one_host_share_memory_unless_a_backend_is_named(pool: Worker
                 found.append(type(communicator).__name__)
         return found
 
-    assert pool.run(kinds, 2) == [["OneHostCommunicator", "ProcessGroupCommunicator"]] * 2
+    assert pool.run(kinds, 2) == [["SharedMemoryCommunicator", "ProcessGroupCommunicator"]] * 2
 
 
 def nested_on_any_backend(backend: str) -> list[float]:
@@ -278,8 +278,8 @@ def with_a_secret_each() -> str:
 
 def test_workers_with_different_secrets_do_not_meet(pool: WorkerPool) -> None:
     first, second = pool.run(with_a_secret_each, 2)
-    assert first == "rank 0 waited 1 s in joining the world of 2 workers: ranks [1] did not come"
-    assert second == "rank 1 waited 1 s in joining the world of 2 workers: ranks [0] did not come"
+    assert first == "rank 0 waited 1 s for the world of 2 workers: ranks [1] did not join"
+    assert second == "rank 1 waited 1 s for the world of 2 workers: ranks [0] did not join"
 
 
 def planted() -> str:
@@ -301,6 +301,6 @@ def planted() -> str:
 def test_values_that_somebody_else_wrote_are_an_error(pool: WorkerPool) -> None:
     text, _ = pool.run(planted, 2)
     assert text == (
-        "rank 0 does not trust the store where the workers meet: the value of at/1 was not written by a worker of this "
+        "rank 0 found a forged value in the rendezvous store: the value of at/1 was not written by a worker of this "
         "run: somebody else interferes, or the secrets differ"
     )

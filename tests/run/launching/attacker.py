@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline as pl
-from paceline.comm import leaders, process_group, shared_memory  # noqa: F401
+from paceline.comm.shared_memory import communicator  # noqa: F401
 from paceline.data import together  # noqa: F401
 
 NOBODY = 65534

@@ -1,0 +1,241 @@
+"""The workers of one host, as one of them sees the others: where they are, how to wait for them, who is lost."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic, perf_counter
+from typing import Any
+
+from paceline.comm.rendezvous import Rendezvous
+from paceline.comm.shared_memory.segment import (
+    NUM_RECORDS,
+    OwnSegment,
+    Segment,
+    State,
+    decode_record,
+    encode_record,
+    unsupported_reason,
+)
+from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
+from paceline.core.world import World
+
+# How long to spin before sleeping: several times the cost of a sleep and a wake-up, which in a virtual machine can
+# exceed 100 us.
+SPIN_S = 500e-6
+# How often a sleeping worker checks whether its peers are alive.
+NAP_S = 0.03
+# A leader times out before the workers that wait for it, because its error says more.
+LEADER_GRACE_S = 2.0
+
+
+class SharedMemoryUnavailable(CommunicationError):
+    """Some workers cannot share memory. Raised on all workers of the world, which then use another communicator."""
+
+
+def missing_shared_memory(world: World) -> str | None:
+    """Why this worker cannot share memory with others; None if it can."""
+    if world.device.type != "cpu":
+        return f"its tensors are on {world.device}, not on the CPU"
+    return unsupported_reason()
+
+
+def placement(world: World) -> dict[str, Any]:
+    """What a worker offers in the rendezvous: see `find_hosts`."""
+    reason = missing_shared_memory(world)
+    return {"place": [world.local_rank, world.local_size, world.host], "reason": reason}
+
+
+def find_hosts(placements: Sequence[Mapping[str, Any]]) -> list[range]:
+    """The ranks of each host, from the placements of all workers by rank."""
+    if reasons := [f"rank {rank}: {p['reason']}" for rank, p in enumerate(placements) if p["reason"] is not None]:
+        raise SharedMemoryUnavailable("; ".join(reasons))
+    places = [p["place"] for p in placements]
+    hosts: list[range] = []
+    while (first := hosts[-1].stop if hosts else 0) < len(places):
+        _, local_size, host = places[first]
+        ranks = range(first, min(first + local_size, len(places)))
+        found = [places[rank] for rank in ranks]
+        if found != [[local_rank, local_size, host] for local_rank in range(local_size)]:
+            raise SharedMemoryUnavailable(
+                f"ranks {list(ranks)} are not the workers of one host: their local ranks are "
+                f"{[place[0] for place in found]} of {[place[1] for place in found]}, on {len({p[2] for p in found})} "
+                "hosts"
+            )
+        hosts.append(ranks)
+    if len(hosts) == len(places):
+        raise SharedMemoryUnavailable(f"each of the {len(hosts)} hosts has one worker")
+    return hosts
+
+
+class LocalPeers:
+    """The segments and processes of a host's workers. All workers of the world construct it together.
+
+    `ranks`: the workers of this host; the first one is its leader. `segments` are listed in that order. Raises
+    SharedMemoryUnavailable on all workers if one of them cannot share memory.
+    """
+
+    def __init__(self, world: World, timeout_s: float, ranks: range, rendezvous: Rendezvous) -> None:
+        self.world = world
+        self.timeout_s = timeout_s
+        self.ranks = ranks
+        self._pidfds: dict[int, int] = {}
+        self._peers: dict[int, Segment] = {}
+        self.segments: list[Segment] = []
+        # Spinning would take the cores from the network's threads, or from peers where workers outnumber the cores.
+        can_spin = len(ranks) == world.size and len(os.sched_getaffinity(0)) >= len(ranks)
+        self._spin_s = self._max_spin_s = SPIN_S if can_spin else 0.0
+        own: OwnSegment | None = None
+        try:
+            try:
+                own = OwnSegment()
+                offer: Any = [os.getpid(), own.fd, own.token]
+            except OSError as error:
+                offer = str(error)
+            offers = _agree(rendezvous, offer, offer if own is None else None)
+            assert own is not None, "else all workers have raised"
+            self.own = own
+            try:
+                self._open(offers)
+                reason = None
+            except OSError as error:
+                reason = str(error)
+            _agree(rendezvous, None, reason)
+        except BaseException:
+            if own is not None:
+                own.close()
+            self._close_pidfds()
+            raise
+
+    def _open(self, offers: Sequence[Any]) -> None:
+        for rank in self.ranks:
+            if rank != self.world.rank:
+                self._pidfds[rank] = os.pidfd_open(offers[rank][0])
+                self._peers[rank] = Segment.open_peer(*offers[rank])
+        self.segments = [self._peers.get(rank, self.own) for rank in self.ranks]
+
+    @property
+    def is_leader(self) -> bool:
+        return self.world.rank == self.ranks[0]
+
+    def check_usable(self) -> None:
+        if not self.segments:
+            raise MisuseError("the communicator is closed and accepts no exchange")
+        if self.own.state != State.OPEN:
+            raise CommunicationError(f"no exchange is possible after this error: {self.own.reason}")
+
+    def wait(self, is_ready: Callable[[Segment], bool], call: str, omission: str) -> None:
+        """Return when `is_ready` is true of every peer. `omission`: what a peer has not done otherwise."""
+        deadline = monotonic() + self.timeout_s
+        for peer in self._peers.values():
+            if is_ready(peer):
+                continue
+            started = perf_counter()
+            while not is_ready(peer):
+                if perf_counter() - started > self._spin_s:
+                    self._sleep_until(peer, is_ready, call, omission, deadline)
+            # Spinning pays only where waits are short: not beside other programs, nor under a CPU quota.
+            was_short = perf_counter() - started < self._max_spin_s
+            self._spin_s = min(2 * self._spin_s + 1e-6, self._max_spin_s) if was_short else self._spin_s / 2
+
+    def _sleep_until(
+        self, peer: Segment, is_ready: Callable[[Segment], bool], call: str, omission: str, deadline: float
+    ) -> None:
+        while True:
+            # Read before `is_ready`: what a peer did before it was lost counts, and a later signal prevents the sleep.
+            signal, lost = peer.signal.value, self.lost()
+            missing = [rank for rank, each in self._peers.items() if not is_ready(each)]
+            if is_ready(peer):
+                return
+            rank, limit = self.world.rank, f"timeout_s={self.timeout_s:g} s"
+            if gone := [each for each in missing if each in lost]:
+                raise CommunicationError(f"rank {gone[0]} {lost[gone[0]]} before {call}, which rank {rank} waits for")
+            if monotonic() > deadline:
+                raise CommunicationTimeout(f"rank {rank} waited {limit} in {call}: ranks {missing} {omission}")
+            peer.signal.sleep(signal, NAP_S)
+
+    def wait_for_leader(self, number: int, call: str) -> None:
+        """Return when the host's leader has completed exchange `number`."""
+        leader = self.segments[0]
+        deadline = monotonic() + self.timeout_s + LEADER_GRACE_S
+        while not leader.has_completed(number):
+            # Read before `has_completed`: what the leader did before it was lost counts.
+            value, error = leader.completed.value, self._leader_error(call)
+            if leader.has_completed(number):
+                return
+            if error is not None:
+                raise error
+            if monotonic() > deadline:
+                raise CommunicationTimeout(
+                    f"rank {self.world.rank} waited timeout_s={self.timeout_s:g} s in {call}: rank {self.ranks[0]}, "
+                    "which exchanges with the other hosts, does not respond"
+                )
+            leader.completed.sleep(value, NAP_S)
+
+    def _leader_error(self, call: str) -> CommunicationError | None:
+        rank, leader = self.ranks[0], self.segments[0]
+        if leader.state == State.TIMED_OUT:
+            return CommunicationTimeout(leader.reason)
+        if leader is self.own:
+            return CommunicationError(leader.reason) if leader.state != State.OPEN else None
+        if (loss := self.lost().get(rank)) is None:
+            return None
+        return CommunicationError(
+            f"rank {rank} {loss} before the end of {call}" + (f": {leader.reason}" if leader.reason else "")
+        )
+
+    def lost(self) -> dict[int, str]:
+        """The ranks that take part in no further exchange, and why."""
+        poll = select.poll()
+        for fd in self._pidfds.values():
+            poll.register(fd, select.POLLIN)
+        ended = {fd for fd, _ in poll.poll(0)}
+        found = {rank: "died" for rank, fd in self._pidfds.items() if fd in ended}
+        for rank, peer in self._peers.items():
+            if peer.state != State.OPEN:
+                found[rank] = "closed its communicator" if peer.state == State.CLOSED else "stopped after an error"
+        return found
+
+    def lost_before(self, number: int) -> str | None:
+        """Which worker of this host will never make call `number`, and why."""
+        gone = (f"rank {rank} {loss}" for rank, loss in self.lost().items() if self._peers[rank].num_calls <= number)
+        return next(gone, None)
+
+    def check_same_call(self, number: int, call: str) -> None:
+        """Compare the calls of all workers, after all have made call `number`."""
+        own = encode_record(call)
+        for rank, peer in self._peers.items():
+            theirs = peer.record(number)
+            # A peer that is many calls ahead has overwritten the record.
+            if theirs != own and peer.num_calls < number + NUM_RECORDS:
+                raise CommunicationError(
+                    f"exchange {number}: rank {self.world.rank} calls {call}, rank {rank} calls "
+                    f"{decode_record(theirs)}: all workers must make the same calls in the same order"
+                )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the peers: after a failed exchange the content of the buffers is unknown."""
+        state = State.TIMED_OUT if isinstance(error, CommunicationTimeout) else State.FAILED
+        self.own.end(state, str(error) or type(error).__name__)
+
+    def close(self) -> None:
+        if self.segments:
+            self.own.end(State.CLOSED)
+            self.own.close()
+            self._close_pidfds()
+            # Segments are unmapped with the last tensor over them.
+            self.segments, self._peers = [], {}
+            del self.own
+
+    def _close_pidfds(self) -> None:
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+
+
+def _agree(rendezvous: Rendezvous, value: Any, reason: str | None) -> list[Any]:
+    """All workers' values, if none of them has a reason against sharing memory."""
+    answers = rendezvous.all_gather([value, reason])
+    if reasons := [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(answers) if reason is not None]:
+        raise SharedMemoryUnavailable("; ".join(reasons))
+    return [value for value, _ in answers]
