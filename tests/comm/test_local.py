@@ -121,7 +121,9 @@ def test_different_calls_are_an_error_on_all(kind: str) -> None:
 def test_different_sources_are_an_error_on_all() -> None:
     members = group(2)
     for each in [members[0].broadcast(torch.zeros(1), 0), members[1].broadcast(torch.zeros(1), 1)]:
-        with pytest.raises(CommunicationError, match=r"rank 1 calls broadcast from 1 .*, rank 0 calls broadcast from 0"):
+        with pytest.raises(
+            CommunicationError, match=r"rank 1 calls broadcast from 1 .*, rank 0 calls broadcast from 0"
+        ):
             each.wait()
     with pytest.raises(ValueError, match="source=2 is not a rank in a world of 2"):
         members[0].broadcast(torch.zeros(1), 2)

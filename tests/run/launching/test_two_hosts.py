@@ -153,7 +153,7 @@ def test_hosts_of_several_workers_train_like_one(
         assert code == 0, err
     assert run.digest == digest_of_one_host
     for log in (tmp_path / "logs").glob("*.err"):
-        assert "workers exchange inside each of 2 hosts through shared memory, then across over gloo" in log.read_text()
+        assert "workers exchange through shared memory inside each of 2 hosts, and over gloo between" in log.read_text()
 
 
 @needs_hosts

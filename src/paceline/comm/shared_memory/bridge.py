@@ -125,7 +125,7 @@ class Bridge:
                 raise _Stopped
             return peer.num_calls > call.number
 
-        self._peers.wait(has_called, call.text, "did not call it")
+        self._peers.wait_for_all(has_called, call.text, "did not call it")
         self._peers.check_same_call(call.number, call.text)
         pieces = call.buffer.pieces
         for piece in pieces:
@@ -161,4 +161,4 @@ class Bridge:
         with self._lock:
             self._sent.popleft()
         if is_last:
-            self._peers.own.completed.increment()
+            self._peers.own.complete()

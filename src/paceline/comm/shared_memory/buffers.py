@@ -66,7 +66,7 @@ class SharedBuffer(ABC):
         self._turn = 1 - self._turn
 
     def _wait_for_calls(self, number: int, call: str) -> None:
-        self._peers.wait(lambda peer: peer.num_calls > number, call, "did not call it")
+        self._peers.wait_for_all(lambda peer: peer.num_calls > number, call, "did not call it")
         self._peers.check_same_call(number, call)
 
 
@@ -115,7 +115,7 @@ class LargeBuffer(SharedBuffer):
                     add_up(block, block[0])
                 copy_to_all(block, source or 0)
         own.end_blocks()
-        self._peers.wait(lambda peer: peer.active_call != number, call, "did not finish their blocks")
+        self._peers.wait_for_all(lambda peer: peer.active_call != number, call, "did not finish their blocks")
 
 
 class BridgedBuffer(SharedBuffer):

@@ -6,7 +6,7 @@ import os
 import select
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.shared_memory.segment import (
@@ -28,6 +28,9 @@ SPIN_S = 500e-6
 NAP_S = 0.03
 # A leader times out before the workers that wait for it, because its error says more.
 LEADER_GRACE_S = 2.0
+
+
+IsReady: TypeAlias = Callable[[Segment], bool]
 
 
 class SharedMemoryUnavailable(CommunicationError):
@@ -125,65 +128,50 @@ class LocalPeers:
         if self.own.state != State.OPEN:
             raise CommunicationError(f"no exchange is possible after this error: {self.own.reason}")
 
-    def wait(self, is_ready: Callable[[Segment], bool], call: str, omission: str) -> None:
+    def wait_for_all(self, is_ready: IsReady, call: str, omission: str) -> None:
         """Return when `is_ready` is true of every peer. `omission`: what a peer has not done otherwise."""
-        deadline = monotonic() + self.timeout_s
-        for peer in self._peers.values():
-            if is_ready(peer):
+        self._wait(self._peers, is_ready, call, omission, self.timeout_s)
+
+    def wait_for_leader(self, number: int, call: str) -> None:
+        """Return when the host's leader has completed exchange `number` with the other hosts."""
+        leader = {self.ranks[0]: self.segments[0]}
+        omission = "did not complete it with the other hosts"
+        self._wait(leader, lambda it: it.num_completed > number, call, omission, self.timeout_s + LEADER_GRACE_S)
+
+    def _wait(
+        self, segments: Mapping[int, Segment], is_ready: IsReady, call: str, omission: str, timeout_s: float
+    ) -> None:
+        deadline = monotonic() + timeout_s
+        for segment in segments.values():
+            if is_ready(segment):
                 continue
             started = perf_counter()
-            while not is_ready(peer):
+            while not is_ready(segment):
                 if perf_counter() - started > self._spin_s:
-                    self._sleep_until(peer, is_ready, call, omission, deadline)
+                    # Read before `is_ready`: what a peer did before it was lost counts, and a later signal prevents
+                    # the sleep.
+                    signal, lost = segment.signal.value, self.lost()
+                    missing = [rank for rank, each in segments.items() if not is_ready(each)]
+                    if is_ready(segment):
+                        break
+                    self._raise_if_lost(missing, lost, call)
+                    if monotonic() > deadline:
+                        what = f"waited timeout_s={self.timeout_s:g} s in {call}"
+                        raise CommunicationTimeout(f"rank {self.world.rank} {what}: ranks {missing} {omission}")
+                    segment.signal.sleep(signal, NAP_S)
             # Spinning pays only where waits are short: not beside other programs, nor under a CPU quota.
             was_short = perf_counter() - started < self._max_spin_s
             self._spin_s = min(2 * self._spin_s + 1e-6, self._max_spin_s) if was_short else self._spin_s / 2
 
-    def _sleep_until(
-        self, peer: Segment, is_ready: Callable[[Segment], bool], call: str, omission: str, deadline: float
-    ) -> None:
-        while True:
-            # Read before `is_ready`: what a peer did before it was lost counts, and a later signal prevents the sleep.
-            signal, lost = peer.signal.value, self.lost()
-            missing = [rank for rank, each in self._peers.items() if not is_ready(each)]
-            if is_ready(peer):
-                return
-            rank, limit = self.world.rank, f"timeout_s={self.timeout_s:g} s"
-            if gone := [each for each in missing if each in lost]:
-                raise CommunicationError(f"rank {gone[0]} {lost[gone[0]]} before {call}, which rank {rank} waits for")
-            if monotonic() > deadline:
-                raise CommunicationTimeout(f"rank {rank} waited {limit} in {call}: ranks {missing} {omission}")
-            peer.signal.sleep(signal, NAP_S)
-
-    def wait_for_leader(self, number: int, call: str) -> None:
-        """Return when the host's leader has completed exchange `number`."""
-        leader = self.segments[0]
-        deadline = monotonic() + self.timeout_s + LEADER_GRACE_S
-        while not leader.has_completed(number):
-            # Read before `has_completed`: what the leader did before it was lost counts.
-            value, error = leader.completed.value, self._leader_error(call)
-            if leader.has_completed(number):
-                return
-            if error is not None:
-                raise error
-            if monotonic() > deadline:
-                raise CommunicationTimeout(
-                    f"rank {self.world.rank} waited timeout_s={self.timeout_s:g} s in {call}: rank {self.ranks[0]}, "
-                    "which exchanges with the other hosts, does not respond"
-                )
-            leader.completed.sleep(value, NAP_S)
-
-    def _leader_error(self, call: str) -> CommunicationError | None:
-        rank, leader = self.ranks[0], self.segments[0]
-        if leader.state == State.TIMED_OUT:
-            return CommunicationTimeout(leader.reason)
-        if leader is self.own:
-            return CommunicationError(leader.reason) if leader.state != State.OPEN else None
-        if (loss := self.lost().get(rank)) is None:
-            return None
-        return CommunicationError(
-            f"rank {rank} {loss} before the end of {call}" + (f": {leader.reason}" if leader.reason else "")
-        )
+    def _raise_if_lost(self, missing: Sequence[int], lost: Mapping[int, str], call: str) -> None:
+        for rank in missing:
+            if rank in lost:
+                segment = self.segments[self.ranks.index(rank)]
+                if segment.state == State.TIMED_OUT:
+                    raise CommunicationTimeout(segment.reason)
+                reason = f": {segment.reason}" if segment.reason else ""
+                what = f"rank {rank} {lost[rank]} before {call}, which rank {self.world.rank} waits for"
+                raise CommunicationError(what + reason)
 
     def lost(self) -> dict[int, str]:
         """The ranks that take part in no further exchange, and why."""
@@ -192,15 +180,15 @@ class LocalPeers:
             poll.register(fd, select.POLLIN)
         ended = {fd for fd, _ in poll.poll(0)}
         found = {rank: "died" for rank, fd in self._pidfds.items() if fd in ended}
-        for rank, peer in self._peers.items():
-            if peer.state != State.OPEN:
-                found[rank] = "closed its communicator" if peer.state == State.CLOSED else "stopped after an error"
+        for rank, segment in zip(self.ranks, self.segments, strict=True):
+            if segment.state != State.OPEN:
+                found[rank] = "closed its communicator" if segment.state == State.CLOSED else "stopped after an error"
         return found
 
     def lost_before(self, number: int) -> str | None:
         """Which worker of this host will never make call `number`, and why."""
-        gone = (f"rank {rank} {loss}" for rank, loss in self.lost().items() if self._peers[rank].num_calls <= number)
-        return next(gone, None)
+        lost = ((self.segments[self.ranks.index(rank)], f"rank {rank} {loss}") for rank, loss in self.lost().items())
+        return next((text for segment, text in lost if segment.num_calls <= number), None)
 
     def check_same_call(self, number: int, call: str) -> None:
         """Compare the calls of all workers, after all have made call `number`."""

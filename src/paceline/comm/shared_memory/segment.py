@@ -41,7 +41,7 @@ _MADV_COLLAPSE = 25  # Linux 6.1: use huge pages regardless of the system's defa
 _MIN_FILE_BYTES = 2 * HUGE_PAGE_BYTES + _BUFFERS_OFFSET
 
 # Indexes of the header's 8-byte words. The reason of a failure fills the page from _REASON_OFFSET on.
-_TOKEN, _NUM_CALLS, _ACTIVE_CALL, _STATE, _SIGNAL, _COMPLETED = range(6)
+_TOKEN, _NUM_CALLS, _ACTIVE_CALL, _NUM_COMPLETED, _STATE, _SIGNAL = range(6)
 _REASON_OFFSET = 512
 
 _SYS_FUTEX = 202
@@ -71,7 +71,7 @@ class State(IntEnum):
 
 
 class Futex:
-    """A 32-bit counter in shared memory with one writer, on which other threads and processes can sleep."""
+    """A 32-bit counter in shared memory on which other threads and processes can sleep."""
 
     def __init__(self, memory: memoryview, offset: int) -> None:
         self._word = c_uint32.from_buffer(memory, offset)
@@ -103,8 +103,7 @@ class Segment:
         self._words = self._memory[:PAGE_BYTES].cast("Q")
         self._reason = self._memory[_REASON_OFFSET:PAGE_BYTES]
         self._records = self._memory[PAGE_BYTES:_BUFFERS_OFFSET]
-        self.signal = Futex(self._memory, 8 * _SIGNAL)  # changes with num_calls, active_call and state
-        self.completed = Futex(self._memory, 8 * _COMPLETED)  # exchanges that a host's leader has completed
+        self.signal = Futex(self._memory, 8 * _SIGNAL)  # incremented after every other change of the header
 
     @classmethod
     def open_peer(cls, pid: int, fd: int, token: int) -> Segment:
@@ -137,6 +136,11 @@ class Segment:
         return self._words[_ACTIVE_CALL] - 1 if self._words[_ACTIVE_CALL] else None
 
     @property
+    def num_completed(self) -> int:
+        """How many exchanges with other hosts this worker has completed, as the leader of its host."""
+        return self._words[_NUM_COMPLETED]
+
+    @property
     def state(self) -> int:
         return self._words[_STATE]
 
@@ -149,10 +153,6 @@ class Segment:
         """The description of call `number`. It is overwritten after NUM_RECORDS further calls."""
         start = number % NUM_RECORDS * RECORD_BYTES
         return bytes(self._records[start : start + RECORD_BYTES])
-
-    def has_completed(self, number: int) -> bool:
-        """Whether a host's leader has completed exchange `number`."""
-        return (self.completed.value - number - 1) % 2**32 < 2**31  # the counter wraps around
 
     def tensor(self, numel: int, dtype: torch.dtype, offset: int) -> torch.Tensor:
         """A flat tensor over the segment, which stays mapped as long as the tensor lives."""
@@ -177,7 +177,7 @@ class OwnSegment(Segment):
             self.close()
             raise
         self._words[_TOKEN] = secrets.randbits(62)
-        self._end_lock = threading.Lock()  # a leader has two threads that may fail
+        self._lock = threading.Lock()  # of the header's writes: a host's leader has two threads
 
     def allocate(self, nbytes: int) -> int:
         """The offset of `nbytes` zeroed bytes that start on a new page, or on a new huge page if they fill one."""
@@ -199,25 +199,31 @@ class OwnSegment(Segment):
         number = self._words[_NUM_CALLS]
         start = number % NUM_RECORDS * RECORD_BYTES
         self._records[start : start + RECORD_BYTES] = encode_record(call)
-        self._words[_NUM_CALLS] = number + 1
-        self.signal.increment()
+        self._set(_NUM_CALLS, number + 1)
         return number
 
     def begin_blocks(self, number: int) -> None:
         self._words[_ACTIVE_CALL] = number + 1
 
     def end_blocks(self) -> None:
-        self._words[_ACTIVE_CALL] = 0
-        self.signal.increment()
+        self._set(_ACTIVE_CALL, 0)
+
+    def complete(self) -> None:
+        self._set(_NUM_COMPLETED, self.num_completed + 1)
 
     def end(self, state: State, reason: str = "") -> None:
         """Tell the peers that this worker takes part in no further exchange. Only the first call counts."""
-        with self._end_lock:
+        with self._lock:
             if self.state == State.OPEN:
                 text = reason.encode()[: len(self._reason)]
                 self._reason[: len(text)] = text
                 self._words[_STATE] = state
                 self.signal.increment()
+
+    def _set(self, word: int, value: int) -> None:
+        with self._lock:
+            self._words[word] = value
+            self.signal.increment()
 
     def close(self) -> None:
         """Close the file. The memory is released with its last user."""
