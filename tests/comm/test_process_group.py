@@ -302,5 +302,5 @@ def test_values_that_somebody_else_wrote_are_an_error(pool: WorkerPool) -> None:
     text, _ = pool.run(planted, 2)
     assert text == (
         "rank 0 found a forged value in the rendezvous store: the value of at/1 was not written by a worker of this "
-        "run: somebody else interferes, or the secrets differ"
+        "run: another process interferes, or the secrets differ"
     )

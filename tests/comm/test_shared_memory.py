@@ -229,7 +229,7 @@ def test_after_an_error_nothing_is_exchanged_any_more() -> None:
             with pytest.raises(CommunicationError, match=r"no exchange is possible after this error: rank 0 waited "):
                 call()
         workers[1].all_reduce(tensors[1]).wait()  # rank 0 had started this one
-        with pytest.raises(CommunicationError, match="rank 0 waited timeout_s=0.1 s in all_reduce of 3 elements"):
+        with pytest.raises(CommunicationError, match=r"rank 0 waited timeout_s=0.1 s in all_reduce of 3 elements"):
             workers[1].all_reduce(tensors[1]).wait()
 
 
