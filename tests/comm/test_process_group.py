@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from time import monotonic
@@ -13,11 +14,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from gatherings import together
 from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.comm import connect
 from paceline.comm.process_group import ProcessGroupCommunicator, default_backend
+from paceline.comm.rendezvous import Rendezvous
 from paceline.core.secret import run_secret
 from paceline.core.world import World
 
@@ -229,7 +232,7 @@ def test_workers_of_one_host_share_memory_unless_a_backend_is_named(pool: Worker
 
 
 def nested_on_any_backend(backend: str) -> list[float]:
-    """Twice, closed in the order of their opening: what torch.distributed itself must know ends with the last."""
+    """Twice, closed in the order of their opening."""
     world = World.from_environment()
     found = []
     for _ in range(2):
@@ -246,6 +249,51 @@ def nested_on_any_backend(backend: str) -> list[float]:
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_communicators_of_any_backend_one_after_another(backend: str, pool: WorkerPool) -> None:
     assert pool.run(nested_on_any_backend, 2, backend) == [[4.0] * 4] * 2
+
+
+def test_other_backends_need_the_default_group() -> None:
+    store = dist.HashStore()
+    worlds = [World(rank, 2, rank, 2) for rank in range(2)]
+    calls = [lambda w=w: ProcessGroupCommunicator(w, "mpi", 5.0, Rendezvous(w, 5.0, None, store)) for w in worlds]
+    for error in together(calls):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("backend='mpi' needs the default group: call torch.distributed.init_process_group")
+
+
+def abort_while_others_wait(numel: int) -> tuple[str, str, float]:
+    """Rank 0 aborts; the others are in an exchange or start one afterwards."""
+    with closing(join(timeout_s=60.0)) as communicator:
+        communicator.all_reduce(torch.zeros(numel)).wait()
+        if communicator.world.rank == 0:
+            communicator.abort()
+        found = error_of(lambda: communicator.all_reduce(torch.zeros(numel)).wait())
+        total = torch.ones(1)
+        dist.all_reduce(total)  # other groups are not affected
+        assert total.item() == communicator.world.size
+        return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_abort_fails_exchanges_on_all_workers(size: int, pool: WorkerPool) -> None:
+    for rank, (name, text, seconds) in enumerate(pool.run(abort_while_others_wait, size, 10)):
+        assert name == "CommunicationError"
+        assert text.startswith(f"rank {rank} lost contact with the other workers in all_reduce: ")
+        assert seconds < 10
+
+
+def abort_a_receive() -> tuple[str, str, float]:
+    """Another thread of the receiver aborts, as a closing feed does."""
+    with closing(join(timeout_s=60.0)) as communicator:
+        if communicator.world.rank == 0:
+            return error_of(lambda: communicator.receive(torch.empty(1), 1))
+        threading.Timer(0.2, communicator.abort).start()
+        return error_of(lambda: communicator.receive(torch.empty(1), 0))
+
+
+def test_an_abort_fails_a_receive_on_both_sides(pool: WorkerPool) -> None:
+    for name, text, seconds in pool.run(abort_a_receive, 2):
+        assert name == "CommunicationError", text
+        assert seconds < 10
 
 
 def with_a_secret() -> float:

@@ -1,11 +1,11 @@
-"""Exchanges over torch.distributed: NCCL, Gloo or any other registered backend."""
+"""Exchanges over torch.distributed: NCCL, Gloo, or another backend of the user's default group."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ class ProcessGroupCommunicator:
         self.world = world
         self.timeout_s = timeout_s
         self.backend = backend or default_backend(world)
-        self._default_group: _DefaultGroup | None = None
         self._group: Any = None
         self._is_aborted = False
         self._rendezvous = rendezvous or Rendezvous(world, timeout_s)  # referenced: the group uses its store
@@ -57,9 +56,13 @@ class ProcessGroupCommunicator:
             options = nccl.Options()
             options._timeout = timeout
             self._group = nccl(store, world.rank, world.size, options)
-        else:
-            self._default_group = _DefaultGroup(self.backend, store, world, timeout)
+        elif dist.is_initialized():
             self._group = dist.new_group(backend=self.backend, timeout=timeout)
+        else:
+            raise ValueError(
+                f"backend={self.backend!r} needs the default group: call torch.distributed.init_process_group() in the "
+                "script, or choose 'gloo' or 'nccl'"
+            )
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._start("all_reduce", "allreduce", [_as_real(tensor)])
@@ -94,12 +97,12 @@ class ProcessGroupCommunicator:
     def close(self) -> None:
         """Waits for Gloo's exchanges in progress, unless they were aborted."""
         group, self._group = self._group, None
-        default, self._default_group = self._default_group, None
-        if default is not None:
-            default.leave(group)
-        elif group is not None and self.backend == "nccl":
+        if group is None or self.backend == "gloo":
+            return  # Gloo's connections and threads end with the last reference to the group
+        if self.backend == "nccl":
             group.shutdown()
-        # Gloo's connections and threads end with the last reference to the group.
+        elif dist.is_initialized():
+            dist.destroy_process_group(group)
 
     def _start(self, operation: str, method: str, *args: Any) -> Pending:
         if self._group is None:
@@ -132,35 +135,6 @@ class _PendingWork:
             self._work.wait()
         except RuntimeError as error:
             raise self._communicator._translate(error, self._operation) from None
-
-
-class _DefaultGroup:
-    """The default group of torch.distributed, which backends other than Gloo and NCCL require.
-
-    If the user has none, the first communicator creates it and the last one destroys it, in any order.
-    """
-
-    _num_users: ClassVar[dict[Any, int]] = {}  # of the default groups that Paceline created
-
-    def __init__(self, backend: str, store: Any, world: World, timeout: timedelta) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-            self._num_users[dist.group.WORLD] = 0
-        self._group = dist.group.WORLD
-        if self._group in self._num_users:
-            self._num_users[self._group] += 1
-
-    def leave(self, group: Any) -> None:
-        """Destroy `group`, and the default group with its last user."""
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
-        if self._group not in self._num_users:
-            return
-        self._num_users[self._group] -= 1
-        if self._num_users[self._group] == 0:
-            del self._num_users[self._group]
-            if dist.is_initialized() and dist.group.WORLD is self._group:
-                dist.destroy_process_group()
 
 
 def default_backend(world: World) -> str:

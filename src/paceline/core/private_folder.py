@@ -1,8 +1,8 @@
 """Private folders in places that all users share, such as /dev/shm and the folder for temporary files.
 
 Another user may create a name there first. So a folder is created with mode 0700, then checked, and used only if it is
-a real folder that belongs to this user and is closed to all others. Such places have the sticky bit, so other users cannot
-replace it afterwards.
+a real folder that belongs to this user and is closed to all others. Such places have the sticky bit, so other users
+cannot replace it afterwards.
 """
 
 from __future__ import annotations
