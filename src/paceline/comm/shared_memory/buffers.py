@@ -143,14 +143,14 @@ class Piece:
 
     def reduce(self) -> None:
         """Sum all parts into the leader's, in rank order."""
-        for block in self._blocks:
-            if len(block) > 1:
-                add_up(block, block[0])
+        for first, *others in self._blocks:
+            for other in others:
+                first.add_(other)
 
-    def take(self, local_rank: int) -> None:
+    def take(self, index: int) -> None:
         """Copy one worker's part into the leader's."""
-        for block in self._blocks:
-            block[0].copy_(block[local_rank])
+        for block in self._blocks if index else ():
+            block[0].copy_(block[index])
 
     def distribute(self) -> None:
         """Copy the leader's part into all others."""

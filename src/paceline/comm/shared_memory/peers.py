@@ -6,7 +6,7 @@ import os
 import select
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic, perf_counter
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.shared_memory.segment import (
@@ -30,6 +30,7 @@ NAP_S = 0.03
 LEADER_GRACE_S = 2.0
 
 
+T = TypeVar("T")
 IsReady: TypeAlias = Callable[[Segment], bool]
 
 
@@ -89,21 +90,12 @@ class LocalPeers:
         # Spinning would take the cores from the network's threads, or from peers where workers outnumber the cores.
         can_spin = len(ranks) == world.size and len(os.sched_getaffinity(0)) >= len(ranks)
         self._spin_s = self._max_spin_s = SPIN_S if can_spin else 0.0
-        own: OwnSegment | None = None
+        own, reason = _attempt(OwnSegment)
         try:
-            try:
-                own = OwnSegment()
-                offer: Any = [os.getpid(), own.fd, own.token]
-            except OSError as error:
-                offer = str(error)
-            offers = _agree(rendezvous, offer, offer if own is None else None)
+            offers = _agree(rendezvous, own and [os.getpid(), own.fd, own.token], reason)
             assert own is not None, "else all workers have raised"
             self.own = own
-            try:
-                self._open(offers)
-                reason = None
-            except OSError as error:
-                reason = str(error)
+            _, reason = _attempt(lambda: self._open(offers))
             _agree(rendezvous, None, reason)
         except BaseException:
             if own is not None:
@@ -219,6 +211,14 @@ class LocalPeers:
     def _close_pidfds(self) -> None:
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
+
+
+def _attempt(call: Callable[[], T]) -> tuple[T | None, str | None]:
+    """The result of a call, or the reason why it failed."""
+    try:
+        return call(), None
+    except OSError as error:
+        return None, str(error)
 
 
 def _agree(rendezvous: Rendezvous, value: Any, reason: str | None) -> list[Any]:

@@ -56,7 +56,7 @@ def unsupported_reason() -> str | None:
         return f"shared memory requires Linux, not {sys.platform}"
     if platform.machine() != "x86_64":
         return f"shared memory relies on the memory order of x86_64, not {platform.machine()}"
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):  # as in some conda builds
         return "this Python was built without os.memfd_create or os.pidfd_open"
     return None
 
