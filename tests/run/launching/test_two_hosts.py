@@ -245,7 +245,7 @@ def test_torchruns_workers_say_what_they_waited_for_when_the_link_is_cut(
         code, err = end(launcher)
         assert code == 1
         assert "CommunicationTimeout" in err
-        assert "waited timeout_s=5 s in all_reduce and not all 2 workers arrived" in err
+        assert "waited timeout_s=5 s in all_reduce, and not all 2 workers arrived" in err
 
 
 @pytest.mark.slow
