@@ -434,7 +434,7 @@ def test_replicas_that_do_not_fit_are_refused_by_name(case: str) -> None:
     [
         ({"devices": ["cpu"]}, r"devices=\['cpu'\] for 2 replicas: give a list of 2, one for each"),
         ({"devices": "cpu"}, r"devices='cpu' for 2 replicas"),
-        ({"devices": ["cpu", "cuda:99"]}, r"device='cuda:99' is not there: torch sees .* Choose one of these"),
+        ({"devices": ["cpu", "cuda:99"]}, r"device='cuda:99' is not available: torch sees .* Choose one of these"),
         ({"timeout_s": 0.0}, r"timeout_s=0.0 is no time-out: choose a finite number of seconds > 0"),
     ],
 )

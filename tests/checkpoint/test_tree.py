@@ -180,8 +180,8 @@ STRANGE: dict[str, tuple[Any, str]] = {
     "no tensor": ({"$": "tensor", "name": "x"}, "KeyError: 'x'"),
     "no items": ({"$": "tuple"}, "KeyError: 'items'"),
     "not pairs": ({"$": "dict", "items": [1]}, "TypeError"),
-    "no dtype": ({"$": "dtype", "name": "load"}, "'load' is no torch dtype"),
-    "object dtype": ({"$": "numpy", "dtype": "O", "hex": "00" * 8}, "dtype 'O' is none of a number"),
+    "no dtype": ({"$": "dtype", "name": "load"}, "'load' is not a torch dtype"),
+    "object dtype": ({"$": "numpy", "dtype": "O", "hex": "00" * 8}, "dtype 'O' is not numeric"),
     "no hex": ({"$": "int", "hex": 3}, "TypeError"),
 }
 

@@ -1,4 +1,4 @@
-"""Workers of a world as threads of one process: their memory is shared all the same."""
+"""Workers of a world as threads of one process: they share memory and connect over Gloo as processes would."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from paceline.comm.base import Communicator, Pending
-from paceline.comm.host_topology import find_hosts
-from paceline.comm.hosts import HostsCommunicator
+from paceline.comm.base import Communicator
 from paceline.comm.local import LocalCommunicator, LocalGroup
+from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
+from paceline.comm.shared_memory.peers import placement
 from paceline.core.world import World
 
 CPU = torch.device("cpu")
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Each call in a thread of its own; all results, errors among them."""
+    """Each call in its own thread; all results, errors among them."""
 
     def outcome(call: Callable[[], Any]) -> Any:
         try:
@@ -43,66 +45,38 @@ def replicas(size: int, timeout_s: float = 20.0) -> Iterator[list[LocalCommunica
             member.close()
 
 
-@contextmanager
-def sharing(size: int, timeout_s: float = 20.0) -> Iterator[list[SharedMemoryCommunicator]]:
-    """The workers of one host."""
-    members = LocalGroup(["cpu"] * size, 20.0).members
-    communicators = together([lambda m=m: SharedMemoryCommunicator(m) for m in members])
-    for member in members:
-        member.timeout_s = timeout_s  # from here on: they shall meet, even on a busy machine
-    with ExitStack() as stack:
-        for communicator in communicators:
-            stack.callback(communicator.close)
-        yield communicators
-
-
-class LocalLeaders:
-    """The leaders of hosts inside this process. As with connections that are shut down, an abort reaches all."""
-
-    def __init__(self, group: LocalGroup, place: int | None) -> None:
-        self._group = group
-        self._place = place
-
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self._group.members[self._place].all_reduce(tensor)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
-        return self._group.members[self._place].broadcast(tensor, source)
-
-    def abort(self) -> None:
-        self.close()
-        for meeting in list(self._group._meetings.values()):
-            meeting.fail(f"host {self._place} gave it up")
-
-    def close(self) -> None:
-        if self._place is not None:
-            self._group.leave(self._place)
-
-
-@contextmanager
-def on_hosts(sizes: Sequence[int], timeout_s: float = 20.0) -> Iterator[list[HostsCommunicator]]:
-    """The workers of several hosts, with so many on each."""
+def worlds_of(sizes: Sequence[int], host: str = "host-{}") -> list[World]:
+    """The worlds of all workers, with this many on each host."""
     size = sum(sizes)
-    members = LocalGroup(["cpu"] * size, 20.0).members
-    across = LocalGroup(["cpu"] * len(sizes), timeout_s)
-    for host, num_workers in enumerate(sizes):
-        for local_rank in range(num_workers):
-            rank = sum(sizes[:host]) + local_rank
-            members[rank].world = World(rank, size, local_rank, num_workers, f"host-{host}")
+    places = [(i, n, h) for h, n in enumerate(sizes) for i in range(n)]
+    return [World(rank, size, i, n, host.format(h)) for rank, (i, n, h) in enumerate(places)]
 
-    def join(member: LocalCommunicator) -> HostsCommunicator:
-        def leaders(ranks: Sequence[int]) -> LocalLeaders:
-            return LocalLeaders(across, ranks.index(member.world.rank) if member.world.rank in ranks else None)
 
-        return HostsCommunicator(member, find_hosts(member), leaders)
+def join_all(sizes: Sequence[int], timeout_s: float = 20.0) -> list[Any]:
+    """The communicators of all workers, or their errors."""
+    store = dist.HashStore()
 
-    communicators = together([lambda m=m: join(m) for m in members])
-    for member in members:
-        member.timeout_s = timeout_s
-    with ExitStack() as stack:
+    def join(world: World) -> SharedMemoryCommunicator:
+        return SharedMemoryCommunicator(world, timeout_s, Rendezvous(world, 20.0, placement(world), store))
+
+    return together([lambda w=w: join(w) for w in worlds_of(sizes)])
+
+
+@contextmanager
+def on_hosts(sizes: Sequence[int], timeout_s: float = 20.0) -> Iterator[list[SharedMemoryCommunicator]]:
+    """The workers of several hosts, with this many on each."""
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        communicators = join_all(sizes, timeout_s)
+        assert not [each for each in communicators if isinstance(each, Exception)]
         for communicator in communicators:
             stack.callback(communicator.close)
         yield communicators
+
+
+def sharing(size: int, timeout_s: float = 20.0) -> Any:
+    """The workers of one host."""
+    return on_hosts([size], timeout_s)
 
 
 def buffers(workers: Sequence[Communicator], numel: int, dtype: torch.dtype = torch.float32) -> list[Any]:

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator, Pending
-from paceline.comm.shared_memory.communicator import SMALL_BYTES
+from paceline.comm.shared_memory import peers
+from paceline.comm.shared_memory.buffers import SMALL_BYTES
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 
 SIZE = 4
@@ -27,7 +28,6 @@ KINDS: dict[str, Gathering] = {
     "2 + 2": partial(on_hosts, [2, 2]),
     "1 + 3": partial(on_hosts, [1, 3]),
     "2 + 1 + 1": partial(on_hosts, [2, 1, 1]),
-    "one each": partial(on_hosts, [1, 1, 1, 1]),
 }
 every_kind = pytest.mark.parametrize("gathering", KINDS.values(), ids=KINDS)
 # Small; of several blocks, pieces and an odd rest.
@@ -52,9 +52,8 @@ def test_all_get_the_sum(gathering: Gathering, numel: int) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("numel", NUMELS)
-@pytest.mark.parametrize("source", range(SIZE))
-def test_all_get_what_the_source_has(gathering: Gathering, numel: int, source: int) -> None:
+@pytest.mark.parametrize(("source", "numel"), [(0, 1), (1, 40_000), (2, 900_001), (3, 1)])
+def test_all_get_what_the_source_has(gathering: Gathering, source: int, numel: int) -> None:
     with gathering() as workers:
         tensors = buffers(workers, numel)
         assert not any(together([w.broadcast(t, source).wait for w, t in zip(workers, tensors, strict=True)]))
@@ -83,7 +82,7 @@ steps = st.tuples(st.integers(0, 3), st.sampled_from([None, 0, 1, 2, 3]), st.boo
 
 
 @every_kind
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(steps, max_size=20))
 def test_any_sequence_of_calls_does_what_a_plain_loop_does(
     gathering: Gathering, sequence: list[tuple[int, int | None, bool]]
@@ -119,13 +118,15 @@ def test_any_sequence_of_calls_does_what_a_plain_loop_does(
 
 
 @every_kind
-@pytest.mark.parametrize("numel", [NUMELS[0], NUMELS[-1]])
-@pytest.mark.parametrize("missing", range(SIZE))
-def test_who_does_not_come_is_a_time_out_for_all_others(gathering: Gathering, numel: int, missing: int) -> None:
+@pytest.mark.parametrize(("missing", "numel"), [(0, NUMELS[-1]), *((rank, 1) for rank in range(SIZE))])
+def test_a_missing_worker_is_a_timeout_for_all_others(
+    gathering: Gathering, numel: int, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "LEADER_GRACE_S", 0.3)
     with gathering(timeout_s=0.1) as workers, never_longer_than(15):
         calls = [(w, t) for w, t in zip(workers, buffers(workers, numel), strict=True) if w.world.rank != missing]
         errors = together([w.all_reduce(t).wait for w, t in calls])
-        # Who times out first tells the others, who may then say that they lost it.
+        # The first worker that times out tells the others, which may report the loss of that worker instead.
         assert all(isinstance(error, CommunicationError) for error in errors), errors
         assert any(isinstance(error, CommunicationTimeout) for error in errors), errors
         lists = [found for error in errors for found in re.findall(r"(?:ranks|replicas) \[(.*?)\]", str(error))]
@@ -133,9 +134,8 @@ def test_who_does_not_come_is_a_time_out_for_all_others(gathering: Gathering, nu
 
 
 @every_kind
-@pytest.mark.parametrize("numel", [NUMELS[0], NUMELS[-1]])
-@pytest.mark.parametrize("left", range(SIZE))
-def test_who_leaves_is_an_error_for_all_others_at_once(gathering: Gathering, numel: int, left: int) -> None:
+@pytest.mark.parametrize(("left", "numel"), [(0, NUMELS[-1]), *((rank, 1) for rank in range(SIZE))])
+def test_a_worker_that_leaves_is_an_immediate_error_for_all_others(gathering: Gathering, numel: int, left: int) -> None:
     with gathering(timeout_s=60.0) as workers, never_longer_than(15):
         tensors = buffers(workers, numel)
         together([w.all_reduce(t).wait for w, t in zip(workers, tensors, strict=True)])

@@ -93,15 +93,15 @@ def test_parameters_can_be_exchanged() -> None:
 MISMATCHES = {
     "operation": (
         lambda m: m.broadcast(torch.zeros(2)),
-        r"exchange 0: rank 1 calls broadcast from 0 on \(2,\) of torch.float32, rank 0 all_reduce on \(2,\)",
+        r"exchange 0: rank 1 calls broadcast from 0 on \(2,\) of torch.float32, rank 0 calls all_reduce on \(2,\)",
     ),
     "shape": (
         lambda m: m.all_reduce(torch.zeros(1, 2)),
-        r"rank 1 calls all_reduce on \(1, 2\) of torch.float32, rank 0 all_reduce on \(2,\) of torch.float32",
+        r"rank 1 calls all_reduce on \(1, 2\) of torch.float32, rank 0 calls all_reduce on \(2,\) of torch.float32",
     ),
     "dtype": (
         lambda m: m.all_reduce(torch.zeros(2, dtype=torch.int64)),
-        r"rank 1 calls all_reduce on \(2,\) of torch.int64, rank 0 all_reduce on \(2,\) of torch.float32",
+        r"rank 1 calls all_reduce on \(2,\) of torch.int64, rank 0 calls all_reduce on \(2,\) of torch.float32",
     ),
 }
 
@@ -113,7 +113,7 @@ def test_different_calls_are_an_error_on_all(kind: str) -> None:
     tensor = torch.ones(2)
     pending = [members[0].all_reduce(tensor), other_call(members[1]), members[2].all_reduce(torch.ones(2))]
     for each in pending:
-        with pytest.raises(CommunicationError, match=text + ".*every replica must make the same calls"):
+        with pytest.raises(CommunicationError, match=text + ".*all replicas must make the same calls"):
             each.wait()
     assert torch.equal(tensor, torch.ones(2)), "a failed exchange leaves the tensors alone"
 
@@ -121,7 +121,9 @@ def test_different_calls_are_an_error_on_all(kind: str) -> None:
 def test_different_sources_are_an_error_on_all() -> None:
     members = group(2)
     for each in [members[0].broadcast(torch.zeros(1), 0), members[1].broadcast(torch.zeros(1), 1)]:
-        with pytest.raises(CommunicationError, match=r"rank 1 calls broadcast from 1 .*, rank 0 broadcast from 0"):
+        with pytest.raises(
+            CommunicationError, match=r"rank 1 calls broadcast from 1 .*, rank 0 calls broadcast from 0"
+        ):
             each.wait()
     with pytest.raises(ValueError, match="source=2 is not a rank in a world of 2"):
         members[0].broadcast(torch.zeros(1), 2)
@@ -178,7 +180,7 @@ def test_a_world_of_one_exchanges_nothing() -> None:
     alone.close()
     assert tensor.item() == 3.0
     assert alone.empty(4, torch.float32, torch.device("cpu")).shape == (4,)
-    with pytest.raises(ValueError, match="a world of 2 workers needs a communicator that reaches them"):
+    with pytest.raises(ValueError, match="serves a world of 1 worker, not 2"):
         SingleCommunicator(World(0, 2))
 
 

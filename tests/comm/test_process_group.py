@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from time import monotonic
@@ -13,11 +14,13 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from gatherings import together
 from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.comm import connect
 from paceline.comm.process_group import ProcessGroupCommunicator, default_backend
+from paceline.comm.rendezvous import Rendezvous
 from paceline.core.secret import run_secret
 from paceline.core.world import World
 
@@ -117,8 +120,8 @@ def test_a_worker_that_does_not_come_is_a_time_out(size: int, pool: WorkerPool) 
     for rank, (name, text, seconds) in enumerate(pool.run(last_rank_does_not_come, size)[:-1]):
         assert name == "CommunicationTimeout"
         assert text == (
-            f"rank {rank} waited timeout_s=0.5 s in all_reduce and not all {size} workers arrived: "
-            "the others hang, or their work takes longer than the time-out"
+            f"rank {rank} waited timeout_s=0.5 s in all_reduce, and not all {size} workers arrived: "
+            "the others hang, or need more time than timeout_s"
         )
         assert seconds < 10
 
@@ -133,7 +136,7 @@ def last_rank_does_not_join() -> tuple[str, str, float]:
 def test_a_worker_that_does_not_join_is_a_time_out(pool: WorkerPool) -> None:
     name, text, seconds = pool.run(last_rank_does_not_join, 2)[0]
     assert name == "CommunicationTimeout"
-    assert text == "rank 0 waited 0.5 s in joining the world of 2 workers: ranks [1] did not come"
+    assert text == "rank 0 waited 0.5 s for the world of 2 workers: ranks [1] did not join"
     assert seconds < 10
 
 
@@ -174,7 +177,7 @@ def test_a_closed_communicator_holds_nothing_and_takes_no_calls(pool: WorkerPool
     for more_while_open, more_afterwards, errors in pool.run(close_and_keep, 2):
         assert more_while_open > 0
         assert more_afterwards <= 0
-        assert errors == ["the communicator is closed: nothing can be exchanged any more"] * 2
+        assert errors == ["the communicator is closed and accepts no exchange"] * 2
 
 
 @pytest.mark.parametrize(
@@ -225,11 +228,11 @@ def test_workers_of_one_host_share_memory_unless_a_backend_is_named(pool: Worker
                 found.append(type(communicator).__name__)
         return found
 
-    assert pool.run(kinds, 2) == [["OneHostCommunicator", "ProcessGroupCommunicator"]] * 2
+    assert pool.run(kinds, 2) == [["SharedMemoryCommunicator", "ProcessGroupCommunicator"]] * 2
 
 
 def nested_on_any_backend(backend: str) -> list[float]:
-    """Twice, closed in the order of their opening: what torch.distributed itself must know ends with the last."""
+    """Twice, closed in the order of their opening."""
     world = World.from_environment()
     found = []
     for _ in range(2):
@@ -246,6 +249,51 @@ def nested_on_any_backend(backend: str) -> list[float]:
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_communicators_of_any_backend_one_after_another(backend: str, pool: WorkerPool) -> None:
     assert pool.run(nested_on_any_backend, 2, backend) == [[4.0] * 4] * 2
+
+
+def test_other_backends_need_the_default_group() -> None:
+    store = dist.HashStore()
+    worlds = [World(rank, 2, rank, 2) for rank in range(2)]
+    calls = [lambda w=w: ProcessGroupCommunicator(w, "mpi", 5.0, Rendezvous(w, 5.0, None, store)) for w in worlds]
+    for error in together(calls):
+        assert isinstance(error, ValueError)
+        assert str(error).startswith("backend='mpi' needs the default group: call torch.distributed.init_process_group")
+
+
+def abort_while_others_wait(numel: int) -> tuple[str, str, float]:
+    """Rank 0 aborts; the others are in an exchange or start one afterwards."""
+    with closing(join(timeout_s=60.0)) as communicator:
+        communicator.all_reduce(torch.zeros(numel)).wait()
+        if communicator.world.rank == 0:
+            communicator.abort()
+        found = error_of(lambda: communicator.all_reduce(torch.zeros(numel)).wait())
+        total = torch.ones(1)
+        dist.all_reduce(total)  # other groups are not affected
+        assert total.item() == communicator.world.size
+        return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_abort_fails_exchanges_on_all_workers(size: int, pool: WorkerPool) -> None:
+    for rank, (name, text, seconds) in enumerate(pool.run(abort_while_others_wait, size, 10)):
+        assert name == "CommunicationError"
+        assert text.startswith(f"rank {rank} lost contact with the other workers in all_reduce: ")
+        assert seconds < 10
+
+
+def abort_a_receive() -> tuple[str, str, float]:
+    """Another thread of the receiver aborts, as a closing feed does."""
+    with closing(join(timeout_s=60.0)) as communicator:
+        if communicator.world.rank == 0:
+            return error_of(lambda: communicator.receive(torch.empty(1), 1))
+        threading.Timer(0.2, communicator.abort).start()
+        return error_of(lambda: communicator.receive(torch.empty(1), 0))
+
+
+def test_an_abort_fails_a_receive_on_both_sides(pool: WorkerPool) -> None:
+    for name, text, seconds in pool.run(abort_a_receive, 2):
+        assert name == "CommunicationError", text
+        assert seconds < 10
 
 
 def with_a_secret() -> float:
@@ -278,8 +326,8 @@ def with_a_secret_each() -> str:
 
 def test_workers_with_different_secrets_do_not_meet(pool: WorkerPool) -> None:
     first, second = pool.run(with_a_secret_each, 2)
-    assert first == "rank 0 waited 1 s in joining the world of 2 workers: ranks [1] did not come"
-    assert second == "rank 1 waited 1 s in joining the world of 2 workers: ranks [0] did not come"
+    assert first == "rank 0 waited 1 s for the world of 2 workers: ranks [1] did not join"
+    assert second == "rank 1 waited 1 s for the world of 2 workers: ranks [0] did not join"
 
 
 def planted() -> str:
@@ -301,6 +349,6 @@ def planted() -> str:
 def test_values_that_somebody_else_wrote_are_an_error(pool: WorkerPool) -> None:
     text, _ = pool.run(planted, 2)
     assert text == (
-        "rank 0 does not trust the store where the workers meet: the value of at/1 was not written by a worker of this "
-        "run: somebody else interferes, or the secrets differ"
+        "rank 0 found a forged value in the rendezvous store: the value of at/1 was not written by a worker of this "
+        "run: another process interferes, or the secrets differ"
     )

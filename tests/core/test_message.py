@@ -98,7 +98,7 @@ def test_objects_with_more_than_their_fields_are_refused() -> None:
 def test_only_named_tuples_and_data_classes_are_made(name: str) -> None:
     header = json.dumps({"structure": {"$": "instance", "class": name, "fields": ["true"]}, "tensors": []}).encode()
     raw = len(header).to_bytes(8, "little") + header
-    with pytest.raises(StructureError, match="not a named tuple or data class that this process knows"):
+    with pytest.raises(StructureError, match="not a named tuple or data class that this process has defined"):
         decode(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
 

@@ -66,6 +66,6 @@ def test_a_planted_one_is_refused_by_name(tmp_path: Path, kind: str, reason: str
 
 
 def test_one_that_is_not_there_is_not_private(tmp_path: Path) -> None:
-    assert why_not_private(tmp_path / "none") == "it is not there"
+    assert why_not_private(tmp_path / "none") == "it does not exist"
     with pytest.raises(FileNotFoundError):
         private_folder(tmp_path / "none" / "own")

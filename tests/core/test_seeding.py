@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from paceline.core.mixing import mix64
 from paceline.core.seeding import (
-    STEPS_AHEAD,
     Purpose,
     StepSeeding,
     derive_seed,
@@ -28,8 +27,8 @@ INTEGERS = st.integers(0, 2**63 - 1)
 @pytest.mark.parametrize(
     "uses",
     [
-        [(step,) for step in range(2 * STEPS_AHEAD + 3)],
-        [(step, 7) for step in range(5, STEPS_AHEAD + 9)],
+        [(step,) for step in range(5)],
+        [(step, 7) for step in range(5, 9)],
         [(step, number) for step in range(3) for number in (0, 1, 2**63 - 1)],
         [(9, 0), (9, 0), (9, 0), (8, 0), (70, 0), (71, 0), (71, 1), (72, 1), (2**62, 1), (2**62 + 1, 1)],
     ],

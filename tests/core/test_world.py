@@ -129,9 +129,9 @@ def test_the_device_of_a_worker(
 @pytest.mark.parametrize(
     ("num_gpus", "requested", "text"),
     [
-        (0, "cuda", r"device='cuda' is not there: torch sees cpu\. Choose one of these, and look at CUDA_VISIBLE_DEV"),
-        (0, "cuda:0", r"device='cuda:0' is not there: torch sees cpu\."),
-        (2, gpu(2), r"device='cuda:2' is not there: torch sees cuda:0, cuda:1\."),
+        (0, "cuda", r"device='cuda' is not available: torch sees cpu\. Choose one of these, or check CUDA_VISIBLE_DEV"),
+        (0, "cuda:0", r"device='cuda:0' is not available: torch sees cpu\."),
+        (2, gpu(2), r"device='cuda:2' is not available: torch sees cuda:0, cuda:1\."),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(

@@ -1,16 +1,23 @@
 """The communicator: how tensors move between the workers of a world.
 
-Lifecycle. A communicator is complete when constructed and serves one world until `close()`. Every worker of
-the world makes the same calls in the same order; that order, not a name, pairs them up. A call starts the
-exchange and returns a `Pending`; the tensor must not be touched until its `wait()` has returned. A call whose
-peers do not show up within `timeout_s` raises `CommunicationTimeout`, one whose peer is gone
-`CommunicationError`: never a hang.
+Lifecycle
+    A communicator is complete when constructed and serves one world until `close()`. A changed world needs a new
+    communicator, made from a new rendezvous; several may be open at the same time.
+
+Calls
+    Every worker of the world makes the same calls in the same order; calls are matched by that order. A call starts an
+    exchange and returns a `Pending`. The tensor must not be used until `Pending.wait()` has returned. Waits may happen
+    in any order.
+
+Failures
+    An exchange never hangs. If a peer does not take part within `timeout_s`, `wait()` raises `CommunicationTimeout`. If
+    a peer has died, failed or closed, it raises `CommunicationError`. After an error the content of the tensors is
+    undefined and the communicator accepts no further exchange, only `close()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 
@@ -18,19 +25,16 @@ from paceline.core.world import World
 
 DEFAULT_TIMEOUT_S = 600.0
 
-# What the workers' numbers, by rank, come to: element by element, into `out`, which may be those of rank 0.
-Combination: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
-
 
 class Pending(Protocol):
-    """An exchange under way."""
+    """An exchange in progress."""
 
     def wait(self) -> None:
         """Return when the result is in the tensor; raise if the exchange failed or timed out."""
 
 
 class Communicator(Protocol):
-    """One worker's end of the exchange."""
+    """One worker's endpoint."""
 
     @property
     def world(self) -> World: ...
@@ -42,46 +46,46 @@ class Communicator(Protocol):
         """Replace `tensor`, on every worker, by the sum over all workers."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
-        """Replace `tensor`, on every worker, by the one of rank `source`."""
+        """Replace `tensor`, on every worker, by the tensor of rank `source`."""
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a flat buffer that this communicator will reduce often.
+        """An uninitialized flat buffer for repeated exchanges. All workers make the same calls of `empty`.
 
-        A communicator may place it where it reduces fastest (memory shared by the workers of a host).
+        A communicator may place the buffer in memory where exchanges are fastest, such as shared memory.
         """
 
     def close(self) -> None:
-        """Release what the communicator holds. Further calls are errors."""
+        """Release all resources. Later exchanges raise `MisuseError`; closing again is a no-op."""
 
 
 class PointToPoint(Protocol):
-    """A communicator that also reaches single workers, one call after the other."""
+    """Blocking transfers between rank 0 and single workers."""
 
     @property
     def world(self) -> World: ...
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        """Hand a tensor on the host to one worker, which receives it; returns when it has left."""
+        """Send a CPU tensor to rank `to`, which must receive it; returns when the tensor may be changed."""
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """Wait for what `source` sends, into `tensor`, which has its size and type."""
+        """Receive the next tensor from rank `source` into `tensor`, which has the same size and dtype."""
 
 
 class Link(PointToPoint, Protocol):
-    """What workers that read together talk over, beside the step's exchange: each of them with rank 0."""
+    """Point-to-point transfers that another thread can interrupt. Workers that share a reader use one."""
 
     @property
     def is_trusted(self) -> bool:
-        """Whether it is certain that messages come from a worker of this run, as this user started it."""
+        """Whether messages are known to come from this user's own processes."""
 
     def abort(self) -> None:
-        """Let a message that is under way fail, here and there, and those to come. Called by another thread."""
+        """Fail the transfer in progress and all later ones, on both sides. Called from another thread."""
 
     def close(self) -> None: ...
 
 
 class Done:
-    """A `Pending` that is complete: nothing was exchanged, or it already happened."""
+    """A `Pending` that is already complete."""
 
     def wait(self) -> None:
         return

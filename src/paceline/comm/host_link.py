@@ -1,7 +1,7 @@
-"""Messages between the workers of one host, over Unix sockets: rank 0 has one to each of the others.
+"""Messages between the workers of one host over Unix sockets: rank 0 is connected to each of the others.
 
-The sockets have no place in the file system and no port. Anybody on the host can connect to rank 0's, so each end asks
-the kernel who the other is, and talks only to processes of its own user.
+The sockets have abstract names: no file and no port. Any process of the host can connect to rank 0's, so each end asks
+the kernel for the user of the other end, and accepts only its own.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from typing import Any
 
 import torch
 
-from paceline.comm.rendezvous import meet
+from paceline.comm.rendezvous import Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
 
 _RANK = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: pid, uid, gid
+_CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
 
 
 class HostLink:
-    """A `Link` between the workers of one host, which construct it together. Only rank 0 reaches all others.
+    """A `Link` between rank 0 and the other workers of one host. All workers construct it together.
 
-    A message that does not come, or does not leave, within `timeout_s` is a `CommunicationTimeout`; None: no limit.
-    `join_timeout_s` limits the construction.
+    A transfer that takes longer than `timeout_s` raises `CommunicationTimeout`; None means no limit. `join_timeout_s`
+    limits the construction.
     """
 
-    # The kernel vouches for it: whatever comes over this link was sent by this user.
-    is_trusted = True
+    is_trusted = True  # the kernel has confirmed that the peers are processes of this user
 
     def __init__(self, world: World, timeout_s: float | None, join_timeout_s: float) -> None:
         self.world = world
@@ -43,22 +42,20 @@ class HostLink:
             if world.is_main:
                 self._accept_all(join_timeout_s)
             else:
-                address = meet(world, join_timeout_s).offers[0]
-                self._connect(address, join_timeout_s)
+                self._connect(Rendezvous(world, join_timeout_s).offers[0], join_timeout_s)
         except OSError as error:
             self.close()
-            raise CommunicationError(f"rank {world.rank} cannot reach the others on this host: {error}") from None
+            raise CommunicationError(f"rank {world.rank} cannot connect to the workers of this host: {error}") from None
         for peer in self._peers.values():
             peer.settimeout(timeout_s)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        self._exchange(to, f"send to rank {to}", tensor, is_sending=True)
+        self._transfer(to, f"send to rank {to}", tensor.contiguous(), is_sending=True)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        self._exchange(source, f"receive from rank {source}", tensor, is_sending=False)
+        self._transfer(source, f"receive from rank {source}", tensor, is_sending=False)
 
     def abort(self) -> None:
-        """A message under way is an error, here and there, and so are those to come. Called by another thread."""
         for peer in self._peers.values():
             with suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
@@ -67,30 +64,31 @@ class HostLink:
         while self._peers:
             self._peers.popitem()[1].close()
 
-    def _exchange(self, rank: int, what: str, tensor: torch.Tensor, *, is_sending: bool) -> None:
+    def _transfer(self, rank: int, operation: str, tensor: torch.Tensor, *, is_sending: bool) -> None:
         own = self.world.rank
+        data: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
         try:
             if is_sending:
-                self._peers[rank].sendall(_memory(tensor.contiguous()))
+                self._peers[rank].sendall(data)
             else:
-                _receive_into(self._peers[rank], _memory(tensor))
+                _receive_into(self._peers[rank], memoryview(data))
         except TimeoutError:
             raise CommunicationTimeout(
-                f"rank {own} waited timeout_s={self._timeout_s:g} s in {what}: that rank hangs, or its work takes "
-                "longer than the time-out"
+                f"rank {own} waited timeout_s={self._timeout_s:g} s in {operation}: rank {rank} hangs, or needs more "
+                "time than timeout_s"
             ) from None
         except (OSError, EOFError) as error:
             reason = str(error) or "it closed the connection"
-            raise CommunicationError(f"rank {own} lost contact with rank {rank} in {what}: {reason}") from None
+            raise CommunicationError(f"rank {own} lost contact with rank {rank} in {operation}: {reason}") from None
 
     def _accept_all(self, limit_s: float) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
             name = f"paceline-{secrets.token_hex(16)}"
             listener.bind(f"\0{name}")
             listener.listen(2 * self.world.size)
-            meet(self.world, limit_s, name)
+            Rendezvous(self.world, limit_s, name)
             deadline_s = monotonic() + limit_s
-            while missing := self._missing():
+            while missing := [rank for rank in range(1, self.world.size) if rank not in self._peers]:
                 listener.settimeout(max(0.001, deadline_s - monotonic()))
                 try:
                     connection, _ = listener.accept()
@@ -101,39 +99,30 @@ class HostLink:
                 self._admit(connection, missing)
 
     def _admit(self, connection: socket.socket, missing: Sequence[int]) -> None:
-        """Keep the connection if it is one of the missing workers'."""
-        if _is_own_process(connection):
+        """Keep the connection if it belongs to a missing worker."""
+        if _is_own_user(connection):
             connection.settimeout(5.0)
-            rank = bytearray(_RANK.size)
+            content = bytearray(_RANK.size)
             with suppress(OSError, EOFError):
-                _receive_into(connection, memoryview(rank))
-                (number,) = _RANK.unpack(rank)
-                if number in missing:
-                    self._peers[number] = connection
+                _receive_into(connection, memoryview(content))
+                (rank,) = _RANK.unpack(content)
+                if rank in missing:
+                    self._peers[rank] = connection
                     return
         connection.close()
 
     def _connect(self, name: str, limit_s: float) -> None:
-        connection = socket.socket(socket.AF_UNIX)
-        self._peers[0] = connection
+        connection = self._peers[0] = socket.socket(socket.AF_UNIX)
         connection.settimeout(limit_s)
         connection.connect(f"\0{name}")
-        if not _is_own_process(connection):
-            raise OSError("what answers for rank 0 is a process of another user")
+        if not _is_own_user(connection):
+            raise OSError("the process that answers for rank 0 belongs to another user")
         connection.sendall(_RANK.pack(self.world.rank))
 
-    def _missing(self) -> list[int]:
-        return [rank for rank in range(1, self.world.size) if rank not in self._peers]
 
-
-def _is_own_process(connection: socket.socket) -> bool:
+def _is_own_user(connection: socket.socket) -> bool:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    data: Any = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    return memoryview(data)
 
 
 def _receive_into(connection: socket.socket, memory: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""Short texts between workers, for what is agreed on once in a while: where to resume, what went wrong with whom."""
+"""Bytes, texts and decisions between workers, for what is exchanged rarely: where to resume, which worker failed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from paceline.core.errors import PacelineError
 
 def from_rank_0(own: bytes, communicator: Communicator) -> bytes:
     """Rank 0's bytes, on every worker."""
-    if communicator.world.size == 1:
+    world = communicator.world
+    if world.size == 1:
         return own
-    device = communicator.world.device
-    length = torch.tensor([len(own)], dtype=torch.int64, device=device)
+    length = torch.tensor([len(own)], dtype=torch.int64, device=world.device)
     communicator.broadcast(length, 0).wait()
     if not (size := int(length.item())):
         return b""
-    # What the others hold here is overwritten: it only has to have the length.
-    content = torch.frombuffer(bytearray(own if communicator.world.is_main else size), dtype=torch.uint8).to(device)
+    content = torch.frombuffer(bytearray(own if world.is_main else size), dtype=torch.uint8).to(world.device)
     communicator.broadcast(content, 0).wait()
     return content.cpu().numpy().tobytes()
 
@@ -30,7 +29,7 @@ def from_rank_0(own: bytes, communicator: Communicator) -> bytes:
 def gather(text: str, communicator: Communicator) -> list[str]:
     """Every worker's text, on every worker."""
     world = communicator.world
-    own = text.encode(errors="surrogateescape")  # paths whose names are not UTF-8
+    own = text.encode(errors="surrogateescape")  # paths may not be UTF-8
     lengths = torch.zeros(world.size, dtype=torch.int64, device=world.device)
     lengths[world.rank] = len(own)
     communicator.all_reduce(lengths).wait()
@@ -40,12 +39,12 @@ def gather(text: str, communicator: Communicator) -> list[str]:
     rows[world.rank, : len(own)] = torch.tensor(list(own), dtype=torch.uint8)
     rows = rows.to(world.device)
     communicator.all_reduce(rows).wait()
-    decoded = (bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True))
-    return [each.decode(errors="surrogateescape") for each in decoded]
+    contents = (bytes(row[:length].tolist()) for row, length in zip(rows, lengths.tolist(), strict=True))
+    return [content.decode(errors="surrogateescape") for content in contents]
 
 
 def decided_by_rank_0(decide: Callable[[], Any], communicator: Communicator) -> Any:
-    """What `decide` returns on rank 0, as JSON knows it; its error, if it raises, is raised on every worker."""
+    """The JSON value that `decide` returns on rank 0. If it raises there, every worker raises."""
     answer: dict[str, Any] = {}
     failure: Exception | None = None
     if communicator.world.is_main:
@@ -63,8 +62,5 @@ def decided_by_rank_0(decide: Callable[[], Any], communicator: Communicator) -> 
 
 
 def wait_for_all(communicator: Communicator) -> None:
-    """Return when every worker has come here."""
-    if communicator.world.size > 1:
-        count = torch.ones(1, device=communicator.world.device)
-        communicator.all_reduce(count).wait()
-        count.item()  # on a GPU only this makes the host wait
+    """A barrier: return when every worker has called it."""
+    gather("", communicator)

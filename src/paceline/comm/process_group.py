@@ -1,155 +1,127 @@
-"""Workers in processes of their own, over torch.distributed: NCCL, Gloo or any registered backend."""
+"""Exchanges over torch.distributed: NCCL, Gloo, or another backend of the user's default group."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S, Pending
-from paceline.comm.rendezvous import meet
+from paceline.comm.rendezvous import Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 
+# No message with this tag is ever sent; see `abort`.
+_ABORT_TAG = 2**30
+
 
 class ProcessGroupCommunicator:
-    """A process group of its own, so that neither the user's collectives nor another trainer's mix in.
+    """A process group that neither the user's collectives nor another trainer's share.
 
-    All workers construct it, also where only `ranks` of them exchange; those are counted by their place in it.
+    Gloo and NCCL groups are constructed directly: torch.distributed's public functions would register a default group,
+    which belongs to the user. All workers of `world` construct it together. It is also a `Link`.
     """
+
+    is_trusted = False  # Gloo and NCCL do not authenticate their peers
 
     def __init__(
         self,
         world: World,
         backend: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        ranks: Sequence[int] | None = None,
-        join_timeout_s: float | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self.world = world
         self.timeout_s = timeout_s
         self.backend = backend or default_backend(world)
-        members = range(world.size) if ranks is None else ranks
-        self._default_group: DefaultGroup | None = None
         self._group: Any = None
-        self._meeting = meet(world, join_timeout_s or timeout_s)  # kept: its store is used until the end
+        self._is_aborted = False
+        self._rendezvous = rendezvous or Rendezvous(world, timeout_s)  # referenced: the group uses its store
         try:
-            self._open(self._meeting.store, members)
+            self._open(self._rendezvous.store)
         except RuntimeError as error:
             self.close()
-            raise _translate(error, "joining the world", self) from None
+            raise self._translate(error, "connecting") from None
 
-    def _open(self, store: Any, members: Sequence[int]) -> None:
+    def _open(self, store: Any) -> None:
         world, timeout = self.world, timedelta(seconds=self.timeout_s)
-        if self.backend not in ("gloo", "nccl"):
-            self._default_group = DefaultGroup(self.backend, store, world, timeout)
-            self._group = dist.new_group(members, backend=self.backend, timeout=timeout)
-        elif world.rank in members:
-            place = store, members.index(world.rank), len(members)
-            if self.backend == "gloo":
-                self._group = _gloo_group(*place, timeout, is_one_host=world.local_size == world.size)
-            else:
-                self._group = _nccl_group(*place, timeout)
+        if self.backend == "gloo":
+            self._group = _gloo_group(store, world, timeout)
+        elif self.backend == "nccl":
+            nccl: Any = dist.ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = timeout
+            self._group = nccl(store, world.rank, world.size, options)
+        elif dist.is_initialized():
+            self._group = dist.new_group(backend=self.backend, timeout=timeout)
+        else:
+            raise ValueError(
+                f"backend={self.backend!r} needs the default group: call torch.distributed.init_process_group() in the "
+                "script, or choose 'gloo' or 'nccl'"
+            )
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        group = self._open_group()
-        try:
-            work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor])
-        except RuntimeError as error:
-            raise _translate(error, "all_reduce", self) from None
-        return _PendingWork(work, "all_reduce", self)
+        return self._start("all_reduce", "allreduce", [_as_real(tensor)])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
-        group = self._open_group()
-        try:
-            work = group.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor, source)
-        except RuntimeError as error:
-            raise _translate(error, "broadcast", self) from None
-        return _PendingWork(work, "broadcast", self)
+        return self._start("broadcast", "broadcast", _as_real(tensor), source)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        group = self._open_group()
-        try:
-            group.send([tensor], to, 0).wait()
-        except RuntimeError as error:
-            raise _translate(error, f"send to rank {to}", self) from None
+        self._start(f"send to rank {to}", "send", [tensor], to, 0).wait()
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        group = self._open_group()
-        try:
-            group.recv([tensor], source, 0).wait()
-        except RuntimeError as error:
-            raise _translate(error, f"receive from rank {source}", self) from None
+        self._start(f"receive from rank {source}", "recv", [tensor], source, 0).wait()
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def close(self) -> None:
-        # Let go of the group: Gloo's connections and threads end with the last reference to it.
-        group, self._group = self._group, None
-        default, self._default_group = self._default_group, None
-        if default is not None:
-            default.leave(group)
-        elif group is not None and self.backend == "nccl":
-            group.shutdown()
-
-    def _open_group(self) -> Any:
-        if self._group is None:
-            raise MisuseError("the communicator is closed: nothing can be exchanged any more")
-        return self._group
-
-
-def _gloo_group(store: Any, rank: int, size: int, timeout: timedelta, *, is_one_host: bool) -> Any:
-    gloo: Any = dist.ProcessGroupGloo
-    if is_one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Workers of one host meet on loopback: a host name that does not resolve cannot stop them.
-        options = gloo._Options()
-        options._timeout, options._devices = timeout, [gloo.create_device(hostname="127.0.0.1")]
-        group = gloo(store, rank, size, options)
-    else:
-        group = gloo(store, rank, size, timeout)
-    group.barrier().wait()  # who is connected may leave at once, while others still connect to it
-    return group
-
-
-def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout
-    return nccl(store, rank, size, options)
-
-
-class DefaultGroup:
-    """What a backend needs that is known to torch.distributed alone: a default group, the user's or one of our own.
-
-    One of our own ends with the last communicator that relies on it, in any order.
-    """
-
-    _num_users: ClassVar[dict[Any, int]] = {}
-
-    def __init__(self, backend: str, store: Any, world: World, timeout: timedelta) -> None:
-        if not dist.is_initialized():
-            dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
-            self._num_users[dist.group.WORLD] = 0
-        self._group = dist.group.WORLD
-        if self._group in self._num_users:
-            self._num_users[self._group] += 1
-
-    def leave(self, group: Any) -> None:
-        """Destroy `group`, and the default group with its last user."""
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
-        if self._group not in self._num_users:
+    def abort(self) -> None:
+        """Fail the exchanges in progress, here and on the peers, and all later ones. Called from any thread."""
+        group, self._is_aborted = self._group, True
+        if group is None:
             return
-        self._num_users[self._group] -= 1
-        if self._num_users[self._group] == 0:
-            del self._num_users[self._group]
-            if dist.is_initialized() and dist.group.WORLD is self._group:
-                dist.destroy_process_group()
+        if self.backend != "gloo":
+            group.abort()
+            return
+        # Gloo's own abort() is a no-op. A receive that times out closes all connections of its group; a receive from a
+        # peer that is gone fails earlier and closes nothing.
+        for peer in range(self.world.size):
+            if peer != self.world.rank:
+                with suppress(RuntimeError):
+                    group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Waits for Gloo's exchanges in progress, unless they were aborted."""
+        group, self._group = self._group, None
+        if group is None or self.backend == "gloo":
+            return  # Gloo's connections and threads end with the last reference to the group
+        if self.backend == "nccl":
+            group.shutdown()
+        elif dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _start(self, operation: str, method: str, *args: Any) -> Pending:
+        if self._group is None:
+            raise MisuseError("the communicator is closed and accepts no exchange")
+        try:
+            work = getattr(self._group, method)(*args)
+        except RuntimeError as error:
+            raise self._translate(error, operation) from None
+        return _PendingWork(work, operation, self)
+
+    def _translate(self, error: RuntimeError, operation: str) -> CommunicationError:
+        """torch.distributed reports timeouts and lost peers as plain RuntimeErrors."""
+        text, rank = str(error), self.world.rank
+        if ("imed out" in text or "imeout" in text) and not self._is_aborted:
+            return CommunicationTimeout(
+                f"rank {rank} waited timeout_s={self.timeout_s:g} s in {operation}, and not all {self.world.size} "
+                "workers arrived: the others hang, or need more time than timeout_s"
+            )
+        return CommunicationError(f"rank {rank} lost contact with the other workers in {operation}: {text}")
 
 
 class _PendingWork:
@@ -162,21 +134,26 @@ class _PendingWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise _translate(error, self._operation, self._communicator) from None
+            raise self._communicator._translate(error, self._operation) from None
 
 
 def default_backend(world: World) -> str:
-    """NCCL where every worker has a GPU of its own, else Gloo."""
+    """NCCL if every worker has its own GPU, else Gloo."""
     return "nccl" if world.device.type == "cuda" and not world.shares_device else "gloo"
 
 
-def _translate(error: RuntimeError, operation: str, communicator: ProcessGroupCommunicator) -> CommunicationError:
-    """torch.distributed reports time-outs and lost peers as plain RuntimeErrors; callers need to tell them apart."""
-    text = str(error)
-    world = communicator.world
-    if "imed out" in text or "imeout" in text:
-        return CommunicationTimeout(
-            f"rank {world.rank} waited timeout_s={communicator.timeout_s:g} s in {operation} and not all {world.size} "
-            "workers arrived: the others hang, or their work takes longer than the time-out"
-        )
-    return CommunicationError(f"rank {world.rank} lost contact with the other workers in {operation}: {text}")
+def _gloo_group(store: Any, world: World, timeout: timedelta) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    if world.local_size == world.size and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # Workers of one host connect over loopback: it needs no resolvable host name and is not reachable from outside.
+        options = gloo._Options()
+        options._timeout, options._devices = timeout, [gloo.create_device(hostname="127.0.0.1")]
+        group = gloo(store, world.rank, world.size, options)
+    else:
+        group = gloo(store, world.rank, world.size, timeout)
+    group.barrier().wait()  # a worker that is connected may close while others still connect to it
+    return group
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,13 +1,11 @@
-"""How the workers of a world find each other, again for every communicator.
+"""How the workers of a world find each other: through a key-value store, once for every communicator.
 
-Every meeting gets a random name from rank 0, and everything that belongs to it is kept in the store under that name:
-nothing that an earlier meeting left there, whether it succeeded or not, is ever mistaken for a part of this one.
+Every rendezvous has a random name, chosen by rank 0, and keeps its keys under that name. So leftovers of an earlier
+rendezvous are never read, workers need not have made the same number of attempts, and a failed attempt can be repeated.
 
-    at/RANK = TOKEN                 a worker has come; the token is new each time
-    go/TOKEN = NAME                 rank 0's answer to that very arrival
-    NAME/offer/RANK = OFFER         what each worker tells the others
-
-So it does not matter how often each worker met others before, and a worker whose attempt failed may simply try again.
+    at/RANK = TOKEN                 a worker has arrived; every attempt has a new token
+    go/TOKEN = NAME                 rank 0's answer to that arrival
+    NAME/gather/ROUND/RANK = VALUE  the values of `all_gather`
 """
 
 from __future__ import annotations
@@ -15,12 +13,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from time import monotonic, sleep
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -30,130 +28,119 @@ from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.core.secret import ForgedError, Secret, run_secret
 from paceline.core.world import World
 
-# Workers may reach their first meeting far apart: importing, or building the data, takes one longer than another.
+# Workers may arrive at their first rendezvous far apart: imports and data preparation take different times.
 JOIN_TIMEOUT_S = 300.0
-# How long torch's stores wait at a time, uninterruptible: between two waits signals are handled.
-_SLICE_S = 0.5
+# A wait inside torch's stores cannot be interrupted; signals are handled between two waits of this length.
+_WAIT_S = 0.5
+# A FileStore polls every 10 ms. Shorter polls come first, 25 ms in total, for workers that arrive almost together.
+_POLLS_S = [0.0002 * 1.3**i for i in range(14)]
 
-# A store in a file looks for a key only every 10 ms. Workers that come at the same time need not wait so long.
-_LOOKS_S = [0.0002 * 1.3**i for i in range(14)]  # 25 ms in all
-
-_has_met = False
+_has_joined = False  # whether this process has completed a rendezvous
 
 
-class Meeting(NamedTuple):
-    """The workers are there. `offers` are theirs, by rank; `store` is for this meeting alone.
+class Rendezvous:
+    """A completed rendezvous. All workers of the world construct it together.
 
-    To be kept as long as the store is used: torch does not keep alive what of `run_store` is written in Python.
+    `offers` are the JSON values that the workers passed as `offer`, by rank. `store` belongs to this rendezvous only;
+    keep the `Rendezvous` alive while it is in use. Construction waits `timeout_s`; the first one in a process waits at
+    least JOIN_TIMEOUT_S. `run_store` replaces the store that the environment names.
     """
 
-    store: Any
-    offers: Sequence[Any]
-    run_store: Any
-
-
-def meet(world: World, timeout_s: float, offer: Any = None) -> Meeting:
-    """Wait for all workers of the world, which call this together, and exchange offers, as JSON knows them.
-
-    Waits `timeout_s`; the first time, at least JOIN_TIMEOUT_S.
-    """
-    global _has_met
-    limit_s = timeout_s if _has_met or dist.is_initialized() else max(timeout_s, JOIN_TIMEOUT_S)
-    try:
-        attempt = _Attempt(world, _run_store(world, limit_s), limit_s)
-        name = attempt.find_name()
-        offers = attempt.exchange(name, offer)
-    except ForgedError as error:
-        raise CommunicationError(
-            f"rank {world.rank} does not trust the store where the workers meet: {error}"
-        ) from None
-    except (RuntimeError, OSError) as error:
-        if isinstance(error, CommunicationError):
-            raise
-        raise CommunicationError(f"rank {world.rank} cannot reach the store where the workers meet: {error}") from None
-    _has_met = True
-    return Meeting(dist.PrefixStore(name, attempt.store), offers, attempt.store)  # type: ignore[attr-defined]
-
-
-class _Attempt:
-    """One worker's attempt at a meeting."""
-
-    def __init__(self, world: World, store: Any, limit_s: float) -> None:
-        self.store = store
+    def __init__(self, world: World, timeout_s: float, offer: Any = None, run_store: Any = None) -> None:
+        global _has_joined
         self._world = world
-        self._limit_s = limit_s
-        self._deadline_s = monotonic() + limit_s
+        self._timeout_s = timeout_s
         self._answered: dict[int, bytes] = {}
+        self._num_rounds = 0
+        is_first = not _has_joined and not dist.is_initialized()
+        self._limit(max(timeout_s, JOIN_TIMEOUT_S) if is_first else timeout_s)
+        with _store_errors(world):
+            # Referenced here because torch does not keep a store alive that is written in Python.
+            self._run_store = _run_store(world) if run_store is None else run_store
+            name = self._name_of_rank_0() if world.is_main else self._name_from_rank_0()
+            self.store: Any = dist.PrefixStore(name, self._run_store)  # type: ignore[attr-defined]
+            # A worker that rank 0 has answered may have timed out before, and arrive again.
+            self.offers = self._gather(offer, (lambda: self._answer_arrivals(name)) if world.is_main else None)
+        _has_joined = True
 
-    def find_name(self) -> str:
-        """The meeting's name: from rank 0, once this worker's arrival is known there."""
-        if self._world.is_main:
-            name = secrets.token_hex(8)
-            self._answer_arrivals(name)
-            return name
-        token = secrets.token_hex(8)
-        here = _arrival(self._world.rank)
-        self.store.set(here, token)
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every worker's JSON value, by rank. All workers call it together."""
+        self._limit(self._timeout_s)
+        with _store_errors(self._world):
+            return self._gather(value)
+
+    def _limit(self, limit_s: float) -> None:
+        self._limit_s, self._deadline_s = limit_s, monotonic() + limit_s
+
+    def _name_of_rank_0(self) -> str:
+        name = secrets.token_hex(8)
+        self._answer_arrivals(name)
+        return name
+
+    def _name_from_rank_0(self) -> str:
+        arrival, token = f"at/{self._world.rank}", secrets.token_hex(8)
+        self._run_store.set(arrival, token)
         try:
-            self._wait({0: f"go/{token}"})
-            return str(self.store.get(f"go/{token}").decode())
+            self._wait(self._run_store, {0: f"go/{token}"})
+            return str(self._run_store.get(f"go/{token}").decode())
         finally:
-            with suppress(RuntimeError):  # some stores cannot delete: an old token is no harm
-                self.store.delete_key(here)
-
-    def exchange(self, name: str, offer: Any) -> list[Any]:
-        keys = {rank: f"{name}/offer/{rank}" for rank in range(self._world.size)}
-        self.store.set(keys[self._world.rank], json.dumps(offer))
-        # A worker whose arrival was answered may have given up before, and come again.
-        self._wait(keys, (lambda: self._answer_arrivals(name)) if self._world.is_main else None)
-        return [json.loads(self.store.get(key)) for key in keys.values()]
+            with suppress(RuntimeError):  # not all stores can delete; an old token does no harm
+                self._run_store.delete_key(arrival)
 
     def _answer_arrivals(self, name: str) -> None:
-        arrivals = {rank: _arrival(rank) for rank in range(1, self._world.size)}
-        self._wait({rank: key for rank, key in arrivals.items() if rank not in self._answered})
+        store = self._run_store
+        arrivals = {rank: f"at/{rank}" for rank in range(1, self._world.size)}
+        self._wait(store, {rank: key for rank, key in arrivals.items() if rank not in self._answered})
         for rank, key in arrivals.items():
-            if self.store.check([key]) and (token := self.store.get(key)) != self._answered.get(rank):
-                self.store.set(f"go/{token.decode()}", name)
+            if store.check([key]) and (token := store.get(key)) != self._answered.get(rank):
+                store.set(f"go/{token.decode()}", name)
                 self._answered[rank] = token
 
-    def _wait(self, keys: dict[int, str], meanwhile: Callable[[], None] | None = None) -> None:
-        wait_for_keys(self.store, keys, self._world, self._limit_s, self._deadline_s, meanwhile)
+    def _gather(self, value: Any, on_wait: Callable[[], None] | None = None) -> list[Any]:
+        keys = {rank: f"gather/{self._num_rounds}/{rank}" for rank in range(self._world.size)}
+        self._num_rounds += 1
+        self.store.set(keys[self._world.rank], json.dumps(value))
+        self._wait(self.store, keys, on_wait)
+        return [json.loads(self.store.get(key)) for key in keys.values()]
+
+    def _wait(self, store: Any, keys: dict[int, str], on_wait: Callable[[], None] | None = None) -> None:
+        """Return when all keys exist. `keys` are listed by the rank that sets them."""
+        for poll_s in _POLLS_S:
+            if not keys or store.check(list(keys.values())):
+                return
+            sleep(poll_s)
+        while True:
+            left_s = self._deadline_s - monotonic()
+            try:
+                store.wait(list(keys.values()), timedelta(seconds=min(max(left_s, 0.001), _WAIT_S)))
+                return
+            except RuntimeError as error:
+                if "imeout" not in str(error):
+                    raise
+            if on_wait is not None:
+                on_wait()
+            missing = [rank for rank, key in keys.items() if not store.check([key])]
+            if missing and monotonic() > self._deadline_s:
+                raise CommunicationTimeout(
+                    f"rank {self._world.rank} waited {self._limit_s:g} s for the world of {self._world.size} workers: "
+                    f"ranks {missing} did not join"
+                )
 
 
-def wait_for_keys(
-    store: Any,
-    keys: dict[int, str],
-    world: World,
-    limit_s: float,
-    deadline_s: float | None = None,
-    meanwhile: Callable[[], None] | None = None,
-) -> None:
-    """Return when all keys, by the rank that writes them, are in the store; at the latest after `limit_s`."""
-    deadline_s = monotonic() + limit_s if deadline_s is None else deadline_s
-    for look_s in _LOOKS_S:
-        if not keys or store.check(list(keys.values())):
-            return
-        sleep(look_s)
-    while keys:
-        left_s = deadline_s - monotonic()
-        try:
-            store.wait(list(keys.values()), timedelta(seconds=min(max(left_s, 0.001), _SLICE_S)))
-            return
-        except RuntimeError as error:
-            if "imeout" not in str(error):
-                raise
-        if meanwhile is not None:
-            meanwhile()
-        missing = [rank for rank, key in keys.items() if not store.check([key])]
-        if missing and monotonic() > deadline_s:
-            raise CommunicationTimeout(
-                f"rank {world.rank} waited {limit_s:g} s in joining the world of {world.size} workers: ranks {missing} "
-                "did not come"
-            )
+@contextmanager
+def _store_errors(world: World) -> Iterator[None]:
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except ForgedError as error:
+        raise CommunicationError(f"rank {world.rank} found a forged value in the rendezvous store: {error}") from None
+    except (RuntimeError, OSError) as error:
+        raise CommunicationError(f"rank {world.rank} cannot reach the rendezvous store: {error}") from None
 
 
-class SealedStore(dist.Store):  # type: ignore[misc,name-defined]
-    """A store that others can write to as well: of its values only those count that were signed with the secret."""
+class SignedStore(dist.Store):  # type: ignore[misc,name-defined]
+    """Signs the values of a store that others can write to, and rejects values without a valid signature."""
 
     def __init__(self, store: Any, secret: Secret) -> None:
         super().__init__()
@@ -168,7 +155,7 @@ class SealedStore(dist.Store):  # type: ignore[misc,name-defined]
         return self._secret.check(self._store.get(key), f"the value of {key}")
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))  # a count cannot be signed
+        return int(self._store.add(key, amount))  # counters cannot be signed
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._store.check(keys))
@@ -179,8 +166,8 @@ class SealedStore(dist.Store):  # type: ignore[misc,name-defined]
     def delete_key(self, key: str) -> bool:
         return bool(self._store.delete_key(key))
 
-    def clone(self) -> SealedStore:
-        return SealedStore(self._store.clone(), self._secret)
+    def clone(self) -> SignedStore:
+        return SignedStore(self._store.clone(), self._secret)
 
     @property
     def timeout(self) -> timedelta:
@@ -190,14 +177,10 @@ class SealedStore(dist.Store):  # type: ignore[misc,name-defined]
         self._store.set_timeout(timeout)
 
 
-def _arrival(rank: int) -> str:
-    return f"at/{rank}"
-
-
-def _run_store(world: World, limit_s: float) -> Any:
-    """The store that all workers of this process's run reach."""
+def _run_store(world: World) -> Any:
+    """The store that all workers of this run can reach."""
     store: Any
-    if path := os.environ.get(STORE_VARIABLE):  # of our own launcher, for workers of one host
+    if path := os.environ.get(STORE_VARIABLE):  # set by Paceline's launcher for workers of one host
         store = dist.FileStore(path, -1)  # type: ignore[attr-defined]
     elif dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
@@ -206,18 +189,18 @@ def _run_store(world: World, limit_s: float) -> Any:
         if missing:
             raise ValueError(
                 f"RANK and WORLD_SIZE are set but not {' and '.join(missing)}: start the script with torchrun, "
-                "`paceline run` or paceline.launch, or unset RANK and WORLD_SIZE to train alone"
+                "`paceline run` or paceline.launch, or unset RANK and WORLD_SIZE to train with one worker"
             )
-        store = _store_of_variables(world.rank, world.size, limit_s)
-    # Workers that were restarted may find the store of the workers before them.
+        store = _environment_store(world.rank, world.size)
+    # Restarted workers may find the store of the previous attempt.
     start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     secret = run_secret()
-    if secret is None or path:  # the file is in a folder of this user's own
+    if secret is None or path:  # the file is in a private folder of this user
         return dist.PrefixStore(f"paceline/{start}", store)  # type: ignore[attr-defined]
-    return SealedStore(dist.PrefixStore(f"{secret.name('store')}/{start}", store), secret)  # type: ignore[attr-defined]
+    return SignedStore(dist.PrefixStore(f"{secret.name('store')}/{start}", store), secret)  # type: ignore[attr-defined]
 
 
-@lru_cache(maxsize=1)  # rank 0 may be the one that keeps it: then it must live as long as the process
-def _store_of_variables(rank: int, size: int, limit_s: float) -> Any:
-    store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=limit_s)))
+@lru_cache(maxsize=1)  # rank 0 may host the store, which must then live as long as the process
+def _environment_store(rank: int, size: int) -> Any:
+    store, _, _ = next(rendezvous("env://", rank, size, timeout=timedelta(seconds=JOIN_TIMEOUT_S)))
     return store

@@ -1,4 +1,4 @@
-"""A world of one: nothing to exchange."""
+"""A world of one worker: every exchange is a no-op."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from paceline.core.world import World
 
 
 class SingleCommunicator:
-    """Every exchange is complete before it starts."""
+    """The communicator of a world of size 1."""
 
     def __init__(self, world: World, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if world.size != 1:
-            raise ValueError(f"a world of {world.size} workers needs a communicator that reaches them")
+            raise ValueError(f"SingleCommunicator serves a world of 1 worker, not {world.size}: use comm.connect")
         self.world = world
         self.timeout_s = timeout_s
 

@@ -1,1 +1,1 @@
-"""What every layer may know: the world, seeds, errors."""
+"""Shared by all layers: world, seeds, errors, events."""

@@ -1,28 +1,28 @@
 """The exceptions users see.
 
-Bad arguments raise `ValueError` or `TypeError`; what goes wrong while a run is under way raises one of these. They
-travel between processes: every argument but the message has a default, and what was given is restored by pickle.
+Invalid arguments raise `ValueError` or `TypeError`; failures of a run raise one of these. They are pickled between
+processes, so every argument except the message has a default.
 """
 
 from __future__ import annotations
 
 
 class PacelineError(RuntimeError):
-    """Base of every error that Paceline raises about a run."""
+    """Base class of all errors about a run."""
 
 
 class CommunicationError(PacelineError):
-    """An exchange between workers failed: a peer is gone or the link broke."""
+    """An exchange between workers failed: a peer was lost or a connection broke."""
 
 
 class CommunicationTimeout(CommunicationError):
-    """A worker did not reach an exchange within the time-out."""
+    """A worker did not take part in an exchange within the timeout."""
 
 
 class NonFiniteError(PacelineError):
     """A loss or a gradient became inf or NaN outside of fp16 loss scaling.
 
-    `step` counts from 1; `micro_batch` and `rank` tell who computed it, None if that is not known.
+    `step` counts from 1; `micro_batch` and `rank` say where it was computed, or are None if that is unknown.
     """
 
     def __init__(self, message: str, *, step: int = 0, micro_batch: int | None = None, rank: int | None = None) -> None:
@@ -33,17 +33,17 @@ class NonFiniteError(PacelineError):
 
 
 class GradientError(PacelineError):
-    """A gradient that the exchange cannot take: sparse, too late, or of a parameter it does not know."""
+    """A gradient that cannot be exchanged: sparse, too late, or of an unknown parameter."""
 
 
 class MisuseError(PacelineError):
-    """The library was called in an order that cannot work on several workers."""
+    """Calls in an order that cannot work with several workers."""
 
 
 class WorkerError(PacelineError):
     """A worker ended with an error. Raised in the process that launched it.
 
-    `rank` is the worker that failed first, `traceback_text` what it printed (empty if it was killed).
+    `rank` is the worker that failed first, `traceback_text` its traceback (empty if it was killed).
     """
 
     def __init__(self, message: str, *, rank: int = 0, traceback_text: str = "") -> None:

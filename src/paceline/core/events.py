@@ -1,4 +1,4 @@
-"""What happens in a run beside its steps: the division of work changed, replicas drifted apart."""
+"""Events of a run beside its steps, for example a changed plan or diverging replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Event:
 
 
 class Events:
-    """Tells listeners. The loop keeps `step` up to date, so that whoever emits need not know it."""
+    """Calls listeners. The loop updates `step`, so that emitters need not know it."""
 
     def __init__(self) -> None:
         self.step = 0

@@ -1,4 +1,4 @@
-"""Packages that only some users need: imported when used."""
+"""Optional dependencies, imported on demand."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def optional(module: str, *, package: str, extra: str, user: str = "this source") -> Any:
-    """The module; where it is not installed, an error that tells how to install it. `user` is what needs it."""
+    """The module. If it is not installed, the error says how to install it; `user` is the feature that needs it."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in (module, module.partition(".")[0]):  # installed, but something that it imports is missing
+        if error.name not in (module, module.partition(".")[0]):  # installed, but one of its dependencies is missing
             raise
         raise ModuleNotFoundError(
             f"{package} is not installed, and {user} needs it: pip install 'paceline[{extra}]'", name=error.name
@@ -19,5 +19,5 @@ def optional(module: str, *, package: str, extra: str, user: str = "this source"
 
 
 def pyarrow(module: str = "pyarrow") -> Any:
-    """pyarrow, or one of its modules."""
+    """pyarrow or one of its submodules."""
     return optional(module, package="pyarrow", extra="arrow")

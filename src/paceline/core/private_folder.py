@@ -1,8 +1,8 @@
-"""Folders of our own in places that all users share, such as /dev/shm and the folder for temporary files.
+"""Private folders in places that all users share, such as /dev/shm and the folder for temporary files.
 
-Any user can make any name there first. So a folder is made with mode 0700, looked at again after that, and used only
-if it is a real folder, this user's own, and closed to everybody else. In a place with the sticky bit, as those two
-have, nobody else can replace it afterwards.
+Another user may create a name there first. So a folder is created with mode 0700, then checked, and used only if it is
+a real folder that belongs to this user and is closed to all others. Such places have the sticky bit, so other users
+cannot replace it afterwards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def private_folder(folder: Path) -> None:
-    """Make `folder`, whose parent exists, or check the one that is there; PermissionError if it is not ours alone."""
+    """Create `folder`, or check the existing one. PermissionError if it is not private to this user."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     if reason := why_not_private(folder):
@@ -23,18 +23,18 @@ def private_folder(folder: Path) -> None:
 
 
 def new_private_folder(prefix: str, place: Path | None = None) -> Path:
-    """A new folder with a name that nobody can guess, in `place` or among the temporary files."""
+    """A new folder with an unpredictable name, in `place` or in the folder for temporary files."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
     private_folder(folder)
     return folder
 
 
 def why_not_private(folder: Path) -> str | None:
-    """Why `folder` may not be used as a private one; None if it may."""
+    """Why `folder` is not private to this user; None if it is."""
     try:
         status = folder.lstat()
     except FileNotFoundError:
-        return "it is not there"
+        return "it does not exist"
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"
     if not stat.S_ISDIR(status.st_mode):

@@ -1,14 +1,14 @@
-"""The environment variables that tell a worker its rank, as torchrun sets them. Here, without torch: launchers ask."""
+"""The environment variables of a worker, as torchrun sets them. Imports no torch, for launchers."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-# Names the file through which the workers of one host find each other, in their launcher's private folder.
+# The file of the rendezvous store for workers of one host, in the launcher's private folder.
 STORE_VARIABLE = "PACELINE_STORE"
 
 
 def is_worker(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether somebody started this process as a worker of a world."""
+    """Whether a launcher started this process as a worker."""
     return {"RANK", "WORLD_SIZE"} <= (os.environ if environment is None else environment).keys()

@@ -1,7 +1,7 @@
-"""The run's secret, which its workers share and nobody else knows: what proves that a message is theirs.
+"""The run's secret, known to its workers only, with which they authenticate their messages.
 
-The launcher of a single host makes one for each run. On several hosts, and under torchrun, it is the user's: the
-variable PACELINE_SECRET_FILE names a file that only the user can read, or PACELINE_SECRET is the secret itself.
+The launcher of a single host creates one for each run. On several hosts and under torchrun the user provides it:
+PACELINE_SECRET_FILE names a file that only the user can read, or PACELINE_SECRET is the secret itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class ForgedError(ValueError):
-    """A message that no worker of this run can have written."""
+    """A message that was not written by a worker of this run."""
 
 
 class Secret:
@@ -30,12 +30,12 @@ class Secret:
     def __init__(self, value: bytes) -> None:
         if len(value) < MIN_BYTES:
             raise ValueError(
-                f"the secret has {len(value)} bytes: give at least {MIN_BYTES}, such as `openssl rand -hex 32` prints"
+                f"the secret has {len(value)} bytes: use at least {MIN_BYTES}, for example from `openssl rand -hex 32`"
             )
         self._value = value
 
     def sign(self, content: bytes, purpose: str) -> bytes:
-        """The content and its signature. It is valid for this purpose alone."""
+        """The content with its signature, which is valid for this purpose only."""
         return self._signature(content, purpose) + content
 
     def check(self, message: bytes, purpose: str) -> bytes:
@@ -43,12 +43,12 @@ class Secret:
         signature, content = message[:_DIGEST_BYTES], message[_DIGEST_BYTES:]
         if not hmac.compare_digest(signature, self._signature(content, purpose)):
             raise ForgedError(
-                f"{purpose} was not written by a worker of this run: somebody else interferes, or the secrets differ"
+                f"{purpose} was not written by a worker of this run: another process interferes, or the secrets differ"
             )
         return content
 
     def name(self, purpose: str) -> str:
-        """A name that only those can find who know the secret."""
+        """A name that cannot be computed without the secret."""
         return self._signature(b"", purpose).hex()[:32]
 
     def _signature(self, content: bytes, purpose: str) -> bytes:
@@ -56,7 +56,7 @@ class Secret:
 
 
 def run_secret(environment: Mapping[str, str] | None = None) -> Secret | None:
-    """The secret of the run that this process belongs to; None if it has none."""
+    """The secret of this process's run; None if the run has none."""
     env = os.environ if environment is None else environment
     if path := env.get(FILE_VARIABLE):
         return read_secret(Path(path))
@@ -65,7 +65,7 @@ def run_secret(environment: Mapping[str, str] | None = None) -> Secret | None:
 
 
 def read_secret(path: Path) -> Secret:
-    """The secret in this file. ValueError if others could read or change it."""
+    """The secret in this file. ValueError if other users could read or change it."""
     try:
         with path.open("rb") as file:
             mode, owner = os.fstat(file.fileno()).st_mode, os.fstat(file.fileno()).st_uid

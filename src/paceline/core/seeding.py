@@ -1,7 +1,7 @@
 """Random numbers that belong to the work, not to the worker.
 
-Every seed is a hash of what the numbers are for: (seed, step, micro-batch) for a forward pass,
-(seed, epoch, sample) for an augmentation. No seed depends on a rank or on what ran before.
+Every seed is a hash of the numbers that identify its use: (seed, step, micro-batch) for a forward pass, (seed, epoch,
+sample) for an augmentation. No seed depends on a rank or on earlier draws.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from paceline.core.mixing import MASK, mix64, mix64_each
-
-# Of how many steps the seeds are computed at once.
-STEPS_AHEAD = 64
+from paceline.core.mixing import MASK, mix64
 
 
 class Purpose(enum.IntEnum):
-    """Keeps the streams of different uses apart."""
+    """Separates the streams of different uses."""
 
     MODEL_INIT = 1
     MICRO_BATCH = 2
@@ -35,14 +32,11 @@ class Purpose(enum.IntEnum):
 
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
-    """A 63-bit seed for one use, from the run's seed and the numbers that name the use."""
-    return _derived(_stream(seed, purpose), numbers)
-
-
-def _derived(stream: int, numbers: tuple[int, ...]) -> int:
+    """A 63-bit seed for one use, from the run's seed and the numbers that identify the use."""
+    state = _stream(seed, purpose)
     for number in numbers:
-        stream = mix64(stream ^ (number & MASK))
-    return stream >> 1
+        state = mix64(state ^ (number & MASK))
+    return state >> 1
 
 
 @lru_cache(maxsize=64)
@@ -51,9 +45,9 @@ def _stream(seed: int, purpose: Purpose) -> int:
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed the generators a forward pass may draw from: the device's, and the CPU's for host-side draws.
+    """Seed the generators that a forward pass may use: the device's and the CPU's.
 
-    Only these two, directly: `torch.manual_seed` visits every backend and costs a hundred times as much.
+    `torch.manual_seed` would seed every backend and take a hundred times as long.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -61,50 +55,20 @@ def seed_device(device: torch.device, seed: int) -> None:
 
 
 class StepSeeding:
-    """`seed_device` for one purpose in one step after another: a small model's step feels how long a seed takes.
-
-    Called with the step and numbers of a use within it. Where the numbers stay the same, the seeds of many steps are
-    computed at once.
-    """
+    """Seeds the device for one purpose in every step."""
 
     def __init__(self, device: torch.device, seed: int, purpose: Purpose) -> None:
         self._device = device
-        self._stream = _stream(seed, purpose)
-        self._generators = [torch.default_generator.manual_seed]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0].manual_seed)
-        self._numbers: tuple[int, ...] | None = None  # of the last use
-        self._first = 0
-        self._seeds: list[int] = []  # from step `_first` on
+        self._seed = seed
+        self._purpose = purpose
 
     def __call__(self, step: int, *numbers: int) -> None:
-        """Seed for the use that these numbers name."""
-        place = step - self._first
-        if numbers == self._numbers and 0 <= place < len(self._seeds):
-            seed = self._seeds[place]
-        else:
-            seed = self._derived(step, numbers)
-        for manual_seed in self._generators:
-            manual_seed(seed)
-
-    def _derived(self, step: int, numbers: tuple[int, ...]) -> int:
-        if numbers != self._numbers:  # several uses in turn: none comes often enough
-            self._numbers, self._seeds = numbers, []
-            return _derived(self._stream, (step, *numbers))
-        self._first = step
-        self._seeds = self._derived_ahead(step, numbers)
-        return self._seeds[0]
-
-    def _derived_ahead(self, step: int, numbers: tuple[int, ...]) -> list[int]:
-        streams = mix64_each(np.arange(step, step + STEPS_AHEAD, dtype=np.uint64) ^ np.uint64(self._stream))
-        for number in numbers:
-            streams = mix64_each(streams ^ np.uint64(number & MASK))
-        seeds: list[int] = (streams >> np.uint64(1)).tolist()
-        return seeds
+        """Seed for the use in this step that `numbers` identify."""
+        seed_device(self._device, derive_seed(self._seed, self._purpose, step, *numbers))
 
 
 class HostRandomness:
-    """Seeds Python's, NumPy's and torch's CPU generators while samples are read."""
+    """Seeds the generators of Python, NumPy and torch on the CPU while samples are read."""
 
     def seed(self, seed: int) -> None:
         random.seed(seed)
@@ -114,7 +78,7 @@ class HostRandomness:
 
 @contextmanager
 def host_randomness() -> Iterator[HostRandomness]:
-    """Reading in this process: whatever the block draws, the user's own random streams go on undisturbed."""
+    """Restores the user's random states at the end of the block."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     torch_state = torch.default_generator.get_state()
     try:

@@ -1,4 +1,4 @@
-"""What a worker tells the others about its time."""
+"""The times that a worker reports to the others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Timing(NamedTuple):
-    """Seconds; 0.0 where nothing was measured.
+    """Seconds; 0.0 if not measured.
 
-    `micro_batch`: for one micro-batch, waiting for its data included. `sync`: in the newest finished exchange, from
-    having nothing left to compute to having the result, so waiting for slower workers is in it. `rest`: everything
-    else in that step, such as the optimizer.
+    `micro_batch`: one micro-batch, including the wait for its data. `sync`: the latest exchange, from the end of
+    compute to the result, including the wait for slower workers. `rest`: everything else in that step, such as the
+    optimizer.
     """
 
     micro_batch: float = 0.0

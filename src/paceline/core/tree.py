@@ -1,10 +1,10 @@
-"""State trees: nested dicts, lists and tuples of tensors and plain values, taken apart for storing without pickle.
+"""State trees: nested dicts, lists and tuples of tensors and plain values, stored without pickle.
 
-`flatten` splits a tree into named tensors and a JSON value that describes everything else; `unflatten` puts it back
-together with every type as it was: tuples, int keys, infinities, 0-dim tensors, NumPy values. Tensors come back on
-the CPU and contiguous; a tensor that appeared in several places appears there as one again.
+`flatten` splits a tree into named tensors and a JSON value that describes everything else. `unflatten` restores it with
+all types: tuples, int keys, infinities, 0-dim tensors, NumPy values. Tensors come back contiguous and on the CPU; a
+tensor that appeared several times is shared again.
 
-In the JSON, an object with the key "$" stands for what JSON lacks; everything else stands for itself.
+In the JSON value, an object with the key "$" represents what JSON lacks; everything else represents itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 
 MAX_DEPTH = 100
 
-# What tensors can be made of, by the names of the safetensors format; the name there that no tensor can have.
+# The dtypes of the safetensors format, by their names there.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -43,9 +43,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-RESERVED_NAME = "__metadata__"
+RESERVED_NAME = "__metadata__"  # no tensor of a safetensors file can have this name
 
-# What JSON readers other than Python's keep exactly.
+# Larger integers are not exact in other JSON readers.
 _SAFE_INT_BITS = 53
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
@@ -59,52 +59,50 @@ class StructureError(ValueError):
 
 
 class Flat(NamedTuple):
-    """A tree taken apart. `tensors` are the tree's own, on their devices; one that is shared has several names."""
+    """A flattened tree. `tensors` are the tree's own, on their devices; a shared tensor has several names."""
 
     tensors: dict[str, torch.Tensor]
     structure: Any
 
 
 def flatten(tree: Any, name: str, *, with_classes: bool = False) -> Flat:
-    """Take `tree` apart. A value that cannot be stored is a TypeError naming its path, which begins with `name`.
+    """Flatten `tree`. A value that cannot be stored is a TypeError with its path, which begins with `name`.
 
-    `with_classes`: named tuples and data classes too, by the names of their classes. For what another process of the
-    same program reads soon: files outlive classes.
+    `with_classes` also stores named tuples and data classes, by the names of their classes. It is meant for messages
+    between processes of the same program; files outlive classes.
     """
-    flattening = _Flattening(with_classes)
-    structure = flattening.encode(tree, _Path(name))
-    return Flat(flattening.tensors, structure)
+    encoder = _Encoder(with_classes)
+    structure = encoder.encode(tree, _Path(name))
+    return Flat(encoder.tensors, structure)
 
 
 def unflatten(structure: Any, tensors: Mapping[str, torch.Tensor], *, with_classes: bool = False) -> Any:
-    """The tree that `flatten` took apart. A structure it cannot have written is a StructureError.
+    """Restore the tree. A structure that `flatten` cannot have written is a StructureError.
 
-    Runs no code but this module's: of a class that is named, only an object is made, and its fields are set.
+    Calls no code of the stored classes: objects are created empty and their fields are set.
     """
     try:
-        if not with_classes and _has_instances(structure):
-            raise StructureError(f"the structure has a value of unknown kind {_INSTANCE!r}")
-        return _decode(structure, tensors)
+        return _Decoder(tensors, with_classes).decode(structure)
+    except StructureError:
+        raise
     except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        if isinstance(error, StructureError):
-            raise
-        raise StructureError(f"the structure is not one that was saved: {type(error).__name__}: {error}") from None
+        raise StructureError(f"the structure was not written by flatten: {type(error).__name__}: {error}") from None
 
 
 class _Path(NamedTuple):
-    """Where in the tree we are: as Python would write it, and as a tensor's name."""
+    """A position in the tree: as a Python expression, and as a tensor's name."""
 
     text: str
     name: str = ""
     depth: int = 0
 
     def __truediv__(self, key: str | int) -> _Path:
-        # Names are for people and other tools; surrogates that UTF-8 lacks would make the file unreadable to those.
+        # Surrogates, which UTF-8 lacks, would make the file unreadable to other tools.
         part = str(key).encode(errors="replace").decode()
         return _Path(f"{self.text}[{key!r}]", f"{self.name}.{part}" if self.name else part, self.depth + 1)
 
 
-class _Flattening:
+class _Encoder:
     def __init__(self, with_classes: bool) -> None:
         self._with_classes = with_classes
         self.tensors: dict[str, torch.Tensor] = {}
@@ -146,7 +144,7 @@ class _Flattening:
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             layout = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
-            raise TypeError(f"{path.text} is a tensor ({layout}), of which only dense ones with data can be stored")
+            raise TypeError(f"{path.text} is a tensor ({layout}): only dense tensors with data can be stored")
         tensor = tensor.resolve_conj().resolve_neg()
         is_complex = tensor.is_complex()
         if is_complex:
@@ -157,7 +155,7 @@ class _Flattening:
         return {**reference, "is_complex": True} if is_complex else reference
 
     def _add(self, tensor: torch.Tensor, path: _Path) -> str:
-        """Keep the tensor under a name of its own; the name to restore it from is the first it got."""
+        """Add the tensor under a new name; returns the first name under which it was added."""
         own_name = self._free_name(path.name or "tensor")
         if tensor.numel() == 0:
             self.tensors[own_name] = tensor
@@ -185,13 +183,80 @@ class _Flattening:
             return {"$": "device", "name": str(value)}
         if type(value) in (bytes, bytearray):
             return {"$": type(value).__name__, "hex": value.hex()}
-        if self._with_classes and (fields := _fields(type(value))) is not None and _is_plain_object(value, fields):
+        if self._with_classes and (fields := _fields(type(value))) is not None and _has_only(value, fields):
             values = [getattr(value, field) for field in fields]
             return {"$": _INSTANCE, "class": _class_name(type(value)), "fields": self._encode_items(values, path)}
         raise TypeError(
-            f"{path.text} is a {_name(value)}, which cannot be stored without pickle: leave it out of state_dict(), or "
-            "express it in tensors, numbers, strings, lists, tuples and dicts"
+            f"{path.text} is a {_name(value)}, which cannot be stored without pickle: remove it from state_dict(), or "
+            "convert it to tensors, numbers, strings, lists, tuples and dicts"
         )
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], with_classes: bool) -> None:
+        self._tensors = tensors
+        self._with_classes = with_classes
+
+    def decode(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self.decode(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "$" not in node:
+            return {key: self.decode(value) for key, value in node.items()}
+        kind = node["$"]
+        if kind in _MAPPING_KINDS:
+            return _MAPPING_KINDS[kind]({key: self.decode(value) for key, value in node["items"]})
+        if kind in _SEQUENCE_KINDS:
+            return _SEQUENCE_KINDS[kind](self.decode(node["items"]))
+        if kind in ("tensor", "ndarray"):
+            tensor = self._tensors[node["name"]]
+            tensor = torch.view_as_complex(tensor) if node.get("is_complex") else tensor
+            return tensor if kind == "tensor" else tensor.numpy()
+        if kind == _INSTANCE and self._with_classes:
+            return self._decode_instance(node["class"], node["fields"])
+        if kind in _SCALARS:
+            return _SCALARS[kind](node)
+        raise StructureError(f"the structure has a value of unknown kind {kind!r}, written by a newer version")
+
+    def _decode_instance(self, name: str, values: Sequence[Any]) -> Any:
+        kind = _find_class(name)
+        fields = None if kind is None else _fields(kind)
+        if kind is None or fields is None or len(fields) != len(values):
+            raise StructureError(f"{name} is not a named tuple or data class that this process has defined")
+        if issubclass(kind, tuple):
+            return tuple.__new__(kind, self.decode(list(values)))
+        instance = object.__new__(kind)
+        for field, value in zip(fields, values, strict=True):
+            object.__setattr__(instance, field, self.decode(value))
+        return instance
+
+
+def _decode_numpy(node: Any) -> Any:
+    dtype = np.dtype(node["dtype"])
+    if dtype.kind not in "biufc":
+        raise ValueError(f"dtype {node['dtype']!r} is not numeric")
+    return np.frombuffer(bytes.fromhex(node["hex"]), dtype)[0]
+
+
+def _decode_dtype(node: Any) -> torch.dtype:
+    dtype = getattr(torch, node["name"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{node['name']!r} is not a torch dtype")
+    return dtype
+
+
+_MAPPING_KINDS = {name: kind for kind, name in _MAPPINGS.items()}
+_SEQUENCE_KINDS = {name: kind for kind, name in _SEQUENCES.items()}
+_SCALARS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda node: int(node["hex"], 16),
+    "float": lambda node: float(node["value"]),
+    "numpy": _decode_numpy,
+    "dtype": _decode_dtype,
+    "device": lambda node: torch.device(node["name"]),
+    "bytes": lambda node: bytes.fromhex(node["hex"]),
+    "bytearray": lambda node: bytearray.fromhex(node["hex"]),
+}
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: _Path) -> torch.Tensor:
@@ -211,16 +276,16 @@ def _name(value: Any) -> str:
 
 
 def _fields(kind: type) -> Sequence[str] | None:
-    """The fields of a named tuple or data class that can be found by its name; None for any other class."""
-    if _found_class(_class_name(kind)) is not kind:
+    """The fields of a named tuple or data class that can be found by its name; None for other classes."""
+    if _find_class(_class_name(kind)) is not kind:
         return None
     if issubclass(kind, tuple):
         return getattr(kind, "_fields", None)
     return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else None
 
 
-def _is_plain_object(value: Any, fields: Sequence[str]) -> bool:
-    """Whether its fields are all there is to it."""
+def _has_only(value: Any, fields: Sequence[str]) -> bool:
+    """Whether `value` has all of these fields and no other attributes."""
     own = getattr(value, "__dict__", {})
     return own.keys() <= set(fields) and all(hasattr(value, field) for field in fields)
 
@@ -229,86 +294,10 @@ def _class_name(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _found_class(name: str) -> type | None:
-    """The class of this name in a module that is there already: nothing is imported."""
+def _find_class(name: str) -> type | None:
+    """The class of this name, in a module that is already imported."""
     module, _, qualified = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in qualified.split("."):
         found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
     return found if isinstance(found, type) else None
-
-
-def _has_instances(node: Any) -> bool:
-    if isinstance(node, dict):
-        return node.get("$") == _INSTANCE or any(map(_has_instances, node.values()))
-    return isinstance(node, list) and any(map(_has_instances, node))
-
-
-def _decode_object(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    kind = _found_class(node["class"])
-    fields = None if kind is None else _fields(kind)
-    if kind is None or fields is None or len(fields) != len(node["fields"]):
-        raise StructureError(f"{node['class']} is not a named tuple or data class that this process knows")
-    values = [_decode(value, tensors) for value in node["fields"]]
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, values)
-    made = object.__new__(kind)
-    for field, value in zip(fields, values, strict=True):
-        object.__setattr__(made, field, value)
-    return made
-
-
-def _decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(node, list):
-        return [_decode(item, tensors) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if "$" not in node:
-        return {key: _decode(value, tensors) for key, value in node.items()}
-    decode = _DECODERS.get(node["$"])
-    if decode is None:
-        raise StructureError(f"the structure has a value of unknown kind {node['$']!r}: a newer version wrote it")
-    return decode(node, tensors)
-
-
-def _decode_mapping(kind: type) -> Callable[[Any, Mapping[str, torch.Tensor]], Any]:
-    return lambda node, tensors: kind({key: _decode(value, tensors) for key, value in node["items"]})
-
-
-def _decode_sequence(kind: type) -> Callable[[Any, Mapping[str, torch.Tensor]], Any]:
-    return lambda node, tensors: kind([_decode(item, tensors) for item in node["items"]])
-
-
-def _decode_tensor(node: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    tensor = tensors[node["name"]]
-    return torch.view_as_complex(tensor) if node.get("is_complex") else tensor
-
-
-def _decode_numpy(node: Any) -> Any:
-    dtype = np.dtype(node["dtype"])
-    if dtype.kind not in "biufc":
-        raise ValueError(f"dtype {node['dtype']!r} is none of a number")
-    return np.frombuffer(bytes.fromhex(node["hex"]), dtype)[0]
-
-
-def _decode_dtype(node: Any) -> torch.dtype:
-    dtype = getattr(torch, node["name"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{node['name']!r} is no torch dtype")
-    return dtype
-
-
-_DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
-    **{name: _decode_mapping(kind) for kind, name in _MAPPINGS.items()},
-    **{name: _decode_sequence(kind) for kind, name in _SEQUENCES.items()},
-    "tensor": _decode_tensor,
-    "ndarray": lambda node, tensors: _decode_tensor(node, tensors).numpy(),
-    _INSTANCE: _decode_object,
-    "int": lambda node, _: int(node["hex"], 16),
-    "float": lambda node, _: float(node["value"]),
-    "numpy": lambda node, _: _decode_numpy(node),
-    "dtype": lambda node, _: _decode_dtype(node),
-    "device": lambda node, _: torch.device(node["name"]),
-    "bytes": lambda node, _: bytes.fromhex(node["hex"]),
-    "bytearray": lambda node, _: bytearray.fromhex(node["hex"]),
-}

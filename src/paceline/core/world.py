@@ -1,4 +1,4 @@
-"""Who takes part. `World` is a value: functions receive one, nobody asks a global which rank it is."""
+"""The workers of a run. `World` is a value that is passed to functions; there is no global rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.core.rank_variables import is_worker
 
 @dataclass(frozen=True)
 class World:
-    """One worker's view of the workers alive now.
+    """One worker's view of the current workers.
 
-    `local_rank` and `local_size` count the workers on this host; `device` is the one this worker drives.
+    `local_rank` and `local_size` count the workers on this host; `device` is the device of this worker.
     """
 
     rank: int = 0
@@ -43,17 +43,14 @@ class World:
 
     @property
     def shares_device(self) -> bool:
-        """Whether several local workers drive the same accelerator (which NCCL refuses)."""
+        """Whether several local workers use the same GPU, which NCCL does not support."""
         return self.device.type == "cuda" and self.local_size > torch.cuda.device_count()
 
     @classmethod
     def from_environment(
         cls, device: torch.device | str | None = None, environment: Mapping[str, str] | None = None
     ) -> World:
-        """The world that torchrun, `paceline run` or `paceline.launch` put this process in; else a world of one.
-
-        This is the only reader of the rank variables.
-        """
+        """The world set by torchrun, `paceline run` or `paceline.launch`; without one of them, a world of one."""
         env = os.environ if environment is None else environment
         if not is_worker(env):
             return cls(host=socket.gethostname(), device=choose_device(0, device))
@@ -64,7 +61,7 @@ class World:
 
 
 def devices() -> list[torch.device]:
-    """The devices a run can use: every visible accelerator, or the CPU where there is none."""
+    """The devices a run can use: all visible GPUs, or the CPU if there is none."""
     if torch.cuda.is_available():
         return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     return [torch.device("cpu")]
@@ -76,7 +73,7 @@ def device_count() -> int:
 
 
 def choose_device(local_rank: int, requested: torch.device | str | None = None) -> torch.device:
-    """The device of the worker with this local rank; more workers than accelerators share them in turn."""
+    """The device of the worker with this local rank. Workers share GPUs if there are fewer GPUs than workers."""
     available = devices()
     if requested is None:
         return available[local_rank % len(available)]
@@ -85,8 +82,8 @@ def choose_device(local_rank: int, requested: torch.device | str | None = None) 
         return device
     if available[0].type != "cuda" or (device.index or 0) >= len(available):
         raise ValueError(
-            f"device={str(requested)!r} is not there: torch sees {', '.join(map(str, available))}. "
-            "Choose one of these, and look at CUDA_VISIBLE_DEVICES"
+            f"device={str(requested)!r} is not available: torch sees {', '.join(map(str, available))}. "
+            "Choose one of these, or check CUDA_VISIBLE_DEVICES"
         )
     return available[local_rank % len(available)] if device.index is None else device
 

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline as pl
-from paceline.comm import leaders, process_group, shared_memory  # noqa: F401
-from paceline.data import together  # noqa: F401
+from paceline.comm import host_link, process_group  # noqa: F401
+from paceline.comm.shared_memory import communicator  # noqa: F401
+from paceline.data.feeds import coordinated  # noqa: F401
 
 NOBODY = 65534
 VICTIM = 0

@@ -153,7 +153,7 @@ def test_hosts_of_several_workers_train_like_one(
         assert code == 0, err
     assert run.digest == digest_of_one_host
     for log in (tmp_path / "logs").glob("*.err"):
-        assert "workers exchange inside each of 2 hosts through shared memory, then across over gloo" in log.read_text()
+        assert "workers exchange through shared memory inside each of 2 hosts, and over gloo between" in log.read_text()
 
 
 @needs_hosts
@@ -245,7 +245,7 @@ def test_torchruns_workers_say_what_they_waited_for_when_the_link_is_cut(
         code, err = end(launcher)
         assert code == 1
         assert "CommunicationTimeout" in err
-        assert "waited timeout_s=5 s in all_reduce and not all 2 workers arrived" in err
+        assert "waited timeout_s=5 s in all_reduce, and not all 2 workers arrived" in err
 
 
 @pytest.mark.slow

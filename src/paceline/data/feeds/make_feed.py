@@ -69,9 +69,10 @@ def link_of_its_own(world: World, timeout_s: float, join_timeout_s: float) -> Li
         from paceline.comm.host_link import HostLink
 
         return HostLink(world, timeout_s, join_timeout_s)
-    from paceline.comm.leaders import Leaders
+    from paceline.comm.process_group import ProcessGroupCommunicator
+    from paceline.comm.rendezvous import Rendezvous
 
-    return Leaders(world, timeout_s, range(world.size), join_timeout_s)
+    return ProcessGroupCommunicator(world, "gloo", timeout_s, Rendezvous(world, join_timeout_s))
 
 
 def make_feed(

@@ -19,14 +19,15 @@ from typing import Any
 
 import pytest
 import torch
-from gatherings import CPU, LocalLeaders, buffers, on_hosts, sum_in_rank_order, terms, together
+from gatherings import CPU, buffers, join_all, on_hosts, sum_in_rank_order, terms, together, worlds_of
 from worker_pool import WorkerPool
 
 from paceline.comm import connect
-from paceline.comm.host_topology import Place, divide
-from paceline.comm.hosts import PIECE_BYTES, HostsCommunicator
-from paceline.comm.local import LocalGroup
-from paceline.comm.shared_memory import arena as shared_arena
+from paceline.comm.shared_memory import bridge as bridge_module
+from paceline.comm.shared_memory import segment
+from paceline.comm.shared_memory.buffers import PIECE_BYTES
+from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
+from paceline.comm.shared_memory.peers import SharedMemoryUnavailable, find_hosts, placement
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError, PacelineError
 from paceline.core.world import World
 
@@ -35,16 +36,10 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 PIECES = 4 * PIECE_BYTES // 4 + 3
 
 
-def world_of(sizes: Sequence[int]) -> World:
-    """That of this worker of a pool, if so many were on each of several hosts."""
-    rank = int(os.environ["RANK"])
-    host = next(i for i in range(len(sizes)) if rank < sum(sizes[: i + 1]))
-    return World(rank, sum(sizes), rank - sum(sizes[:host]), sizes[host], f"host-{host}")
-
-
-def join(sizes: Sequence[int], timeout_s: float = 20.0) -> HostsCommunicator:
-    communicator = connect(world_of(sizes), timeout_s=timeout_s)
-    assert isinstance(communicator, HostsCommunicator)
+def join(sizes: Sequence[int], timeout_s: float = 20.0) -> SharedMemoryCommunicator:
+    communicator = connect(worlds_of(sizes)[int(os.environ["RANK"])], timeout_s=timeout_s)
+    assert isinstance(communicator, SharedMemoryCommunicator)
+    assert communicator.num_hosts == len(sizes)
     return communicator
 
 
@@ -144,11 +139,11 @@ def test_a_time_out_names_who_is_missing_on_the_host() -> None:
     with on_hosts([3, 1], timeout_s=0.2) as workers:
         tensors = buffers(workers, 3)
         errors = together([workers[rank].all_reduce(tensors[rank]).wait for rank in (0, 2)])
-        for rank, error in zip((0, 2), errors, strict=True):
+        for error in errors:
             assert isinstance(error, CommunicationTimeout)
             assert str(error) == (
-                f"rank {rank} waited timeout_s=0.2 s in all_reduce of 3 numbers of torch.float32 "
-                "(buffer 0 at 1052672): ranks [1] did not call it"
+                "rank 0 waited timeout_s=0.2 s in all_reduce of 3 elements of torch.float32 "
+                "(buffer 0 at offset 36864): ranks [1] did not call it"
             )
 
 
@@ -158,8 +153,8 @@ def test_a_time_out_says_on_which_hosts_somebody_is_missing() -> None:
         for error in together([workers[rank].all_reduce(tensors[rank]).wait for rank in (0, 1)]):
             assert isinstance(error, CommunicationTimeout)
             assert str(error) == (
-                "rank 0 waited timeout_s=0.2 s in all_reduce of 3 numbers of torch.float32 (buffer 0 at 1052672): "
-                "this host's workers all called it, but of those on other hosts, ranks [2, 3], not all did"
+                "rank 0 waited timeout_s=0.2 s in all_reduce of 3 elements of torch.float32 (buffer 0 at offset 36864)"
+                ": all workers of this host called it, but not all of ranks [2, 3] on other hosts did"
             )
 
 
@@ -176,19 +171,19 @@ def test_after_an_error_nothing_is_exchanged_any_more() -> None:
                 lambda w=worker: w.empty(1, torch.float32, CPU),
             )
             for call in calls:
-                with pytest.raises(CommunicationError, match="nothing can be exchanged after this error: rank 0 wait"):
+                with pytest.raises(CommunicationError, match="no exchange is possible after this error: rank 0 wait"):
                     call()
 
 
-def test_an_error_on_the_network_is_told_at_the_next_call_too() -> None:
-    with on_hosts([1, 1], timeout_s=60.0) as workers:
+def test_an_error_on_the_network_is_reported_at_the_next_call_too() -> None:
+    with on_hosts([2, 1], timeout_s=60.0) as workers:
         tensors = buffers(workers, 3)
-        workers[0].all_reduce(tensors[0])
-        workers[1].close()
-        wait_until(lambda: workers[0]._host_workers.relay.error is not None)
-        with pytest.raises(CommunicationError, match="replica 1 closed its communicator"):
-            workers[0].empty(3, torch.float32, CPU)
-        with pytest.raises(CommunicationError, match="nothing can be exchanged after this error"):
+        pending = [workers[rank].all_reduce(tensors[rank]) for rank in (0, 1)]
+        workers[2].close()
+        with pytest.raises(CommunicationError, match="rank 0 stopped after an error before all_reduce of 3"):
+            pending[1].wait()
+        message = "no exchange is possible after this error: rank 0 lost contact with the other hosts in all_reduce of"
+        with pytest.raises(CommunicationError, match=message):
             workers[0].empty(3, torch.float32, CPU)
 
 
@@ -199,9 +194,9 @@ def test_another_call_on_the_same_host_is_an_error_on_every_host() -> None:
         pending += [workers[rank].all_reduce(one[rank]) for rank in (2, 3)]
         errors = together([each.wait for each in pending])
         assert all(type(error) is CommunicationError for error in errors)
-        for rank, error in enumerate(errors[:2]):
-            assert str(error).startswith(f"exchange 0: rank {rank} calls all_reduce of 3 numbers")
-            assert str(error).endswith("every worker must make the same calls in the same order")
+        for error in errors[:2]:
+            assert "exchange 0: rank 0 calls all_reduce of 3 elements of torch.float32 (buffer 0 at" in str(error)
+            assert str(error).endswith("all workers must make the same calls in the same order")
 
 
 def test_another_call_is_noticed_where_nobody_waits() -> None:
@@ -218,9 +213,7 @@ def test_a_leader_that_computes_tells_its_host_what_happened_on_the_network() ->
         tensors = buffers(workers, 3)
         pending = [w.all_reduce(t) for w, t in zip(workers[:2], tensors[:2], strict=True)]
         workers[2].close()
-        message = (
-            r"^rank 0 stopped after an error before the end of all_reduce of 3 .*: replica 1 closed its communicator"
-        )
+        message = r"^rank 0 stopped after an error before all_reduce of 3 .*: rank 0 lost contact with the other "
         with pytest.raises(CommunicationError, match=message):
             pending[1].wait()
 
@@ -244,7 +237,7 @@ def test_a_leader_that_is_interrupted_tells_all_hosts(monkeypatch: pytest.Monkey
     with on_hosts([2, 2], timeout_s=60.0) as workers:
         tensors = buffers(workers, 3)
         pending = [workers[rank].all_reduce(tensors[rank]) for rank in (0, 1, 2)]
-        monkeypatch.setattr(workers[0]._host_workers, "wait_for_result", interrupt)
+        monkeypatch.setattr(workers[0]._peers, "wait_for_leader", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pending[0].wait()
         pending.append(workers[3].all_reduce(tensors[3]))
@@ -271,8 +264,8 @@ def test_a_host_learns_of_a_worker_that_left_while_its_leader_computes() -> None
         errors = together([workers[rank].all_reduce(tensors[rank]).wait for rank in (2, 3)])  # rank 0 makes no call
         assert all(type(error) is CommunicationError for error in errors)
         assert monotonic() - started < 10
-        assert "rank 2 stopped after an error before the end of all_reduce of 3 numbers" in str(errors[1])
-        with pytest.raises(CommunicationError, match="rank 1 closed its communicator before all_reduce of 3 numbers"):
+        assert "rank 2 stopped after an error before all_reduce of 3 elements" in str(errors[1])
+        with pytest.raises(CommunicationError, match="rank 1 closed its communicator"):
             workers[0].all_reduce(tensors[0]).wait()
 
 
@@ -289,7 +282,7 @@ def test_a_worker_may_close_once_it_has_started() -> None:
 
 # Workers in processes of their own that come to an end.
 
-Act = Callable[[HostsCommunicator, torch.Tensor], None]
+Act = Callable[[SharedMemoryCommunicator, torch.Tensor], None]
 
 
 def _be_rank(rank: int, sizes: Sequence[int], store: Path, pipe: Connection, act: Act, timeout_s: float) -> None:
@@ -347,7 +340,7 @@ def outcomes(pipes: list[Connection], ranks: set[int]) -> dict[int, Any]:
 
 @pytest.mark.parametrize("victim", range(4))
 def test_a_killed_worker_is_an_error_on_all_hosts_at_once(victim: int, tmp_path: Path) -> None:
-    def act(communicator: HostsCommunicator, tensor: torch.Tensor) -> None:
+    def act(communicator: SharedMemoryCommunicator, tensor: torch.Tensor) -> None:
         if communicator.world.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         communicator.all_reduce(tensor).wait()
@@ -362,7 +355,7 @@ def test_a_killed_worker_is_an_error_on_all_hosts_at_once(victim: int, tmp_path:
 def test_a_worker_killed_in_the_middle_of_an_exchange_is_an_error_on_all_hosts(victim: int, tmp_path: Path) -> None:
     """The exchange waits for rank 3, or, once its host has called, for the others."""
 
-    def act(communicator: HostsCommunicator, tensor: torch.Tensor) -> None:
+    def act(communicator: SharedMemoryCommunicator, tensor: torch.Tensor) -> None:
         rank = communicator.world.rank
         if rank == 3:
             sleep(0.5)
@@ -379,7 +372,7 @@ def test_a_worker_killed_in_the_middle_of_an_exchange_is_an_error_on_all_hosts(v
 
 
 def test_a_leader_that_stands_still_is_a_time_out_on_all_hosts(tmp_path: Path) -> None:
-    def act(communicator: HostsCommunicator, tensor: torch.Tensor) -> None:
+    def act(communicator: SharedMemoryCommunicator, tensor: torch.Tensor) -> None:
         pending = communicator.all_reduce(tensor)
         if communicator.world.rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -396,17 +389,17 @@ def test_a_leader_that_stands_still_is_a_time_out_on_all_hosts(tmp_path: Path) -
 def test_a_leader_that_closes_with_an_exchange_on_the_network_gives_it_up(tmp_path: Path) -> None:
     """Its close() does not wait for the other host, whose workers learn of it at once."""
 
-    def act(communicator: HostsCommunicator, tensor: torch.Tensor) -> None:
+    def act(communicator: SharedMemoryCommunicator, tensor: torch.Tensor) -> None:
         rank = communicator.world.rank
         if rank == 3:
             sleep(1)
         pending = communicator.all_reduce(tensor)
-        relay = communicator._host_workers.relay
+        bridge = communicator._bridge
         if rank == 0:
-            wait_until(lambda: relay._num_sent == 6)  # the pieces of the first exchange, and those of this one
+            wait_until(lambda: len(bridge._sent) == 3)  # all pieces
             started = monotonic()
             communicator.close()
-            assert monotonic() - started < 0.5
+            assert monotonic() - started < 5
         else:
             pending.wait()
 
@@ -464,46 +457,49 @@ def test_nothing_is_held_after_closing_in_any_state(pool: WorkerPool) -> None:
 
 def test_the_leaders_threads_end_with_the_communicator() -> None:
     with on_hosts([2, 1]) as workers:
-        assert sum(t.name.startswith("paceline ") for t in threading.enumerate()) == 4
+        assert sum(t.name == "paceline bridge" for t in threading.enumerate()) == 2
         workers[0].close()
         workers[0].close()
-        assert sum(t.name.startswith("paceline ") for t in threading.enumerate()) == 2
-        with pytest.raises(MisuseError, match="the communicator is closed: nothing can be exchanged any more"):
+        assert sum(t.name == "paceline bridge" for t in threading.enumerate()) == 1
+        with pytest.raises(MisuseError, match="the communicator is closed and accepts no exchange"):
             workers[0].empty(1, torch.float32, CPU)
-    assert not any(t.name.startswith("paceline ") for t in threading.enumerate())
+    assert not any(t.name == "paceline bridge" for t in threading.enumerate())
 
 
-def places(*by_rank: tuple[int, int, str]) -> list[Place]:
-    return [Place.of(World(0, 1, local_rank, local_size, host)) for local_rank, local_size, host in by_rank]
+def placements(*places: tuple[int, int, str]) -> list[dict[str, Any]]:
+    return [placement(World(0, 1, local_rank, local_size, host)) for local_rank, local_size, host in places]
 
 
 @pytest.mark.parametrize(
-    ("by_rank", "expected"),
+    ("offers", "expected"),
     [
-        (places((0, 1, "a"), (0, 1, "b")), [range(1), range(1, 2)]),
-        (places((0, 2, "a"), (1, 2, "a")), [range(2)]),
-        (places((0, 2, "a"), (1, 2, "a"), (0, 1, "b")), [range(2), range(2, 3)]),
+        (placements((0, 2, "a"), (1, 2, "a")), [range(2)]),
+        (placements((0, 2, "a"), (1, 2, "a"), (0, 1, "b")), [range(2), range(2, 3)]),
         # Two containers of one machine may have the same name.
-        (places((0, 1, "a"), (0, 2, "a"), (1, 2, "a")), [range(1), range(1, 3)]),
+        (placements((0, 1, "a"), (0, 2, "a"), (1, 2, "a")), [range(1), range(1, 3)]),
     ],
 )
-def test_hosts_are_found_from_the_workers_places(by_rank: list[Place], expected: list[range]) -> None:
-    assert divide(by_rank) == expected
+def test_hosts_are_found_from_placements(offers: list[Any], expected: list[range]) -> None:
+    assert find_hosts(offers) == expected
 
 
 @pytest.mark.parametrize(
-    ("by_rank", "message"),
+    ("offers", "message"),
     [
-        (places((0, 2, "a"), (0, 2, "b"), (1, 2, "a"), (1, 2, "b")), r"ranks \[0, 1\] are not .* \[0, 0\] of \[2, 2\]"),
-        (places((0, 2, "a"), (1, 2, "b")), "under 2 host names"),
-        (places((0, 3, "a"), (1, 3, "a")), r"ranks \[0, 1\] are not one host's: .* \[0, 1\] of \[3, 3\]"),
-        (places((0, 1, "a"), (1, 2, "b")), r"ranks \[1\] are not one host's: their places there are \[1\] of \[2\]"),
-        ([Place(0, 2, 7), Place(1, 3, 7)], r"of \[2, 3\]"),
+        (placements((0, 1, "a"), (0, 1, "b")), "each of the 2 hosts has one worker"),
+        (
+            placements((0, 2, "a"), (0, 2, "b"), (1, 2, "a"), (1, 2, "b")),
+            r"ranks \[0, 1\] are not the workers of one host: .* \[0, 0\] of \[2, 2\]",
+        ),
+        (placements((0, 2, "a"), (1, 2, "b")), "on 2 hosts"),
+        (placements((0, 3, "a"), (1, 3, "a")), r"ranks \[0, 1\] are not the workers .* \[0, 1\] of \[3, 3\]"),
+        (placements((0, 1, "a"), (1, 2, "b")), r"ranks \[1\] are not the workers .* local ranks are \[1\] of \[2\]"),
+        (placements((0, 2, "a"), (1, 3, "a")), r"of \[2, 3\]"),
     ],
 )
-def test_places_that_do_not_fit_together_are_named(by_rank: list[Place], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        divide(by_rank)
+def test_placements_that_contradict_each_other_are_named(offers: list[Any], message: str) -> None:
+    with pytest.raises(SharedMemoryUnavailable, match=message):
+        find_hosts(offers)
 
 
 def what_is_chosen(worlds: list[World], obstacle_on: int | None, backend: str | None) -> tuple[str, list[str]]:
@@ -527,7 +523,7 @@ def what_is_chosen(worlds: list[World], obstacle_on: int | None, backend: str | 
             def fail(_: str) -> int:
                 raise OSError("no memory")
 
-            shared_arena.os.memfd_create = fail
+            segment.os.memfd_create = fail
         communicator = connect(worlds[rank], backend)
         tensor = communicator.empty(5, torch.float32, CPU).fill_(1)
         communicator.all_reduce(tensor).wait()
@@ -535,68 +531,62 @@ def what_is_chosen(worlds: list[World], obstacle_on: int | None, backend: str | 
         communicator.close()
         return type(communicator).__name__, texts
     finally:
-        shared_arena.os.memfd_create = create
+        segment.os.memfd_create = create
         logger.removeHandler(keep)
         logger.setLevel(level)
 
 
-def test_leaders_that_do_not_find_together_are_an_error_on_all() -> None:
-    def fail(rank: int) -> LocalLeaders:
-        if rank == 2:
-            raise CommunicationError("no route")
-        return LocalLeaders(across, rank if rank < 2 else None)
+def test_leaders_that_cannot_connect_are_an_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise CommunicationError("no route")
 
-    members = LocalGroup(["cpu"] * 3, 20.0).members
-    across = LocalGroup(["cpu"] * 2, 20.0)
-    for member, world in zip(members, worlds_of([2, 1]), strict=True):
-        member.world = world
-    hosts = [range(2), range(2, 3)]
+    monkeypatch.setattr(bridge_module, "ProcessGroupCommunicator", fail)
     before = threading.active_count()
-    errors = together([lambda m=m: HostsCommunicator(m, hosts, lambda _: fail(m.world.rank)) for m in members])
-    assert [str(error) for error in errors] == [
-        *["ranks [2] cannot join the leaders of the hosts: their own errors say why"] * 2,
-        "rank 2 cannot join the leaders of the hosts: no route",
-    ]
+    first, second, third = join_all([2, 1])
+    assert [str(first), str(third)] == ["no route"] * 2
+    with pytest.raises(CommunicationError, match=r"rank 0 stopped after an error before .*: no route"):
+        second.all_reduce(torch.zeros(1)).wait()
+    second.close()
     assert threading.active_count() == before
 
 
-def worlds_of(sizes: Sequence[int], host: str = "host-{}") -> list[World]:
-    size = sum(sizes)
-    places = [(i, n, h) for h, n in enumerate(sizes) for i in range(n)]
-    return [World(rank, size, i, n, host.format(h)) for rank, (i, n, h) in enumerate(places)]
-
-
-FLAT = "ProcessGroupCommunicator"
+SHARED, FLAT = "SharedMemoryCommunicator", "ProcessGroupCommunicator"
 OVER_GLOO = "workers exchange over gloo, not through shared memory: "
 
 
 @pytest.mark.parametrize(
     ("worlds", "obstacle_on", "backend", "kind", "message"),
     [
-        (worlds_of([2, 1]), None, None, "HostsCommunicator", "workers exchange inside each of 2 hosts through shared "),
-        (worlds_of([2, 1], "same"), None, None, "HostsCommunicator", "workers exchange inside each of 2 hosts"),
-        (worlds_of([3]), None, None, "OneHostCommunicator", ""),
+        (worlds_of([2, 1]), None, None, SHARED, "workers exchange through shared memory inside each of 2 "),
+        (
+            worlds_of([2, 1], "same"),
+            None,
+            None,
+            SHARED,
+            "workers exchange through shared memory inside each of 2 hosts",
+        ),
+        (worlds_of([3]), None, None, SHARED, ""),
         (worlds_of([1, 1, 1]), None, None, FLAT, OVER_GLOO + "each of the 3 hosts has one worker"),
         (
             [World(rank, 3, rank, 3, device=torch.device("meta" if rank else "cpu")) for rank in range(3)],
             None,
             None,
             FLAT,
-            OVER_GLOO + "the tensors of ranks [1, 2] are not on the CPU",
+            OVER_GLOO + "rank 1: its tensors are on meta, not on the CPU; rank 2: its tensors are on meta",
         ),
-        (worlds_of([2, 1]), None, "gloo", FLAT, OVER_GLOO + "a backend was named"),
-        (worlds_of([2, 1]), 0, None, FLAT, OVER_GLOO + "rank"),
-        (worlds_of([2, 1]), 2, None, FLAT, OVER_GLOO + "rank"),
+        (worlds_of([2, 1]), None, "gloo", FLAT, ""),
+        (worlds_of([2, 1]), 0, None, FLAT, OVER_GLOO + "rank 0: no memory"),
+        (worlds_of([2, 1]), 2, None, FLAT, OVER_GLOO + "rank 2: no memory"),
         (
             [World(0, 3, 0, 2, "a"), World(1, 3, 0, 1, "b"), World(2, 3, 1, 2, "a")],
             None,
             None,
             FLAT,
-            OVER_GLOO + "ranks [0, 1] are not one host's: their places there are [0, 0] of [2, 1], under 2 host names",
+            OVER_GLOO + "ranks [0, 1] are not the workers of one host: their local ranks are [0, 0] of [2, 1], on 2",
         ),
     ],
 )
-def test_the_way_is_chosen_by_all_together(
+def test_all_workers_choose_the_same_communicator(
     worlds: list[World], obstacle_on: int | None, backend: str | None, kind: str, message: str, pool: WorkerPool
 ) -> None:
     for found, texts in pool.run(what_is_chosen, 3, worlds, obstacle_on, backend):

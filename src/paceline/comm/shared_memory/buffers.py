@@ -1,0 +1,175 @@
+"""Buffers in shared memory: one part per worker of the host, at the same offset of every segment.
+
+Small buffers are copied to where the peers can read them, and every worker sums all copies: one synchronization. Large
+buffers are divided into blocks, and workers that wait claim blocks: the claimant sums a block over all parts in rank
+order and writes the sum to all parts, so every byte is read once and written once: two synchronizations. A worker that
+has started the exchange but is busy delays nobody, and which worker sums a block does not change the result. Buffers of
+a world with several hosts are summed by the host's leader; see `bridge`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from paceline.comm.shared_memory.peers import LocalPeers
+from paceline.comm.shared_memory.segment import BlockClaims
+
+# Up to this size, a second synchronization would cost more than summing everything on every worker.
+SMALL_BYTES = 32 << 10
+# The blocks of all workers fit into a core's cache.
+BLOCK_BYTES = 256 << 10
+ALIGNMENT_BYTES = 64
+# Between hosts, a buffer travels in pieces of this size for each host, so that sums and network overlap.
+PIECE_BYTES = 1 << 20
+# Torch uses one thread for up to this many elements: a leader's thread must not take cores from the workers.
+_SINGLE_THREAD_NUMEL = 32704
+
+
+class SharedBuffer(ABC):
+    """What `empty` allocates.
+
+    Data that peers may still read when the next exchange of the same buffer starts is double-buffered. Two turns
+    suffice: a worker that starts the next but one exchange has seen all peers start the next one, and so end this one.
+    """
+
+    def __init__(self, peers: LocalPeers, index: int, numel: int, dtype: torch.dtype, extra_bytes: int = 0) -> None:
+        nbytes = aligned(numel * dtype.itemsize)
+        offset = peers.own.allocate(nbytes + extra_bytes)
+        self._peers = peers
+        self._name = f"{numel} elements of {dtype} (buffer {index} at offset {offset})"
+        self._extra_offset = offset + nbytes
+        self._turn = 0
+        self._index = peers.segments.index(peers.own)
+        self._calls: dict[str, str] = {}
+        self.parts = [segment.tensor(numel, dtype, offset) for segment in peers.segments]
+        self.tensor = self.parts[self._index]
+        self.is_busy = False
+
+    def describe(self, operation: str) -> str:
+        """A call on this buffer, for error messages and to compare it with the peers' calls."""
+        if operation not in self._calls:
+            self._calls[operation] = f"{operation} of {self._name}"
+        return self._calls[operation]
+
+    def start(self) -> None:
+        self.is_busy = True
+
+    @abstractmethod
+    def complete(self, number: int, call: str, source: int | None) -> None:
+        """Wait for the peers, then replace the tensor by the sum over all workers, or by that of rank `source`."""
+
+    def end(self) -> None:
+        self.is_busy = False
+        self._turn = 1 - self._turn
+
+    def _wait_for_calls(self, number: int, call: str) -> None:
+        self._peers.wait_for_all(lambda peer: peer.num_calls > number, call, "did not call it")
+        self._peers.check_same_call(number, call)
+
+
+class SmallBuffer(SharedBuffer):
+    def __init__(self, peers: LocalPeers, index: int, numel: int, dtype: torch.dtype) -> None:
+        nbytes = aligned(numel * dtype.itemsize)
+        super().__init__(peers, index, numel, dtype, 2 * nbytes)
+        offsets = (self._extra_offset, self._extra_offset + nbytes)
+        self._copies = [[segment.tensor(numel, dtype, offset) for segment in peers.segments] for offset in offsets]
+
+    def start(self) -> None:
+        super().start()
+        self._copies[self._turn][self._index].copy_(self.tensor)
+
+    def complete(self, number: int, call: str, source: int | None) -> None:
+        self._wait_for_calls(number, call)
+        copies = self._copies[self._turn]
+        if source is None:
+            add_up(copies, self.tensor)
+        else:
+            self.tensor.copy_(copies[source])
+
+
+class LargeBuffer(SharedBuffer):
+    def __init__(self, peers: LocalPeers, index: int, numel: int, dtype: torch.dtype) -> None:
+        size = len(peers.segments)
+        block = min(BLOCK_BYTES, aligned(-(-numel * dtype.itemsize // size))) // dtype.itemsize
+        num_blocks = -(-numel // block)
+        super().__init__(peers, index, numel, dtype, BlockClaims.nbytes(num_blocks))
+        self._blocks = list(zip(*(part.split(block) for part in self.parts), strict=True))
+        self._claims = BlockClaims(peers.segments[0], self._extra_offset, num_blocks)
+        if self._index == 0:
+            self._claims.initialize()
+        # Workers begin at different blocks, so that they rarely compete for one.
+        first = self._index * num_blocks // size
+        self._order = [*range(first, num_blocks), *range(first)]
+
+    def complete(self, number: int, call: str, source: int | None) -> None:
+        self._wait_for_calls(number, call)
+        own = self._peers.own
+        own.begin_blocks(number)
+        for index in self._order:
+            if self._claims.claim(self._turn, index):
+                block = self._blocks[index]
+                if source is None:
+                    add_up(block, block[0])
+                copy_to_all(block, source or 0)
+        own.end_blocks()
+        self._peers.wait_for_all(lambda peer: peer.active_call != number, call, "did not finish their blocks")
+
+
+class BridgedBuffer(SharedBuffer):
+    """A buffer in a world with several hosts.
+
+    Nothing is double-buffered: a worker does not touch its part between its call and the result, and the leader touches
+    the parts only between the last call and the result.
+    """
+
+    def __init__(self, peers: LocalPeers, index: int, numel: int, dtype: torch.dtype, num_hosts: int) -> None:
+        super().__init__(peers, index, numel, dtype)
+        split = num_hosts * PIECE_BYTES // dtype.itemsize
+        self.pieces = [Piece(parts) for parts in zip(*(part.split(split) for part in self.parts), strict=True)]
+
+    def complete(self, number: int, call: str, source: int | None) -> None:
+        self._peers.wait_for_leader(number, call)
+
+
+class Piece:
+    """The same section of a buffer on all workers of a host. `tensor` is the leader's."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self.tensor = parts[0]
+        self._blocks = list(zip(*(part.split(_SINGLE_THREAD_NUMEL) for part in parts), strict=True))
+
+    def reduce(self) -> None:
+        """Sum all parts into the leader's, in rank order."""
+        for first, *others in self._blocks:
+            for other in others:
+                first.add_(other)
+
+    def take(self, index: int) -> None:
+        """Copy one worker's part into the leader's."""
+        for block in self._blocks if index else ():
+            block[0].copy_(block[index])
+
+    def distribute(self) -> None:
+        """Copy the leader's part into all others."""
+        for block in self._blocks:
+            copy_to_all(block, 0)
+
+
+def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum in rank order, so that the bits do not depend on the worker that sums. `out` may be the first part."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
+
+
+def copy_to_all(parts: Sequence[torch.Tensor], source: int) -> None:
+    for index, part in enumerate(parts):
+        if index != source:
+            part.copy_(parts[source])
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
