@@ -12,7 +12,7 @@ from train_project import run_here, write_project
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.main import main
-from paceline.cli.train.user_errors import Told
+from paceline.cli.train.user_errors import UserFacingError
 from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles
 
@@ -47,7 +47,7 @@ def test_a_run_from_its_beginning_to_its_resumption(
     assert sum(rows[1]["shares"]) == 8  # four steps of two micro-batches
     # On one worker, to the end of the epochs: what a run on one worker that never stopped has.
     assert main(["-t", str(config), "train", "--resume", "--workers", "1"]) == 0
-    assert "going on after step 12" in capfd.readouterr().out
+    assert "resumed after step 12" in capfd.readouterr().out
     assert weights(files) == weights(run_here(config, tmp_path / "alone"))
     assert json.loads(files.status.read_text())["num_starts"] == 2
 
@@ -73,10 +73,10 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["model"] == "Sequential, 276 parameters"
     assert lines["data"] == "80 samples; evaluation 20 samples"
-    assert lines["step"] == "8 samples in 2 micro-batches of 4; 10 steps in an epoch; 20 steps in all"
-    assert lines["workers"] == "3 on CPU; micro-batches per step, to begin with: 1:1:0"
+    assert lines["step"] == "8 samples in 2 micro-batches of 4; 10 steps per epoch; 20 steps in total"
+    assert lines["workers"] == "3 on CPU; initial micro-batches per step: 1:1:0"
     assert lines["loss"].endswith("on the first micro-batch")
-    assert "ms per micro-batch here; about" in lines["time"]
+    assert "ms per micro-batch; about" in lines["time"]
     assert not list(place.iterdir())
 
 
@@ -99,7 +99,9 @@ def test_a_run_that_ends_between_two_evaluations_is_evaluated_at_its_end(tmp_pat
 
 def test_a_run_that_diverges_ends_with_what_to_do(tmp_path: Path) -> None:
     config = write_project(tmp_path, "diverging_parts")
-    with pytest.raises(Told, match=r"more than trainer.max_loss_ratio=100 times its lowest, .*lower the learning"):
+    with pytest.raises(
+        UserFacingError, match=r"diverges: .*trainer.max_loss_ratio=100 times its minimum, .*; lower the"
+    ):
         run_here(config, tmp_path / "run", "loss=diverging_parts:exploding", "trainer.max_loss_ratio=100")
 
 
@@ -113,7 +115,7 @@ def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
     steps = complete_steps(files.checkpoints)
     assert steps[-1] == 20
     assert max(scores.values()) in {scores[step] for step in steps}
-    with pytest.raises(Told, match=r"checkpoints.keep_best.metric=speed is not among what the evaluation gives"):
+    with pytest.raises(UserFacingError, match=r"checkpoints.keep_best.metric=speed is not a metric of the evaluation"):
         run_here(config, tmp_path / "other", "checkpoints.keep_best={metric: speed}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from train_project import run_here, write_project
 
-from paceline.cli.train.monitor import Watch
+from paceline.cli.train.monitor import Monitor
 from paceline.observe.metrics import read_metrics
 from paceline.run.step.loop import StepRecord
 
@@ -21,9 +21,9 @@ def test_memory_does_not_grow_with_the_steps(log_every: int, tmp_path: Path, mon
     config = write_project(tmp_path / "project", f"memory_parts_{log_every}")
     bytes_at: list[int] = []
     records_at: list[int] = []
-    after_step = Watch.after_step
+    after_step = Monitor.after_step
 
-    def measured(self: Watch, record: StepRecord) -> None:
+    def measured(self: Monitor, record: StepRecord) -> None:
         if record.step == 1:
             tracemalloc.start()
         after_step(self, record)
@@ -32,7 +32,7 @@ def test_memory_does_not_grow_with_the_steps(log_every: int, tmp_path: Path, mon
             bytes_at.append(tracemalloc.get_traced_memory()[0])
             records_at.append(sum(type(thing) is StepRecord for thing in gc.get_objects()))
 
-    monkeypatch.setattr(Watch, "after_step", measured)
+    monkeypatch.setattr(Monitor, "after_step", measured)
     settings = [
         "epochs=300",
         f"max_steps={MEASURED_AT[-1]}",

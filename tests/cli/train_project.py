@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.config import load_project
-from paceline.cli.train.work import Assignment, train
+from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 
 PARTS = """
@@ -99,9 +99,9 @@ trainer: {{global_batch: 8, micro_batch: 4, epochs: 2, learning_rate: 0.01, log_
     return config
 
 
-def run_here(config: Path, root: Path, *overrides: str, **told: Any) -> RunFiles:
+def run_here(config: Path, root: Path, *overrides: str, **request: Any) -> RunFiles:
     """One worker's part, in this process."""
     files = prepare_run_folder(root)
     project = load_project(config, overrides).resolve(1)
-    train(Assignment(project, files, **told))
+    train(RunRequest(project, files, **request))
     return files

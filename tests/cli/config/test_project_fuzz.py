@@ -9,16 +9,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from project_files import FULL, load
+from project_files import FULL, PAGE, load
 
 from paceline.cli.config import ConfigError, Project, load_project, show
-from paceline.cli.config.aliases import MEANINGS
-from paceline.cli.config.keys import keys
 
 NAMES = st.sampled_from(
     [
-        *dict.fromkeys(key.name for key in keys()),
-        *MEANINGS,
+        *dict.fromkeys(key.name for key in PAGE["keys"]()),
+        *PAGE["ALIASES"],
         *(
             "extends",
             "variables",

@@ -17,8 +17,8 @@ from project_files import LEAST, load
 import paceline as pl
 from paceline.cli.config import parts, schema
 from paceline.cli.config.factories import Factory
-from paceline.cli.config.fields import settings_of
-from paceline.cli.config.sources import build_data
+from paceline.cli.config.parts import build_data
+from paceline.cli.config.schema import settings_of
 
 REST = LEAST.rpartition("trainer:")[0]
 
@@ -26,7 +26,7 @@ REST = LEAST.rpartition("trainer:")[0]
 def test_settings_have_the_defaults_of_the_trainer(tmp_path: Path) -> None:
     """So that a file that says nothing trains as a script that says nothing."""
     parameters = inspect.signature(pl.Trainer.setup).parameters
-    given = parts.setup_arguments(load(tmp_path, LEAST).settings, tmp_path, tmp_path)
+    given = parts.flattened(parts.setup_arguments(load(tmp_path, LEAST).settings, tmp_path, tmp_path))
     given.pop("checkpoints")
     differing = {name for name, value in given.items() if parameters[name].default != value}
     assert differing == {"global_batch"}
@@ -116,7 +116,7 @@ def test_a_schedule_takes_the_learning_rate_where_it_should_be(written: str, tmp
 
 def test_a_schedule_of_a_stream_needs_to_be_told_its_end(tmp_path: Path) -> None:
     settings = load(tmp_path, LEAST.replace("epochs: 1", "epochs: 1, schedule: linear")).settings
-    with pytest.raises(ValueError, match=r"schedule=linear ends with the last: give trainer\.schedule_steps"):
+    with pytest.raises(ValueError, match=r"schedule=linear needs the number of steps, .*trainer\.schedule_steps"):
         parts.scheduler(settings, steps_per_epoch=None)
 
 
@@ -149,7 +149,7 @@ def test_a_saved_hf_data_set_is_found_with_its_split(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_dict({"x": [1, 2, 3]})
     datasets.DatasetDict({"train": whole}).save_to_disk(str(tmp_path / "saved"))
     assert len(build_data(schema.Hf("saved", split="train"), tmp_path)) == 3
-    with pytest.raises(ValueError, match="has the splits train: choose one with split, not test"):
+    with pytest.raises(ValueError, match=r"split=test is not in .*: choose from train"):
         build_data(schema.Hf("saved", split="test"), tmp_path)
 
 
@@ -182,7 +182,7 @@ def train(project: Any, run_folder: Path) -> int:
         parts.optimizer(settings),
         data=project.data("train"),
         scheduler=parts.scheduler(settings, None),
-        **parts.setup_arguments(settings, project.folder, run_folder),
+        **parts.flattened(parts.setup_arguments(settings, project.folder, run_folder)),
     ) as trainer:
         loss = settings.loss.build()
         trainer.every(1, steps.append)
@@ -193,11 +193,11 @@ def train(project: Any, run_folder: Path) -> int:
     return len(steps)
 
 
-def test_every_setting_of_the_trainer_is_used_by_somebody() -> None:
-    """A new one must be added here, or to `setup_arguments`."""
+def test_every_setting_of_the_trainer_is_used() -> None:
+    """A new one belongs to a group of run/settings.py, to the plain parameters, or to the command."""
     of_the_command = {
         *("micro_batches_per_worker", "epochs", "max_steps", "learning_rate", "weight_decay", "schedule"),
         *("warmup_steps", "schedule_steps", "strategy", "compile", "gradient_checkpointing", "eval_every"),
-        *("log_every", "timeline", "early_stopping", "max_loss_ratio"),
+        *("log_every", "early_stopping", "max_loss_ratio"),
     }
-    assert {*parts._SAME, *of_the_command} == set(settings_of(schema.Trainer))
+    assert {*parts._PLAIN, *of_the_command} == set(settings_of(schema.Training))

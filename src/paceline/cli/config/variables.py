@@ -1,4 +1,4 @@
-"""`${name}`: variables of the project, and of the environment where that is written."""
+"""`${name}`: variables of the project and of the environment."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.cli.config.errors import ConfigError, Origin, Problem, fail, nearest
-from paceline.cli.config.reading import checked_text, scalar
-from paceline.cli.config.tree import MAX_DEPTH, MAX_TEXT, Node, found
+from paceline.cli.config.yaml_tree import MAX_DEPTH, MAX_TEXT, Node, checked_text, found, scalar
 
 VARIABLES = "variables"
 
 _ENVIRONMENT = "env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# An escape, a reference, or the beginning of a reference that does not end.
+# An escape, a reference, or the start of a reference that is not closed.
 _TOKEN = re.compile(r"\$\$\{|\$\{(?P<inside>[^{}]*)\}|\$\{")
 
 
 def substitute(root: Node, environment: Mapping[str, str]) -> Node:
-    """The tree without its variables, every reference replaced by what it stands for."""
+    """The tree without its `variables` section, every reference replaced by its value."""
     entries = dict(root.mapping or {})
     declared = entries.pop(VARIABLES, None)
     if declared is not None and declared.mapping is None:
-        raise fail(declared.origin, f"{VARIABLES} is {found(declared)}: give a mapping of names to values")
+        raise fail(declared.origin, f"{VARIABLES} is {found(declared)}: expected a mapping of names to values")
     substitution = _Substitution({} if declared is None else declared.mapping or {}, environment)
     substituted = substitution.of(Node(entries, root.origin))
     if substitution.problems:
@@ -36,9 +35,9 @@ class _Substitution:
         self._variables = variables
         self._environment = environment
         self._values: dict[str, Node] = {}
-        self._open: list[str] = []
+        self._open: list[str] = []  # the variables being substituted, outermost first
         self.problems = [
-            Problem(node.origin, f"{name!r} cannot be the name of a variable: choose letters, digits and _")
+            Problem(node.origin, f"{name!r} is not allowed as a variable name: use letters, digits and _, and not env")
             for name, node in variables.items()
             if not _NAME.fullmatch(name) or name == _ENVIRONMENT
         ]
@@ -67,17 +66,17 @@ class _Substitution:
             end = token.end()
             length += len(pieces[-1])
             if length > MAX_TEXT:
-                raise fail(origin, f"with its variables this text has more than {MAX_TEXT} characters: write less")
+                raise fail(origin, f"variables expand this text to more than {MAX_TEXT} characters: use fewer")
         return Node("".join([*pieces, text[end:]]), origin)
 
     def _as_text(self, token: re.Match[str], origin: Origin) -> str:
         if token[0] == "$${":
             return "${"
         if token["inside"] is None:
-            raise fail(origin, "a reference is not closed: write ${name}, or $${ for the two characters themselves")
+            raise fail(origin, "a reference is not closed: write ${name}, or $${ for a literal ${")
         node = self._value(token["inside"], origin)
         if isinstance(node.content, dict | tuple):
-            raise fail(origin, f"{token[0]} is {found(node)}, which cannot be a part of a text")
+            raise fail(origin, f"{token[0]} is {found(node)}: only scalars can be part of a longer text")
         return node.content if isinstance(node.content, str) else found(node)
 
     def _value(self, inside: str, origin: Origin) -> Node:
@@ -86,7 +85,7 @@ class _Substitution:
         if is_environment:
             name, colon, default = default.partition(":")
         if not _NAME.fullmatch(name):
-            raise fail(origin, f"${{{inside}}} names nothing: write ${{name}}, ${{name:default}} or ${{env:NAME}}")
+            raise fail(origin, f"${{{inside}}} is not a reference: write ${{name}}, ${{name:default}} or ${{env:NAME}}")
         if is_environment and name in self._environment:
             return Node(scalar(checked_text(self._environment[name], origin), origin), origin)
         if not is_environment and name in self._variables:
@@ -94,15 +93,15 @@ class _Substitution:
         if colon:
             return Node(scalar(default, origin), origin)
         if is_environment:
-            raise fail(origin, f"the environment has no {name}: set it, or write ${{env:{name}:default}}")
-        raise fail(origin, f"there is no variable {name!r}: {nearest(name, self._variables)}")
+            raise fail(origin, f"the environment variable {name} is not set: set it, or write ${{env:{name}:default}}")
+        raise fail(origin, f"unknown variable {name!r}: {nearest(name, self._variables)}")
 
     def _variable(self, name: str, origin: Origin) -> Node:
         if name in self._open:
             circle = " -> ".join([*self._open[self._open.index(name) :], name])
-            raise fail(origin, f"variables that refer to one another in a circle: {circle}")
+            raise fail(origin, f"variables refer to one another in a circle: {circle}")
         if len(self._open) >= MAX_DEPTH:
-            raise fail(origin, f"more than {MAX_DEPTH} variables refer to one another: write fewer")
+            raise fail(origin, f"more than {MAX_DEPTH} variables refer to one another: use fewer")
         if name not in self._values:
             self._open.append(name)
             try:
