@@ -196,7 +196,8 @@ FILES = {
         "  p.yaml:1:1: modle is an unknown setting: did you mean model?"
     ),
     LEAST.replace('{factory: "parts:build_model"}', "parts.build_model"): (
-        "p.yaml:1:1: model is 'parts.build_model': expected package.module:name; did you mean parts:build_model?"
+        "p.yaml:1:1: model is 'parts.build_model': expected package.module:name or factory: "
+        "package.module:name; did you mean parts:build_model?"
     ),
     LEAST.replace('{factory: "parts:build_model"}', "{arguments: {}}"): (
         "p.yaml:1:1: model is a mapping of arguments: expected package.module:name or factory: package.module:name"
@@ -208,8 +209,8 @@ FILES = {
         "p.yaml:1:25: model.arguments is a list of 1: expected a mapping or null"
     ),
     LEAST.replace('{train: {factory: "parts:samples"}}', "{train: {paths: a}}"): (
-        "p.yaml:2:8: data.train is a mapping of paths: expected factory: package.module:name, kind: "
-        "tokens, kind: arrow, kind: images or kind: hf"
+        "p.yaml:2:8: data.train is a mapping of paths: expected package.module:name, factory: "
+        "package.module:name, kind: tokens, kind: arrow, kind: images or kind: hf"
     ),
     LEAST.replace('{train: {factory: "parts:samples"}}', "{train: {kind: token, paths: a}}"): (
         "p.yaml:2:16: data.train.kind is 'token': did you mean tokens? (choose from tokens, arrow, images, hf)"
@@ -220,8 +221,9 @@ FILES = {
         "  p.yaml:2:41: data.train.paths[1] is 3: expected a string"
     ),
     LEAST + "loggers: [csv, tensorbord]": (
-        "p.yaml:4:16: loggers[1] is 'tensorbord': expected csv, tensorboard, wandb, mlflow, factory: "
-        "package.module:name or a mapping of name, arguments; did you mean tensorboard?"
+        "p.yaml:4:16: loggers[1] is 'tensorbord': expected csv, tensorboard, wandb, mlflow, "
+        "package.module:name, factory: package.module:name or a mapping of name, arguments; did you mean "
+        "tensorboard?"
     ),
     LEAST + "checkpoints: {keep_best: loss}": (
         "p.yaml:4:15: checkpoints.keep_best is 'loss': expected a mapping of metric, count, mode or null"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cli.config import parts, schema
+from paceline.cli.config import schema, trainer_setup
 from paceline.cli.config.errors import nearest
 from paceline.cli.config.schema import Settings
 from paceline.plan.steps import Steps
@@ -37,7 +37,7 @@ def contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
             if value is not None:
                 yield key, "requires data.evaluation"
     try:
-        parts.checkpoints(saving, Path())
+        trainer_setup.checkpoints(saving, Path())
     except ValueError as error:
         yield "checkpoints", f"is inconsistent: {error}"
     for name in saving.leave_out:
@@ -65,7 +65,7 @@ def _optimizer(settings: Settings) -> Iterator[tuple[str, str]]:
         yield "trainer.scheduler_every", "has no effect: there is no scheduler section"
     elif trainer.schedule_steps or trainer.max_steps:
         try:
-            parts.horizon(trainer, None)
+            trainer_setup.horizon(trainer, None)
         except ValueError as error:
             yield "trainer.warmup_steps", f"is too large: {error}"
 
@@ -97,7 +97,7 @@ def _run_config(settings: Settings) -> Iterator[tuple[str, str]]:
     """Errors that the run itself would raise when it starts."""
     trainer = resolved(settings.trainer, settings.workers or 1)
     try:
-        strategy = parts.strategy(trainer.strategy)
+        strategy = trainer_setup.strategy(trainer.strategy)
     except ValueError as error:
         yield "trainer.strategy", f"is inconsistent: {error}"
         return

@@ -23,13 +23,14 @@ from typing import (
 )
 
 from paceline.checkpoint.compare import Level
-from paceline.cli.config.factories import Factory, Reference
+from paceline.cli.config.parts import Part
 from paceline.core.settings import Limits, setting
 from paceline.run.saving.options import Mode
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
 
-Part: TypeAlias = Reference | Factory
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
+Schedule = Literal["constant", "linear", "cosine"]
+TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 
 @dataclass_transform(frozen_default=True)
@@ -51,9 +52,7 @@ class Tokens(Section, kind="tokens"):
 
     paths: str | tuple[str, ...] = setting("one or several files of token ids (.bin, .npy)")
     length: int = setting("tokens per sample", least=1)
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = setting(
-        "type of the ids in .bin files; uint16 if null", None
-    )
+    dtype: TokenType | None = setting("type of the ids in .bin files; uint16 if null", None)
     stride: int | None = setting("distance between the starts of two windows; the length if null", None, least=1)
     targets: bool = setting("give samples a y, which is x shifted by one token", True)
     vocab_size: int | None = setting("check that every id is smaller than this", None, least=1)
@@ -89,7 +88,7 @@ class Hf(Section, kind="hf"):
     streaming: bool = setting("read the data set as a stream", False)
 
 
-Source: TypeAlias = Factory | Tokens | Arrow | Images | Hf
+Source: TypeAlias = Part | Tokens | Arrow | Images | Hf
 
 
 class Data(Section):
@@ -125,7 +124,7 @@ class Averaging(Section, kind="averaging"):
     first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
     overlap: bool = setting("continue training while the average is computed", False)
     transfer: Literal["fp32", "bf16", "fp16"] = setting("data type of the transfer", "fp32")
-    outer: Factory | None = setting("optimizer over the averaged weights, called with the parameters", None)
+    outer: Part | None = setting("optimizer over the averaged weights, called with the parameters", None)
     divergence_threshold: float | None = setting("drift above which averaging becomes more frequent", 0.05, above=0)
 
 
@@ -141,38 +140,26 @@ class Training(Section):
 
     global_batch: int | None = setting("samples per optimizer step, over all workers", None, least=1)
     micro_batch: int | None = setting("samples per forward and backward pass; global_batch if null", None, least=1)
-    micro_batches_per_worker: int | None = setting(
-        "instead of global_batch, which becomes micro_batch x this x workers at the first start", None, least=1
-    )
+    micro_batches_per_worker: int | None = setting("instead of global_batch: micro-batches per step", None, least=1)
     epochs: int | None = setting("passes over the data", None, least=1)
     max_steps: int | None = setting("optimizer steps; with epochs, the smaller limit applies", None, least=1)
     seed: int = setting("seed of weights, order, dropout and augmentation", 0)
     exact: bool = setting("bitwise identical weights on any number of workers", False)
     precision: Precision = setting("data type of forward passes", "fp32")
     strategy: Gradients | Cadence | Averaging = setting("what workers exchange, and when", Gradients)
-    shuffle: bool | None = setting(
-        "a new order in every epoch; if null, true, or the setting of a DataLoader given as data", None
-    )
-    max_grad_norm: float | None = setting(
-        "largest norm of the gradient; .inf measures without clipping", None, least=0, finite=False
-    )
+    shuffle: bool | None = setting("a new order in every epoch; if null, true or as in a given DataLoader", None)
+    max_grad_norm: float | None = setting("gradient clipping; .inf only measures", None, least=0, finite=False)
     learning_rate: float | None = setting("learning rate of AdamW, instead of an optimizer section", None, above=0)
     weight_decay: float | None = setting("weight decay of AdamW, with learning_rate; 0 if null", None, least=0)
-    schedule: Literal["constant", "linear", "cosine"] | None = setting(
-        "learning rate schedule, instead of a scheduler section", None
-    )
+    schedule: Schedule | None = setting("learning rate schedule, instead of a scheduler section", None)
     warmup_steps: int = setting("steps of linear warmup", 0, least=0)
-    schedule_steps: int | None = setting(
-        "step at which linear and cosine reach 0; if null, max_steps or the steps of all epochs", None, least=1
-    )
+    schedule_steps: int | None = setting("step at which linear and cosine reach 0; the last if null", None, least=1)
     compile: bool = setting("compile the model with torch.compile", False)
     gradient_checkpointing: bool = setting("recompute activations in the backward pass to save memory", False)
     eval_every: int | None = setting("steps between evaluations; after each epoch if null", None, least=1)
     log_every: int = setting("steps between lines of metrics", 10, least=1)
     early_stopping: EarlyStopping | None = setting("end the run when the evaluation stops improving", None)
-    max_loss_ratio: float | None = setting(
-        "end the run when the loss exceeds its minimum by this factor", None, above=1
-    )
+    max_loss_ratio: float | None = setting("end the run when loss / lowest loss exceeds this", None, above=1)
 
 
 class Trainer(Runtime, Optimization, Balancing, Loading, Batching, Training):
@@ -195,9 +182,7 @@ class Checkpoints(Section):
     save: bool = setting("save checkpoints", True)
     folder: str | None = setting("folder of the checkpoints; in the run's folder if null", None)
     every_steps: int | None = setting("steps between checkpoints", None, least=1)
-    every_minutes: float | None = setting(
-        "minutes between checkpoints; 10 if no other interval is given", None, above=0
-    )
+    every_minutes: float | None = setting("minutes between checkpoints; 10 without any interval", None, above=0)
     every_epochs: int | None = setting("epochs between checkpoints", None, least=1)
     final: bool = setting("save when the run ends", True)
     keep_last: int | None = setting("number of newest checkpoints to keep; all if null", 3, least=1)
@@ -211,9 +196,7 @@ class Checkpoints(Section):
     num_writers: int = setting("number of workers that write", 1, least=1)
     handle_signals: bool = setting("save on SIGTERM and SIGINT before the run ends", True)
     resume: Literal["auto"] | bool | str | None = setting(
-        "auto: from the newest checkpoint, if any; true: from the newest, which must exist; null: refuse a folder with "
-        "checkpoints; or a path",
-        "auto",
+        "auto: the newest checkpoint, if any; true: the newest; null: refuse existing checkpoints; or a path", "auto"
     )
     init_from: str | None = setting("initial weights, if nothing is resumed", None)
     allow: tuple[str, ...] = setting("settings that may differ from those of the checkpoint", ())
@@ -241,7 +224,7 @@ class Settings(Section):
     devices: tuple[int, ...] | Literal["cpu"] | None = setting("GPU numbers, or cpu; all GPUs if null", None, least=0)
     max_restarts: int = setting("how often failed workers are restarted", 0, least=0)
     output: str = setting("folder for the folders of runs, relative to the current folder", "runs")
-    loggers: tuple[LoggerName | Factory | Logger, ...] = setting("loggers, in addition to the run's own files", ())
+    loggers: tuple[LoggerName | Part | Logger, ...] = setting("loggers, in addition to the run's own files", ())
 
 
 class Setting(NamedTuple):
@@ -280,8 +263,9 @@ def describe(hint: Any, limits: Limits) -> str:
 
 def _words(option: Any, limits: Limits) -> Iterator[str]:
     bound = f" {limits}" if str(limits) else ""
-    if get_origin(option) is Literal or option is bool:
-        yield from ("true", "false") if option is bool else map(str, get_args(option))
+    several = {bool: ("true", "false"), Part: ("package.module:name", "factory: package.module:name")}
+    if get_origin(option) is Literal or option in several:
+        yield from several.get(option) or map(str, get_args(option))
     elif get_origin(option) is tuple:
         item = get_args(option)[0]
         plural = {int: "integers", float: "numbers", str: "strings"}.get(item) or describe(item, Limits())
@@ -294,7 +278,5 @@ def _words(option: Any, limits: Limits) -> Iterator[str]:
             float: f"a number{bound}",
             str: "a string",
             types.NoneType: "null",
-            Factory: "factory: package.module:name",
-            Reference: "package.module:name",
         }
         yield words.get(option, "a mapping")

@@ -10,7 +10,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from paceline.cli.config.errors import Origin
-from paceline.cli.config.factories import Factory, Reference
+from paceline.cli.config.parts import Part
 from paceline.cli.config.project import Project
 from paceline.cli.config.schema import Section, settings_of
 from paceline.cli.config.yaml_tree import dotted
@@ -33,11 +33,11 @@ def show(project: Project) -> str:
 
 def plain(value: Any, *, is_argument: bool = False) -> Any:
     """A setting as a file has it: mappings, lists and scalars. In arguments, references are marked as such."""
-    if isinstance(value, Reference):
+    if isinstance(value, Part) and value.arguments is None:
         return {"reference": value.target} if is_argument else value.target
-    if isinstance(value, Factory):
-        arguments = plain(value.arguments, is_argument=True)
-        return {"factory": value.target, **({"arguments": arguments} if arguments else {})}
+    if isinstance(value, Part):
+        arguments = {"arguments": plain(value.arguments, is_argument=True)} if value.arguments else {}
+        return {"factory": value.target, **arguments}
     if isinstance(value, dict):
         return {key: plain(item, is_argument=True) for key, item in value.items()}
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""From a tree of values to typed settings. pydantic checks types, limits and unknown keys; the places are ours."""
+"""From a tree of values to typed settings. pydantic checks types, limits and keys; the places are ours."""
 
 from __future__ import annotations
 
@@ -9,23 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import pydantic
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import (
-    AfterValidator,
-    AllowInfNan,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    InstanceOf,
-    Strict,
-    Tag,
-    TypeAdapter,
-    ValidationError,
-    create_model,
-)
 
 from paceline.cli.config.errors import Origin, Problem, nearest
-from paceline.cli.config.factories import Factory, Reference, Site, target_problem
+from paceline.cli.config.parts import Part, Site, target_problem
 from paceline.cli.config.schema import Settings, describe, is_section, options_of, settings_of
 from paceline.cli.config.yaml_tree import Node, dotted, found
 from paceline.core.settings import Limits
@@ -34,7 +22,7 @@ _INTEGER_LIMIT = 2**63
 
 
 class _Text(str):
-    """A text of the file that knows where it is, in case it names a part."""
+    """A text of the file with its place, in case it names a part."""
 
     site: Site
 
@@ -54,26 +42,23 @@ class Validation:
         data = self._mapping(tree.mapping or {}, "")
         try:
             self.settings = _adapter().validate_python(data)
-        except ValidationError as error:
-            errors = error.errors(include_url=False, include_input=False, include_context=False)
-            self.problems += [self._explain(each["loc"], tree) for each in errors]
+        except pydantic.ValidationError as error:
+            for each in error.errors(include_url=False, include_input=False, include_context=False):
+                self._explain(each["loc"], tree)
 
     def _data(self, node: Node, key: str, *, is_argument: bool) -> Any:
         """The tree as plain data, except that a mapping with `factory` or `reference` becomes a part."""
         self.origins[key] = node.origin
         content = node.content
         if isinstance(content, dict):
-            if "factory" in content:
-                return self._part(content, key, "factory", ("factory", "arguments"))
-            if "reference" in content:
-                return self._part(content, key, "reference", ("reference",))
+            if "factory" in content or "reference" in content:
+                return self._part(content, key)
             return self._mapping(content, key, is_argument=is_argument)
         if isinstance(content, tuple):
             return [self._data(child, f"{key}[{i}]", is_argument=is_argument) for i, child in enumerate(content)]
         if isinstance(content, str) and not is_argument:
-            text = _Text(content)
-            text.site = Site(self._folder, key, node.origin)
-            return text
+            content = _Text(content)
+            content.site = Site(self._folder, key, node.origin)
         return content
 
     def _mapping(self, entries: Mapping[str, Node], key: str, *, is_argument: bool = False) -> dict[str, Any]:
@@ -82,27 +67,30 @@ class Validation:
             for name, child in entries.items()
         }
 
-    def _part(self, entries: Mapping[str, Node], key: str, word: str, known: tuple[str, ...]) -> Factory | Reference:
+    def _part(self, entries: Mapping[str, Node], key: str) -> Part:
+        known = ("factory", "arguments") if "factory" in entries else ("reference",)
         for name, child in entries.items():
+            self.origins[dotted(key, name)] = child.origin
             if name not in known:
-                unknown = f"is an unknown setting: {nearest(name, known)}"
-                self.problems.append(_problem(child, dotted(key, name), unknown))
-        target, path = entries[word], dotted(key, word)
-        self.origins[path] = target.origin
-        if wrong := _target_problem(target):
-            self.problems.append(_problem(target, path, wrong))
+                self._problem(child, dotted(key, name), f"is an unknown setting: {nearest(name, known)}")
+        target, path = entries[known[0]], dotted(key, known[0])
+        if not isinstance(target.content, str):
+            self._problem(target, path, f"is {found(target)}: expected package.module:name")
+        elif wrong := target_problem(target.content):
+            self._problem(target, path, wrong)
         site = Site(self._folder, path, target.origin)
-        if word == "reference":
-            return Reference(str(target.content), site)
+        if known == ("reference",):
+            return Part(str(target.content), None, site)
         given, path = entries.get("arguments"), dotted(key, "arguments")
-        if given is None or given.content is None:
-            return Factory(str(target.content), {}, site)
-        if given.mapping is None:
-            self.problems.append(_problem(given, path, f"is {found(given)}: expected a mapping or null"))
-        self.origins[path] = given.origin
-        return Factory(str(target.content), self._mapping(given.mapping or {}, path, is_argument=True), site)
+        if given is not None and given.content is not None and given.mapping is None:
+            self._problem(given, path, f"is {found(given)}: expected a mapping or null")
+        arguments = (given.mapping if given is not None else None) or {}
+        return Part(str(target.content), self._mapping(arguments, path, is_argument=True), site)
 
-    def _explain(self, location: tuple[int | str, ...], tree: Node) -> Problem:
+    def _problem(self, node: Node, key: str, message: str) -> None:
+        self.problems.append(Problem(node.origin, f"{node.origin.alias or key} {message}"))
+
+    def _explain(self, location: tuple[int | str, ...], tree: Node) -> None:
         """Follow pydantic's path, which also names the chosen member of each union, to the value and its type."""
         node, key, hint, limits = tree, "", Settings, Limits()
         for part in location:
@@ -114,82 +102,71 @@ class Validation:
                 node, key, hint = node.content[part], f"{key}[{part}]", get_args(hint)[0]
             else:
                 setting, child, path = settings_of(hint).get(part), (node.mapping or {}).get(part), dotted(key, part)
-                if child is None:
-                    assert setting is not None
-                    return Problem(
-                        node.origin,
-                        f"{path} is missing: {setting.help} (expected {describe(setting.type, setting.limits)})",
-                    )
                 if setting is None:
-                    known = (*settings_of(hint), *self._aliases.get(key, ()))
-                    home = self._homes().get(part)
-                    meant = f"did you mean {home}?" if home else nearest(part, known)
-                    return _problem(child, path, f"is an unknown setting: {meant}")
+                    assert child is not None
+                    self._problem(child, path, f"is an unknown setting: {self._meant(part, key, settings_of(hint))}")
+                    return
+                if child is None:
+                    expected = f"{setting.help} (expected {describe(setting.type, setting.limits)})"
+                    self.problems.append(Problem(node.origin, f"{path} is missing: {expected}"))
+                    return
                 node, key, hint, limits = child, path, setting.type, setting.limits
-        return _mismatch(node, key, hint, limits)
+        self._mismatch(node, key, hint, limits)
 
-    def _homes(self) -> dict[str, str]:
-        """The dotted key of every setting and alias by its last part: where a misplaced key belongs."""
-        sections = {name: setting.type for name, setting in settings_of(Settings).items()}
-        homes = {n: f"{name}.{n}" for name, hint in sections.items() if is_section(hint) for n in settings_of(hint)}
-        aliases = {name: f"{section}.{name}" for section, names in self._aliases.items() for name in names}
-        return homes | aliases | {name: name for name in sections}
+    def _meant(self, name: str, section: str, settings: Sequence[str] | Mapping[str, Any]) -> str:
+        """The setting or alias of this name in another section, or the nearest name in this one."""
+        sections = {key: list(settings_of(s.type)) for key, s in settings_of(Settings).items() if is_section(s.type)}
+        homes = {
+            inner: f"{key}.{inner}" for group in (sections, self._aliases) for key in group for inner in group[key]
+        }
+        homes |= {key: key for key in settings_of(Settings)}
+        known = (*settings, *self._aliases.get(section, ()))
+        return f"did you mean {homes[name]}?" if name in homes else nearest(name, known)
 
-
-def _problem(node: Node, key: str, message: str) -> Problem:
-    return Problem(node.origin, f"{node.origin.alias or key} {message}")
-
-
-def _target_problem(node: Node) -> str | None:
-    if isinstance(node.content, str):
-        return target_problem(node.content)
-    return f"is {found(node)}: expected package.module:name"
-
-
-def _mismatch(node: Node, key: str, hint: Any, limits: Limits) -> Problem:
-    """A value that its type does not allow."""
-    options, content = options_of(hint), node.content
-    kinds = [option.kind for option in options if is_section(option) and option.kind]
-    given = (node.mapping or {}).get("kind")
-    if given is not None and kinds:
-        text = given.content if isinstance(given.content, str) else ""
-        return _problem(given, dotted(key, "kind"), f"is {found(given)}: {nearest(text, kinds)}")
-    if hint is Reference and isinstance(content, str):
-        return _problem(node, key, target_problem(content) or "")
-    if isinstance(content, int) and abs(content) >= _INTEGER_LIMIT and {int, float}.intersection(options):
-        return _problem(node, key, f"is {found(node)}: expected a number of at most 63 bits")
-    names = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)] + kinds
-    near = get_close_matches(content, names, n=1) if isinstance(content, str) else []
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return _problem(node, key, f"is {found(node)}: expected {describe(hint, limits)}{meant}")
+    def _mismatch(self, node: Node, key: str, hint: Any, limits: Limits) -> None:
+        """Report a value that its type does not allow."""
+        options, content = options_of(hint), node.content
+        kinds = [option.kind for option in options if is_section(option) and option.kind]
+        given = (node.mapping or {}).get("kind")
+        if given is not None and kinds:
+            text = given.content if isinstance(given.content, str) else ""
+            self._problem(given, dotted(key, "kind"), f"is {found(given)}: {nearest(text, kinds)}")
+        elif isinstance(content, int) and abs(content) >= _INTEGER_LIMIT and {int, float}.intersection(options):
+            self._problem(node, key, f"is {found(node)}: expected a number of at most 63 bits")
+        else:
+            names = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)] + kinds
+            near = get_close_matches(content, names, n=1) if isinstance(content, str) else []
+            meant = f"; did you mean {near[0]}?" if near else ""
+            if Part in options and isinstance(content, str):
+                meant = meant or (target_problem(content) or "").partition("module:name")[2]
+            self._problem(node, key, f"is {found(node)}: expected {describe(hint, limits)}{meant}")
 
 
 @cache
-def _adapter() -> TypeAdapter[Settings]:
-    return TypeAdapter(_type(Settings, Limits()))
+def _adapter() -> pydantic.TypeAdapter[Settings]:
+    return pydantic.TypeAdapter(_type(Settings, Limits()))
 
 
 def _type(hint: Any, limits: Limits) -> Any:
     """The pydantic type for a declared one."""
     options = options_of(hint)
     if len(options) > 1:
-        members = [Annotated[_type(option, limits), Tag(str(i))] for i, option in enumerate(options)]
-        return Annotated[Union[tuple(members)], Discriminator(lambda value: _member(options, value))]  # noqa: UP007
+        members = [Annotated[_type(option, limits), pydantic.Tag(str(i))] for i, option in enumerate(options)]
+        by_form = pydantic.Discriminator(lambda value: _member(options, value))
+        return Annotated[Union[tuple(members)], by_form]  # noqa: UP007
     if is_section(hint):
         return _section(hint)
-    if hint is Factory:
-        return InstanceOf[Factory]
-    if hint is Reference:
-        return Annotated[InstanceOf[Reference], BeforeValidator(_reference)]
+    if hint is Part:
+        return Annotated[pydantic.InstanceOf[Part], pydantic.BeforeValidator(_part)]
     if get_origin(hint) is tuple:
         return tuple[_type(get_args(hint)[0], limits), ...]  # type: ignore[misc]
-    if hint in (int, float):
+    if hint is int or hint is float:
         bounds = ((Ge, limits.least), (Gt, limits.above), (Le, limits.most), (Lt, limits.below))
         given: list[Any] = [bound(value) for bound, value in bounds if value is not None]
         if hint is float and limits.finite:
-            given.append(AllowInfNan(False))
-        return Annotated[(hint, Strict(), *given, BeforeValidator(_check_range))]
-    return Annotated[hint, Strict()] if hint in (bool, str) else hint
+            given.append(pydantic.AllowInfNan(False))
+        return Annotated[(hint, pydantic.Strict(), *given, pydantic.BeforeValidator(_in_range))]
+    return Annotated[hint, pydantic.Strict()] if hint in (bool, str) else hint
 
 
 def _section(section: Any) -> Any:
@@ -197,9 +174,9 @@ def _section(section: Any) -> Any:
     declared: Any = {
         name: (_type(s.type, s.limits), ... if s.default is MISSING else s.default) for name, s in settings.items()
     }
-    model = create_model(section.__name__, __config__=ConfigDict(extra="forbid"), **declared)
-    made = AfterValidator(lambda valid: section(**{name: getattr(valid, name) for name in settings}))
-    return Annotated[model, made, BeforeValidator(_without_kind)] if section.kind else Annotated[model, made]
+    model = pydantic.create_model(section.__name__, __config__=pydantic.ConfigDict(extra="forbid"), **declared)
+    made = pydantic.AfterValidator(lambda valid: section(**{name: getattr(valid, name) for name in settings}))
+    return Annotated[model, made, pydantic.BeforeValidator(_without_kind)] if section.kind else Annotated[model, made]
 
 
 def _without_kind(value: Any) -> Any:
@@ -208,7 +185,7 @@ def _without_kind(value: Any) -> Any:
 
 
 def _member(options: tuple[Any, ...], value: Any) -> str | None:
-    """The member of a union that a value has the form of."""
+    """The tag of the union's member that a value has the form of."""
     return next((str(i) for i, option in enumerate(options) if _has_form(value, option)), None)
 
 
@@ -217,25 +194,21 @@ def _has_form(value: Any, option: Any) -> bool:
         return bool((value.get("kind", "") if isinstance(value, dict) else value) == option.kind)
     if get_origin(option) is Literal:
         return isinstance(value, str) and value in get_args(option)
-    if option is Reference:
-        return isinstance(value, Reference | _Text)
-    if option is float:
-        return type(value) in (int, float)
-    if option is str:
-        return isinstance(value, str)
-    forms = {tuple: list, Mapping: dict}
-    return type(value) is forms.get(get_origin(option), option)
+    if option is Part:
+        return isinstance(_part(value), Part)
+    if form := {tuple: list, Mapping: dict, str: str}.get(get_origin(option) or option):
+        return isinstance(value, form)
+    return type(value) is option or (option is float and type(value) is int)
 
 
-def _reference(value: Any) -> Any:
-    if not isinstance(value, _Text):
-        return value
-    if target_problem(value):
-        raise ValueError
-    return Reference(str(value), value.site)
+def _part(value: Any) -> Any:
+    """A text of the form `package.module:name` as a part."""
+    if isinstance(value, _Text) and target_problem(value) is None:
+        return Part(str(value), None, value.site)
+    return value
 
 
-def _check_range(value: Any) -> Any:
+def _in_range(value: Any) -> Any:
     if isinstance(value, int) and abs(value) >= _INTEGER_LIMIT:
         raise ValueError
     return value

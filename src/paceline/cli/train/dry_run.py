@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.api.trainer import Trainer
-from paceline.cli.config import Project, parts
+from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.schema import Settings
 from paceline.cli.train.monitor import total_steps
 from paceline.cli.train.user_errors import reporting_project_errors
@@ -58,7 +58,7 @@ def dry_run(project: Project, num_workers: int) -> int:
 
 def _arguments(project: Project) -> dict[str, Any]:
     """The arguments of a trainer that has one worker and saves nothing."""
-    arguments = parts.setup_arguments(project.settings, project.folder, Path())
+    arguments = trainer_setup.setup_arguments(project.settings, project.folder, Path())
     for name in ("checkpoints", "resume", "allow", "skip"):
         arguments.pop(name, None)
     arguments["balancing"] = Balancing()

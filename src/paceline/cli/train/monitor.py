@@ -17,7 +17,7 @@ from typing import Any, Self, TextIO
 from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
 from paceline.cli.config import Project
-from paceline.cli.config.factories import Factory
+from paceline.cli.config.parts import Part
 from paceline.cli.config.schema import Logger, Settings
 from paceline.cli.config.show import plain
 from paceline.cli.logs.panels import load_runs, make_panels
@@ -233,7 +233,7 @@ def _logger(setting: Any, settings: Settings, files: RunFiles, step: int) -> Any
     """None, after a warning, if its files or its service cannot be reached. Wrong arguments are errors."""
     name = setting if isinstance(setting, str) else setting.name if isinstance(setting, Logger) else setting.target
     try:
-        if isinstance(setting, Factory):
+        if isinstance(setting, Part):
             return setting.build()
         arguments = (setting.arguments or {}) if isinstance(setting, Logger) else {}
         return make_logger(name, files, step, plain(settings), **arguments)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline.api.early_stopping import EarlyStopping
 from paceline.api.trainer import Trainer
-from paceline.cli.config import Project, parts
+from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import Settings
 from paceline.cli.train.monitor import Monitor
@@ -66,7 +66,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     data = project.data("train")
     evaluation_data = None if settings.data.evaluation is None else project.data("evaluation")
     timeline = files.timeline if settings.trainer.timeline else None
-    arguments = parts.setup_arguments(settings, project.folder, files.checkpoints, timeline)
+    arguments = trainer_setup.setup_arguments(settings, project.folder, files.checkpoints, timeline)
     if request.checkpoint is not None:
         arguments["resume"] = request.checkpoint
     elif request.is_resumed and arguments.get("resume") is None:
@@ -84,11 +84,11 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
 
 
 def make_trainer(settings: Settings, data: Any, arguments: dict[str, Any]) -> Trainer:
-    scheduler = parts.scheduler(settings, _steps_per_epoch(data, settings))
-    optimizer = parts.optimizer(settings)
+    scheduler = trainer_setup.scheduler(settings, _steps_per_epoch(data, settings))
+    optimizer = trainer_setup.optimizer(settings)
     # merge: api
     return Trainer.setup(
-        _model_factory(settings), optimizer, data=data, scheduler=scheduler, **parts.flattened(arguments)
+        _model_factory(settings), optimizer, data=data, scheduler=scheduler, **trainer_setup.flattened(arguments)
     )
 
 
