@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from project_files import FULL, LEAST, PAGE, load
 
@@ -70,6 +70,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
 def test_any_argument_survives_being_shown(tmp_path_factory: pytest.TempPathFactory, arguments: dict[str, Any]) -> None:
     folder = tmp_path_factory.getbasetemp() / "shown"

@@ -93,7 +93,7 @@ class _Translation:
             self.sections[section][key] = node
         else:
             named = other.origin.alias or f"{section}.{key}"
-            self._problem(node, f"and {named} at {other.origin} are the same setting: remove one")
+            self._problem(node, f"and {named} at {other.origin} both set {section}.{key}: remove one")
 
     def _problem(self, node: Node, message: str, key: str = "") -> None:
         self.problems.append(Problem(node.origin, f"{node.origin.alias or key} {message}"))
@@ -106,7 +106,7 @@ class _Translation:
             per_worker = trainer["micro_batches_per_worker"] = Node(1, micro_batch.origin)
         global_batch = self._get(TRAINER, "global_batch")
         if per_worker is not None and global_batch is not None:
-            message = f"and trainer.global_batch at {global_batch.origin} both determine the global batch: remove one"
+            message = f"and trainer.global_batch at {global_batch.origin} both set the global batch: remove one"
             self._problem(per_worker, message, "trainer.micro_batches_per_worker")
 
     def _has_cadence(self) -> bool:
@@ -116,17 +116,13 @@ class _Translation:
         return kind is not None and kind.content == "cadence"
 
     def _feed(self) -> None:
-        shard, dispatch = next(self._take_flag("shard_dataset"), None), next(self._take_flag("dispatch_batches"), None)
-        if shard is not None and dispatch is not None and shard.content and dispatch.content:
-            self._problem(
-                shard,
-                f"and trainer.dispatch_batches at {dispatch.origin} are both true: remove dispatch_batches to have "
-                "every worker read its own samples, or shard_dataset to have rank 0 read for all",
-            )
-        elif dispatch is not None:
-            self._set(TRAINER, "feed", Node("dispatched" if dispatch.content else "sharded", dispatch.origin))
-        elif shard is not None and shard.content:
-            self._set(TRAINER, "feed", Node("sharded", shard.origin))
+        for node in self._take_flag("dispatch_batches"):
+            self._set(TRAINER, "feed", Node("dispatched" if node.content else "sharded", node.origin))
+        for node in self._take_flag("shard_dataset"):
+            feed = self._get(TRAINER, "feed")
+            is_same = feed is not None and feed.origin.alias and feed.content == "sharded"
+            if node.content and not is_same:
+                self._set(TRAINER, "feed", Node("sharded", node.origin))
 
     def _saving(self) -> None:
         for node in self._take("save_strategy"):

@@ -24,18 +24,10 @@ from paceline.cli.train.worker import RunRequest, train
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import is_worker
 from paceline.core.world import device_count, devices
-from paceline.observe import formats
+from paceline.observe import formats, run_files
 from paceline.observe.best_effort import attempt
 from paceline.observe.environment import describe_environment
-from paceline.observe.run_files import (
-    RunFiles,
-    create_run_folder,
-    prepare_run_folder,
-    read_status,
-    running,
-    state_of,
-    write_json,
-)
+from paceline.observe.run_files import RunFiles
 from paceline.observe.summary import summarize
 from paceline.run.launching.launch import launch
 from paceline.run.launching.worker import STOPPED_EXIT_CODE
@@ -178,12 +170,12 @@ def _request(options: argparse.Namespace, project: Project, num_workers: int) ->
     if options.dry_run:
         files = RunFiles(output)
     elif options.run_folder is not None:
-        files = prepare_run_folder(_checked_run_folder(options.run_folder))
+        files = run_files.prepare_run_folder(_checked_run_folder(options.run_folder))
     elif is_worker():  # all processes of the world must use the same folder
         world = os.environ.get("TORCHELASTIC_RUN_ID", "world")
-        files = prepare_run_folder(output / f"{project.path.stem}_{world}")
+        files = run_files.prepare_run_folder(output / f"{project.path.stem}_{world}")
     else:
-        files = create_run_folder(output, project.path.stem)
+        files = run_files.create_run_folder(output, project.path.stem)
     return RunRequest(project, files, **shown)
 
 
@@ -192,7 +184,7 @@ def _to_resume(named: str, output: Path, config_name: str) -> tuple[RunFiles, Pa
     if named != str(NEWEST):
         path = Path(named)
         if (path / "manifest.json").is_file():
-            return prepare_run_folder(path.absolute().parent.parent), path.absolute()
+            return run_files.prepare_run_folder(path.absolute().parent.parent), path.absolute()
         if not RunFiles(path).is_run:
             raise ValueError(f"--resume {named}: not a run, and not a checkpoint; see `paceline logs list`")
         files = RunFiles(path)
@@ -201,9 +193,9 @@ def _to_resume(named: str, output: Path, config_name: str) -> tuple[RunFiles, Pa
         if not runs:
             raise ValueError(f"--resume: {output} has no run of {config_name}; start one without --resume")
         files = runs[-1]
-    if state_of(files, read_status(files)) == "live":
+    if run_files.state_of(files, run_files.read_status(files)) == "live":
         raise ValueError(f"--resume: {files.root} is running; wait for it, or end it with `paceline runs stop`")
-    return prepare_run_folder(files.root), None
+    return run_files.prepare_run_folder(files.root), None
 
 
 def _checked_run_folder(folder: Path) -> Path:
@@ -228,11 +220,11 @@ def _train(request: RunRequest, num_workers: int, *, has_new_folder: bool) -> in
         with attempt(files.config):
             files.config.write_text(show(project), encoding="utf-8")
         with attempt(files.environment):
-            write_json(files.environment, describe_environment(project.folder))
+            run_files.write_json(files.environment, describe_environment(project.folder))
         if not request.quiet:
             print(f"run {formats.one_line(str(files.root))}", flush=True)
     try:
-        with running(files):
+        with run_files.running(files):
             max_restarts = project.settings.max_restarts
             launch(train, num_workers, args=(request,), max_restarts=max_restarts, logs=files.ranks)
     except KeyboardInterrupt:

@@ -95,7 +95,7 @@ def test_an_output_that_fails_is_warned_about_once_and_changes_nothing(
     terminal = "/dev/full" if broken == "the progress" else None
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        files = run_here(project, tmp_path / "run", *settings, terminal=terminal)
+        files = run_here(project, tmp_path / "run", *settings, terminal=terminal, draws=broken == "the picture")
     assert weights(files.checkpoints) == undisturbed
     told = [str(warning.message) for warning in seen] + caplog.messages + capfd.readouterr().out.splitlines()
     about = [text for text in told if message.replace("\\", "") in text]
@@ -123,7 +123,9 @@ def fill(disk: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
+)
 def test_a_full_disk_under_the_run_folder(
     workers: int, project: Path, undisturbed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

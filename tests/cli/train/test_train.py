@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from models import digest
 from safetensors.torch import load_file
 from train_project import run_here, write_project
+from worker_pool import WorkerPool
 
 from paceline.checkpoint.folders import complete_steps
+from paceline.cli.config import load_project
 from paceline.cli.main import main
 from paceline.cli.train.user_errors import UserFacingError
+from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.metrics import read_metrics
-from paceline.observe.run_files import RunFiles
+from paceline.observe.run_files import RunFiles, prepare_run_folder
 
 
 def weights(files: RunFiles) -> str:
@@ -156,17 +161,20 @@ def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) ->
     assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
 
 
-@pytest.mark.timeout(200)
-def test_averaged_replicas_say_no_loss_before_they_have_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def work(config: Path, root: Path, overrides: tuple[str, ...]) -> str:
+    """One worker's part of a run on two workers; its output."""
+    with redirect_stdout(io.StringIO()) as output:
+        train(RunRequest(load_project(config, overrides).resolve(2), RunFiles(root)))
+    return output.getvalue()
+
+
+def test_with_averaging_no_loss_is_logged_before_the_first_average(tmp_path: Path, pool: WorkerPool) -> None:
     config = write_project(tmp_path / "project", "averaged_parts")
     strategy = "trainer.strategy={kind: averaging, every: 4}"
-    told = ["trainer.exact=false", "trainer.epochs=1", "loggers=[csv]", strategy]
-    assert main(["train", str(config), "--workers", "2", *told]) == 0
-    assert "nan" not in capfd.readouterr().out
-    (files,) = (RunFiles(path) for path in Path("runs").iterdir())
+    files = prepare_run_folder(tmp_path / "run")
+    overrides = ("trainer.exact=false", "trainer.epochs=1", "loggers=[csv]", strategy)
+    output, _ = pool.run(work, 2, config, files.root, overrides)
+    assert "nan" not in output
     rows = [row for row in read_metrics(files.metrics).rows if "lr" in row]
     assert ["loss" in row for row in rows] == [False, True, True]
     header, first, second, *_ = (line.split(",") for line in (files.root / "metrics.csv").read_text().splitlines())
