@@ -11,11 +11,10 @@ from typing import Any, Literal
 from paceline.cli.config.aliases import ACCEPTED_IN, translate_aliases
 from paceline.cli.config.checks import contradictions, resolved
 from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, Problem, fail
-from paceline.cli.config.layers import read_layers, with_overrides
+from paceline.cli.config.layers import VARIABLES, read_layers, substitute, with_overrides
 from paceline.cli.config.parts import check_parts
 from paceline.cli.config.schema import Settings, is_section, settings_of
 from paceline.cli.config.trainer_setup import build_data
-from paceline.cli.config.variables import VARIABLES, substitute
 
 
 @dataclass(frozen=True)

@@ -273,10 +273,5 @@ def _words(option: Any, limits: Limits) -> Iterator[str]:
     elif is_section(option):
         yield f"kind: {option.kind}" if option.kind else f"a mapping of {', '.join(settings_of(option))}"
     else:
-        words = {
-            int: f"an integer{bound}",
-            float: f"a number{bound}",
-            str: "a string",
-            types.NoneType: "null",
-        }
+        words = {int: f"an integer{bound}", float: f"a number{bound}", str: "a string", types.NoneType: "null"}
         yield words.get(option, "a mapping")

@@ -10,10 +10,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml  # type: ignore[import-untyped]
-from yaml.composer import Composer  # type: ignore[import-untyped]
-from yaml.parser import Parser  # type: ignore[import-untyped]
-from yaml.reader import Reader, ReaderError  # type: ignore[import-untyped]
-from yaml.scanner import Scanner  # type: ignore[import-untyped]
 
 from paceline.cli.config.errors import COMMAND_LINE, ConfigError, Origin, fail
 
@@ -167,20 +163,19 @@ def scalar(text: str, origin: Origin) -> Scalar:
     return float(text.replace(".", "")) if _NOT_FINITE.fullmatch(text) else text
 
 
-PlaceOf: TypeAlias = Callable[[int, int], Origin]
-
-
-def _read(text: str, place_of: PlaceOf) -> Node:
+def _read(text: str, place_of: Callable[[int, int], Origin]) -> Node:
+    """place_of: the origin of a line and column, counted from 0."""
     try:
-        loader = _Loader(text, place_of)
+        loader = _Loader(text)
+        loader.place_of = place_of
         root = loader.get_single_node()
-        return Node(None, place_of(0, 0)) if root is None else loader.node(root, loader.place(root.start_mark))
+        return Node(None, place_of(0, 0)) if root is None else loader.node(root, loader.place(root))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(str(part) for part in (error.context, error.problem) if part)
         place = place_of(0, 0) if mark is None else place_of(mark.line, mark.column)
         raise fail(place, f"invalid YAML: {problem}") from None
-    except ReaderError as error:
+    except yaml.reader.ReaderError as error:
         before = text[: error.position]
         place = place_of(before.count("\n"), error.position - before.rfind("\n") - 1)
         raise fail(place, f"the character {error.character:#x} is not allowed: remove it") from None
@@ -190,27 +185,24 @@ def _read(text: str, place_of: PlaceOf) -> Node:
         raise fail(place_of(0, 0), f"invalid YAML: {error}") from None
 
 
-class _Loader(Reader, Scanner, Parser, Composer):  # type: ignore[misc]
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """PyYAML up to its node tree, and from there to ours. The target of an alias is converted once and shared."""
 
-    def __init__(self, text: str, place_of: PlaceOf) -> None:
-        self._place_of = place_of
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.place_of: Callable[[int, int], Origin]
         self._depth = 0
         self._done: dict[int, Node] = {}
         self._open: set[int] = set()
-        Reader.__init__(self, text)
-        Scanner.__init__(self)
-        Parser.__init__(self)
-        Composer.__init__(self)
 
-    def place(self, mark: yaml.Mark) -> Origin:
-        return self._place_of(mark.line, mark.column)
+    def place(self, positioned: Any) -> Origin:
+        return self.place_of(positioned.start_mark.line, positioned.start_mark.column)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         """Refuses deep nesting early: PyYAML would recurse until the stack is exhausted."""
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _too_deep(self.place(self.peek_event().start_mark))
+            raise _too_deep(self.place(self.peek_event()))
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -218,11 +210,6 @@ class _Loader(Reader, Scanner, Parser, Composer):  # type: ignore[misc]
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
         """The tag of an untagged node: whether it is an unquoted scalar."""
         return _PLAIN if kind is yaml.ScalarNode and implicit[0] else _OTHER
-
-    def descend_resolver(self, *_: object) -> None:
-        """No-op: tags do not depend on the position."""
-
-    ascend_resolver = descend_resolver
 
     def node(self, source: yaml.Node, origin: Origin) -> Node:
         key = id(source)
@@ -235,17 +222,19 @@ class _Loader(Reader, Scanner, Parser, Composer):  # type: ignore[misc]
         return self._done[key].at(origin)
 
     def _content(self, source: yaml.Node) -> Content:
+        place = self.place(source)
         if source.tag not in (_PLAIN, _OTHER):
-            raise fail(self.place(source.start_mark), f"the tag {source.tag!r} is not allowed: remove it")
+            raise fail(place, f"the tag {source.tag!r} is not allowed: remove it")
         if isinstance(source, yaml.ScalarNode):
-            return self._scalar(source)
+            text = checked_text(source.value, place)
+            return scalar(text, place) if source.tag == _PLAIN else text
         if isinstance(source, yaml.SequenceNode):
-            return tuple(self.node(item, self.place(item.start_mark)) for item in source.value)
+            return tuple(self.node(item, self.place(item)) for item in source.value)
         entries: dict[str, Node] = {}
         for key_source, value in source.value:
-            place = self.place(key_source.start_mark)
-            key = self._scalar(key_source) if isinstance(key_source, yaml.ScalarNode) else None
-            if not isinstance(key, str) or key_source.tag not in (_PLAIN, _OTHER):
+            place = self.place(key_source)
+            key = self._content(key_source) if isinstance(key_source, yaml.ScalarNode) else None
+            if not isinstance(key, str):
                 raise fail(place, "a key must be a string: put it in quotes")
             if key == "<<":
                 raise fail(place, "merge keys (<<) are not supported: use `extends` or a variable")
@@ -253,8 +242,3 @@ class _Loader(Reader, Scanner, Parser, Composer):  # type: ignore[misc]
                 raise fail(place, f"duplicate key {key!r}, first at {entries[key].origin}: remove one")
             entries[key] = self.node(value, place)
         return entries
-
-    def _scalar(self, source: yaml.ScalarNode) -> Scalar:
-        place = self.place(source.start_mark)
-        text = checked_text(source.value, place)
-        return scalar(text, place) if source.tag == _PLAIN else text
