@@ -25,19 +25,18 @@ _RENAMED = {
     "save_total_limit": (CHECKPOINTS, "keep_last"),
     "fused_optimizers": (TRAINER, "fused"),
 }
-# Flags for components of a checkpoint.
-_COMPONENTS = {
-    "save_optimizer_state": "optimizer",
-    "save_scheduler_state": "scheduler",
-    "save_rng_state": "random",
-    "save_dataset_state": "",
+# Flags, with the setting and its values for true and false; None has no effect.
+_FLAGS = {
+    "dispatch_batches": (TRAINER, "feed", "dispatched", "sharded"),
+    "shard_dataset": (TRAINER, "feed", "sharded", None),
+    "save_optimizer_state": (CHECKPOINTS, "leave_out", None, "optimizer"),
+    "save_scheduler_state": (CHECKPOINTS, "leave_out", None, "scheduler"),
+    "save_rng_state": (CHECKPOINTS, "leave_out", None, "random"),
+    "save_dataset_state": (CHECKPOINTS, "leave_out", None, "data"),
 }
 # The aliases that each section accepts. docs/make_project_files.py documents them.
-_SAVING = ("save_steps", "save_total_limit", "save_strategy", *_COMPONENTS)
-ACCEPTED_IN = {
-    TRAINER: tuple(dict.fromkeys([*_RENAMED, "dispatch_batches", "shard_dataset", *_SAVING])),
-    CHECKPOINTS: _SAVING,
-}
+_ALL = (*_RENAMED, *_FLAGS, "save_strategy")
+ACCEPTED_IN = {TRAINER: _ALL, CHECKPOINTS: tuple(name for name in _ALL if name.startswith("save_"))}
 
 
 def translate_aliases(root: Node) -> tuple[Node, list[Problem]]:
@@ -65,9 +64,8 @@ class _Translation:
                 is_long_name = name == "lr_scheduler_type" and node.content == "constant_with_warmup"
                 self._set(section, key, Node("constant", node.origin) if is_long_name else node)
         self._batches()
-        self._feed()
+        self._flags()
         self._saving()
-        self._left_out()
 
     def _take(self, name: str) -> Iterator[Node]:
         """Remove and return the values given under an alias."""
@@ -75,13 +73,6 @@ class _Translation:
             node = self.sections[section].pop(name, None) if name in names else None
             if node is not None and node.content is not None:
                 yield node.at(replace(node.origin, alias=f"{section}.{name}"))
-
-    def _take_flag(self, name: str) -> Iterator[Node]:
-        for node in self._take(name):
-            if isinstance(node.content, bool):
-                yield node
-            else:
-                self._problem(node, f"is {found(node)}: expected true or false")
 
     def _get(self, section: str, key: str) -> Node | None:
         node = self.sections[section].get(key)
@@ -115,14 +106,22 @@ class _Translation:
         kind = strategy if strategy is None or strategy.mapping is None else strategy.mapping.get("kind")
         return kind is not None and kind.content == "cadence"
 
-    def _feed(self) -> None:
-        for node in self._take_flag("dispatch_batches"):
-            self._set(TRAINER, "feed", Node("dispatched" if node.content else "sharded", node.origin))
-        for node in self._take_flag("shard_dataset"):
-            feed = self._get(TRAINER, "feed")
-            is_same = feed is not None and feed.origin.alias and feed.content == "sharded"
-            if node.content and not is_same:
-                self._set(TRAINER, "feed", Node("sharded", node.origin))
+    def _flags(self) -> None:
+        left_out = []
+        for name, (section, key, if_true, if_false) in _FLAGS.items():
+            for node in self._take(name):
+                value = if_true if node.content else if_false
+                feed = self._get(TRAINER, "feed")
+                if not isinstance(node.content, bool):
+                    self._problem(node, f"is {found(node)}: expected true or false")
+                elif value == "data":
+                    self._problem(node, "is false, but every checkpoint contains the position in the data: remove it")
+                elif value is not None and key == "leave_out":
+                    left_out.append(Node(value, node.origin))
+                elif value is not None and not (feed and feed.origin.alias and feed.content == value):
+                    self._set(section, key, Node(value, node.origin))
+        if left_out:
+            self._set(CHECKPOINTS, "leave_out", Node(tuple(left_out), left_out[0].origin))
 
     def _saving(self) -> None:
         for node in self._take("save_strategy"):
@@ -137,14 +136,3 @@ class _Translation:
                 self._problem(node, "is 'steps': give the interval with save_steps")
             elif node.content != "steps":
                 self._problem(node, f"is {found(node)}: expected no, steps or epoch")
-
-    def _left_out(self) -> None:
-        left_out = []
-        for name, component in _COMPONENTS.items():
-            for node in self._take_flag(name):
-                if not node.content and component:
-                    left_out.append(Node(component, node.origin))
-                elif not node.content:
-                    self._problem(node, "is false, but every checkpoint contains the position in the data: remove it")
-        if left_out:
-            self._set(CHECKPOINTS, "leave_out", Node(tuple(left_out), left_out[0].origin))
