@@ -83,7 +83,19 @@ def test_any_structure(folder: Path, structure: dict[str, Any]) -> None:
 @FEW
 @given(st.data())
 def test_any_change_of_a_file_that_is_right(folder: Path, data: st.DataObject) -> None:
-    """Values of FULL replaced by others, which finds its way deeper than what is made up wholly."""
+    load_changed(folder, data)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@settings(max_examples=500)
+@given(st.data())
+def test_many_changes_of_a_file_that_is_right(folder: Path, data: st.DataObject) -> None:
+    load_changed(folder, data)
+
+
+def load_changed(folder: Path, data: st.DataObject) -> None:
+    """FULL with some values replaced, which reaches deeper than a file that is all random."""
     structure = yaml.safe_load(FULL)
     for _ in range(data.draw(st.integers(1, 3))):
         holder = structure
