@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.cli.config.schema import Settings, describe, is_section, options_of, settings_of
+from paceline.cli.config.schema import ProjectSettings, describe, is_section, options_of, settings_of
 from paceline.cli.config.show import one_line, plain
 
 PAGE = Path(__file__).parent / "project-files.md"
@@ -47,7 +47,7 @@ class Key(NamedTuple):
     help: str
 
 
-def keys(section: Any = Settings, name: str = "", seen: frozenset[Any] = frozenset()) -> Iterator[Key]:
+def keys(section: Any = ProjectSettings, name: str = "", seen: frozenset[Any] = frozenset()) -> Iterator[Key]:
     """Every setting, those of a section before those of its sub-sections."""
     settings = settings_of(section)
     for key, setting in settings.items():

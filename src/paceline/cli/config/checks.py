@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.cli.config import schema, trainer_setup
 from paceline.cli.config.errors import nearest
-from paceline.cli.config.schema import Settings
+from paceline.cli.config.schema import ProjectSettings
 from paceline.plan.steps import Steps
 from paceline.run.config import RunConfig
 from paceline.run.saving.resuming import OWN
@@ -23,7 +23,7 @@ _MANY = 1 << 40
 MAX_MICRO_BATCHES = 1_000_000
 
 
-def contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
+def contradictions(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
     """Dotted keys, each with what is wrong with it."""
     trainer, saving = settings.trainer, settings.checkpoints
     if trainer.epochs is None and trainer.max_steps is None:
@@ -49,7 +49,7 @@ def contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
     yield from batches or _run_config(settings)
 
 
-def _optimizer(settings: Settings) -> Iterator[tuple[str, str]]:
+def _optimizer(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
     trainer = settings.trainer
     if settings.optimizer is None and trainer.learning_rate is None:
         yield "optimizer", "is missing: give a factory, or trainer.learning_rate for AdamW"
@@ -93,7 +93,7 @@ def _batches(trainer: schema.Trainer) -> Iterator[tuple[str, str]]:
         )
 
 
-def _run_config(settings: Settings) -> Iterator[tuple[str, str]]:
+def _run_config(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
     """Errors that the run itself would raise when it starts."""
     trainer = resolved(settings.trainer, settings.workers or 1)
     try:

@@ -13,7 +13,7 @@ from paceline.cli.config.checks import contradictions, resolved
 from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, Problem, fail
 from paceline.cli.config.layers import VARIABLES, read_layers, substitute, with_overrides
 from paceline.cli.config.parts import check_parts
-from paceline.cli.config.schema import Settings, is_section, settings_of
+from paceline.cli.config.schema import ProjectSettings, top_sections
 from paceline.cli.config.trainer_setup import build_data
 
 
@@ -25,7 +25,7 @@ class Project:
     """
 
     path: Path
-    settings: Settings
+    settings: ProjectSettings
     origins: Mapping[str, Origin]
 
     @property
@@ -100,8 +100,7 @@ def load_project(
 
     path = Path(path)
     folder = path.absolute().parent  # the current folder may change before a part is built
-    sections = [name for name, setting in settings_of(Settings).items() if is_section(setting.type)]
-    tree = with_overrides(read_layers(path, [*sections, VARIABLES]), overrides)
+    tree = with_overrides(read_layers(path, [*top_sections(), VARIABLES]), overrides)
     tree, problems = translate_aliases(substitute(tree, environment))
     validation = Validation(tree, folder, ACCEPTED_IN)
     problems += validation.problems

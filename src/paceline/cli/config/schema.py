@@ -208,7 +208,7 @@ class Logger(Section):
     arguments: Mapping[str, Any] | None = setting("arguments of the logger, such as project for wandb", None)
 
 
-class Settings(Section):
+class ProjectSettings(Section):
     """The whole file."""
 
     model: Part = setting("builds the model")
@@ -253,6 +253,11 @@ def options_of(hint: Any) -> tuple[Any, ...]:
 
 def is_section(hint: Any) -> bool:
     return isinstance(hint, type) and issubclass(hint, Section)
+
+
+def top_sections() -> dict[str, Any]:
+    """The sections of the file by key."""
+    return {name: s.type for name, s in settings_of(ProjectSettings).items() if is_section(s.type)}
 
 
 def describe(hint: Any, limits: Limits) -> str:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from paceline.cli.config import schema
 from paceline.cli.config.parts import Part
-from paceline.cli.config.schema import Settings
+from paceline.cli.config.schema import ProjectSettings
 from paceline.core.optional import optional
 from paceline.data.sources.arrow import ArrowSource
 from paceline.data.sources.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder
@@ -37,7 +37,7 @@ _PLAIN = ("global_batch", "micro_batch", "max_grad_norm", "shuffle", "seed", "ex
 
 
 def setup_arguments(
-    settings: Settings, project_folder: Path, checkpoint_folder: Path, timeline: Path | None = None
+    settings: ProjectSettings, project_folder: Path, checkpoint_folder: Path, timeline: Path | None = None
 ) -> dict[str, Any]:
     """The keyword arguments of `Trainer.setup` except model, optimizer, scheduler and data."""
     trainer, saving, data = settings.trainer, settings.checkpoints, settings.data
@@ -89,7 +89,7 @@ def checkpoints(settings: schema.Checkpoints, folder: Path) -> Checkpoints:
     return Checkpoints(**values | {"folder": folder, "keep_best": best and (best.metric, best.count, best.mode)})
 
 
-def optimizer(settings: Settings) -> Callable[..., Any]:
+def optimizer(settings: ProjectSettings) -> Callable[..., Any]:
     """A function from parameters to an optimizer: the section's, or AdamW with the trainer's learning rate."""
     if settings.optimizer is not None:
         made: Callable[..., Any] = settings.optimizer.as_function()
@@ -99,7 +99,7 @@ def optimizer(settings: Settings) -> Callable[..., Any]:
     return partial(torch.optim.AdamW, lr=trainer.learning_rate, weight_decay=trainer.weight_decay or 0.0)
 
 
-def scheduler(settings: Settings, steps_per_epoch: int | None) -> Callable[..., Any] | None:
+def scheduler(settings: ProjectSettings, steps_per_epoch: int | None) -> Callable[..., Any] | None:
     """A function from an optimizer to a scheduler: the section's, or the trainer's schedule; None for a constant rate.
 
     steps_per_epoch: None if unknown. It is only used if neither schedule_steps nor max_steps is given.

@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from paceline.cli.config.errors import Origin, Problem, nearest
 from paceline.cli.config.parts import Part, Site, target_problem
-from paceline.cli.config.schema import Settings, describe, is_section, options_of, settings_of
+from paceline.cli.config.schema import ProjectSettings, describe, is_section, options_of, settings_of, top_sections
 from paceline.cli.config.yaml_tree import Node, dotted, found
 from paceline.core.settings import Limits
 
@@ -36,7 +36,7 @@ class Validation:
     def __init__(self, tree: Node, folder: Path, aliases: Mapping[str, Sequence[str]]) -> None:
         self.problems: list[Problem] = []
         self.origins: dict[str, Origin] = {"": tree.origin}
-        self.settings: Settings | None = None
+        self.settings: ProjectSettings | None = None
         self._folder = folder
         self._aliases = aliases
         data = self._mapping(tree.mapping or {}, "")
@@ -92,7 +92,7 @@ class Validation:
 
     def _explain(self, location: tuple[int | str, ...], tree: Node) -> None:
         """Follow pydantic's path, which also names the chosen member of each union, to the value and its type."""
-        node, key, hint, limits = tree, "", Settings, Limits()
+        node, key, hint, limits = tree, "", ProjectSettings, Limits()
         for part in location:
             options = options_of(hint)
             if len(options) > 1:
@@ -115,11 +115,11 @@ class Validation:
 
     def _meant(self, name: str, section: str, settings: Sequence[str] | Mapping[str, Any]) -> str:
         """The setting or alias of this name in another section, or the nearest name in this one."""
-        sections = {key: list(settings_of(s.type)) for key, s in settings_of(Settings).items() if is_section(s.type)}
+        sections = {key: settings_of(section) for key, section in top_sections().items()}
         homes = {
             inner: f"{key}.{inner}" for group in (sections, self._aliases) for key in group for inner in group[key]
         }
-        homes |= {key: key for key in settings_of(Settings)}
+        homes |= {key: key for key in settings_of(ProjectSettings)}
         known = (*settings, *self._aliases.get(section, ()))
         return f"did you mean {homes[name]}?" if name in homes else nearest(name, known)
 
@@ -143,8 +143,8 @@ class Validation:
 
 
 @cache
-def _adapter() -> pydantic.TypeAdapter[Settings]:
-    return pydantic.TypeAdapter(_type(Settings, Limits()))
+def _adapter() -> pydantic.TypeAdapter[ProjectSettings]:
+    return pydantic.TypeAdapter(_type(ProjectSettings, Limits()))
 
 
 def _type(hint: Any, limits: Limits) -> Any:

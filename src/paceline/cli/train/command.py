@@ -41,7 +41,7 @@ exit codes:
   0    the run is complete
   1    it failed; the first error is shown, all output is in RUN/ranks
   2    the command or the project is wrong; nothing was trained
-  75   it was asked to stop and saved; continue with the same command and --resume
+  75   it was asked to stop and was saved; continue it with --resume
   130  Ctrl-C before anything could be saved
 
 example:
@@ -130,18 +130,20 @@ def _check_paths(project: Project) -> None:
 
 def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
     settings, saving = project.settings, project.settings.checkpoints
-    starts = {"checkpoints.init_from": saving.init_from}
-    if saving.save and saving.resume != "auto":
-        starts["checkpoints.resume"] = saving.resume if isinstance(saving.resume, str) else None
-    for key, given in starts.items():
-        path = project.folder / (given or "")
-        if given is not None and (key == "checkpoints.resume" or path.is_dir()):
-            try:
-                checkpoint_at(path)
-            except CheckpointError as error:
-                yield key, str(error)
-        elif given is not None and not path.exists():
-            yield key, f"no weights at {path}: give a checkpoint, or a file of weights"
+    starts = {}
+    if saving.save and isinstance(saving.resume, str) and saving.resume != "auto":
+        starts["checkpoints.resume"] = project.folder / saving.resume
+    if saving.init_from is not None:
+        path = project.folder / saving.init_from
+        if not path.exists():
+            yield "checkpoints.init_from", f"no weights at {path}: give a checkpoint, or a file of weights"
+        elif path.is_dir():
+            starts["checkpoints.init_from"] = path
+    for key, path in starts.items():
+        try:
+            checkpoint_at(path)
+        except CheckpointError as error:
+            yield key, str(error)
     folders = {"output": Path(settings.output)}
     if saving.save and saving.folder is not None:
         folders["checkpoints.folder"] = project.folder / saving.folder

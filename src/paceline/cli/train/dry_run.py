@@ -12,7 +12,7 @@ import torch
 
 from paceline.api.trainer import Trainer
 from paceline.cli.config import Project, trainer_setup
-from paceline.cli.config.schema import Settings
+from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitor import total_steps
 from paceline.cli.train.user_errors import reporting_project_errors
 from paceline.cli.train.worker import loss_function, make_trainer
@@ -69,7 +69,7 @@ def _arguments(project: Project) -> dict[str, Any]:
     return arguments
 
 
-def _try(trainer: Trainer, settings: Settings) -> tuple[float, float]:
+def _try(trainer: Trainer, settings: ProjectSettings) -> tuple[float, float]:
     """The loss of the first micro-batch, and the seconds per micro-batch."""
     loss_of = loss_function(settings)
     losses, seconds = [], []
@@ -93,13 +93,13 @@ def _size(data: Any) -> str:
         return "a stream"
 
 
-def _micro_batches(settings: Settings) -> int | None:
+def _micro_batches(settings: ProjectSettings) -> int | None:
     """Micro-batches per step; None if the strategy determines it."""
     trainer = settings.trainer
     return trainer.global_batch and trainer.global_batch // (trainer.micro_batch or trainer.global_batch)
 
 
-def _step(trainer: Trainer, settings: Settings) -> str:
+def _step(trainer: Trainer, settings: ProjectSettings) -> str:
     global_batch, micro_batch = settings.trainer.global_batch, settings.trainer.micro_batch
     if global_batch is None:
         return f"micro-batches of {micro_batch} samples; the strategy determines their number"
@@ -110,7 +110,7 @@ def _step(trainer: Trainer, settings: Settings) -> str:
     return text if total is None else f"{text}; {total} steps in total"
 
 
-def _workers(num_workers: int, settings: Settings) -> str:
+def _workers(num_workers: int, settings: ProjectSettings) -> str:
     found = devices()
     is_cuda = found[0].type == "cuda"
     text = f"{num_workers} on {f'{len(found)} x {torch.cuda.get_device_name(found[0])}' if is_cuda else 'CPU'}"
@@ -129,7 +129,7 @@ def _memory(trainer: Trainer) -> str:
     return f"{peak / 2**30:.2f} of {total / 2**30:.1f} GiB in one micro-batch, without the optimizer's state"
 
 
-def _disk(trainer: Trainer, settings: Settings) -> str:
+def _disk(trainer: Trainer, settings: ProjectSettings) -> str:
     saving = settings.checkpoints
     if not saving.save:
         return "the run is not saved"
@@ -143,7 +143,7 @@ def _disk(trainer: Trainer, settings: Settings) -> str:
     return f"about {_bytes(size)} per checkpoint with Adam, {kept}; {_bytes(free)} free in {folder}{warning}"
 
 
-def _time(trainer: Trainer, settings: Settings, num_workers: int, seconds: float) -> str:
+def _time(trainer: Trainer, settings: ProjectSettings, num_workers: int, seconds: float) -> str:
     text, total, count = (
         f"{1e3 * seconds:.3g} ms per micro-batch",
         total_steps(trainer, settings),

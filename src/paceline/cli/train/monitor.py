@@ -18,7 +18,7 @@ from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
 from paceline.cli.config import Project
 from paceline.cli.config.parts import Part
-from paceline.cli.config.schema import Logger, Settings
+from paceline.cli.config.schema import Logger, ProjectSettings
 from paceline.cli.config.show import plain
 from paceline.cli.logs.panels import load_runs, make_panels
 from paceline.cli.logs.picture import check_output, draw, write
@@ -205,7 +205,7 @@ class Monitor:
             self.note(f"cannot write the plot {path}: {describe(error)}")
 
 
-def total_steps(trainer: Trainer, settings: Settings) -> int | None:
+def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:
     """Steps of the whole run; None if unknown."""
     epochs, max_steps = settings.trainer.epochs, settings.trainer.max_steps
     limits = [] if max_steps is None else [max_steps]
@@ -229,7 +229,7 @@ def _opened(terminal: str | None) -> Iterator[TextIO]:
                 file.close()
 
 
-def _logger(setting: Any, settings: Settings, files: RunFiles, step: int) -> Any:
+def _logger(setting: Any, settings: ProjectSettings, files: RunFiles, step: int) -> Any:
     """None, after a warning, if its files or its service cannot be reached. Wrong arguments are errors."""
     name = setting if isinstance(setting, str) else setting.name if isinstance(setting, Logger) else setting.target
     try:

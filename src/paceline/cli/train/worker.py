@@ -17,7 +17,7 @@ from paceline.api.early_stopping import EarlyStopping
 from paceline.api.trainer import Trainer
 from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.errors import fail, nearest
-from paceline.cli.config.schema import Settings
+from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitor import Monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
 from paceline.observe.loggers.base import Loggers
@@ -83,7 +83,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     return trainer, monitor, evaluation
 
 
-def make_trainer(settings: Settings, data: Any, arguments: dict[str, Any]) -> Trainer:
+def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]) -> Trainer:
     scheduler = trainer_setup.scheduler(settings, _steps_per_epoch(data, settings))
     optimizer = trainer_setup.optimizer(settings)
     # merge: api
@@ -103,7 +103,7 @@ def _check_backend(project: Project) -> None:
             raise fail(project.origin(key), f"{key}: torch.distributed has no backend {name!r}: {nearest(name, known)}")
 
 
-def _model_factory(settings: Settings) -> Callable[[], Any]:
+def _model_factory(settings: ProjectSettings) -> Callable[[], Any]:
     """Builds the model and applies `trainer.gradient_checkpointing` and `trainer.compile`."""
     build = settings.model.as_function()
 
@@ -122,14 +122,14 @@ def _model_factory(settings: Settings) -> Callable[[], Any]:
     return factory if settings.trainer.gradient_checkpointing or settings.trainer.compile else build
 
 
-def loss_function(settings: Settings) -> Callable[[Any, Any], torch.Tensor]:
+def loss_function(settings: ProjectSettings) -> Callable[[Any, Any], torch.Tensor]:
     if settings.loss is not None:
         loss: Callable[[Any, Any], torch.Tensor] = settings.loss.as_function()
         return loss
     return lambda model, batch: model(batch)
 
 
-def _steps_per_epoch(data: Any, settings: Settings) -> int | None:
+def _steps_per_epoch(data: Any, settings: ProjectSettings) -> int | None:
     """For schedules that end with the last epoch; None if unknown."""
     samples = data.dataset if isinstance(data, DataLoader) else data
     global_batch = settings.trainer.global_batch
@@ -139,7 +139,7 @@ def _steps_per_epoch(data: Any, settings: Settings) -> int | None:
     return count // global_batch if settings.trainer.drop_last else -(-count // global_batch)
 
 
-def _stop_on_divergence(trainer: Trainer, settings: Settings) -> None:
+def _stop_on_divergence(trainer: Trainer, settings: ProjectSettings) -> None:
     limit, lowest = settings.trainer.max_loss_ratio, math.inf
     if limit is None:
         return
@@ -160,7 +160,7 @@ def _stop_on_divergence(trainer: Trainer, settings: Settings) -> None:
 class Evaluation:
     """Evaluates periodically on all workers: for metrics, the best checkpoints and early stopping."""
 
-    def __init__(self, trainer: Trainer, settings: Settings, data: Any, monitor: Monitor | None) -> None:
+    def __init__(self, trainer: Trainer, settings: ProjectSettings, data: Any, monitor: Monitor | None) -> None:
         self._trainer = trainer
         self._data = data
         self._monitor = monitor
@@ -209,7 +209,7 @@ def _metric(values: dict[str, float], name: str, key: str) -> float:
     return values[name]
 
 
-def _result_of_after(trainer: Trainer, settings: Settings) -> str | None:
+def _result_of_after(trainer: Trainer, settings: ProjectSettings) -> str | None:
     """The text that the project's `after` returns for the trained model."""
     if settings.after is None:
         return None
