@@ -86,10 +86,10 @@ def _batches(trainer: schema.Trainer) -> Iterator[tuple[str, str]]:
         message = "is missing: give the samples per optimizer step, or micro_batch and micro_batches_per_worker"
         yield "trainer.global_batch", message
     elif global_batch is not None and micro_batch is not None and global_batch // micro_batch > MAX_MICRO_BATCHES:
+        count = f"{global_batch // micro_batch} micro-batches of {micro_batch}: a step has at most {MAX_MICRO_BATCHES}"
         yield (
             "trainer.global_batch",
-            f"is {global_batch}, {global_batch // micro_batch} micro-batches of {micro_batch}: a step has at most "
-            f"{MAX_MICRO_BATCHES}, choose a smaller global_batch or a larger micro_batch",
+            f"is {global_batch}, {count}; choose a smaller global_batch or a larger micro_batch",
         )
 
 

@@ -9,20 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cli.config.errors import COMMAND_LINE, ConfigError, Origin, Problem, fail, nearest
-from paceline.cli.config.yaml_tree import (
-    MAX_DEPTH,
-    MAX_TEXT,
-    Node,
-    checked_text,
-    found,
-    merge,
-    read_file,
-    read_value,
-    scalar,
-)
+from paceline.cli.config.yaml_tree import MAX_DEPTH, Node, checked_text, found, merge, read_file, read_value, scalar
 
 EXTENDS, VARIABLES = "extends", "variables"
 _MAX_FILES = 100
+_MAX_TEXT = 100_000
 
 _ENVIRONMENT = "env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -140,8 +131,8 @@ class _Substitution:
             pieces += [text[end : token.start()], self._as_text(token, origin)]
             end = token.end()
             length += len(pieces[-1])
-            if length > MAX_TEXT:
-                raise fail(origin, f"variables expand this text to more than {MAX_TEXT} characters: use fewer")
+            if length > _MAX_TEXT:
+                raise fail(origin, f"variables expand this text to more than {_MAX_TEXT} characters: use fewer")
         return Node("".join([*pieces, text[end:]]), origin)
 
     def _as_text(self, token: re.Match[str], origin: Origin) -> str:

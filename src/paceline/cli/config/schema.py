@@ -6,21 +6,11 @@ A setting that `Trainer.setup` also takes is declared in `paceline.run.settings`
 from __future__ import annotations
 
 import types
+import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    Union,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from paceline.checkpoint.compare import Level
 from paceline.cli.config.parts import Part
@@ -33,7 +23,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 
-@dataclass_transform(frozen_default=True)
+@typing.dataclass_transform(frozen_default=True)
 class Section:
     """A mapping with declared settings. Subclasses are frozen dataclasses.
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pydantic
-from annotated_types import Ge, Gt, Le, Lt
 
 from paceline.cli.config.errors import Origin, Problem, nearest
 from paceline.cli.config.parts import Part, Site, target_problem
@@ -161,11 +160,14 @@ def _type(hint: Any, limits: Limits) -> Any:
     if get_origin(hint) is tuple:
         return tuple[_type(get_args(hint)[0], limits), ...]  # type: ignore[misc]
     if hint is int or hint is float:
-        bounds = ((Ge, limits.least), (Gt, limits.above), (Le, limits.most), (Lt, limits.below))
-        given: list[Any] = [bound(value) for bound, value in bounds if value is not None]
-        if hint is float and limits.finite:
-            given.append(pydantic.AllowInfNan(False))
-        return Annotated[(hint, pydantic.Strict(), *given, pydantic.BeforeValidator(_in_range))]
+        bounds = pydantic.Field(
+            ge=limits.least,
+            gt=limits.above,
+            le=limits.most,
+            lt=limits.below,
+            allow_inf_nan=False if hint is float and limits.finite else None,
+        )
+        return Annotated[hint, pydantic.Strict(), bounds, pydantic.BeforeValidator(_in_range)]
     return Annotated[hint, pydantic.Strict()] if hint in (bool, str) else hint
 
 

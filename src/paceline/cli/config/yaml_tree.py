@@ -16,7 +16,6 @@ from paceline.cli.config.errors import COMMAND_LINE, ConfigError, Origin, fail
 # Anchors and variables can expand a short file without bound. These limits are far above any real project file.
 MAX_FILE_BYTES = 1 << 18
 MAX_VALUES = 100_000
-MAX_TEXT = 100_000
 MAX_DEPTH = 64
 _MAX_DIGITS = 40
 
