@@ -65,7 +65,7 @@ $(ENVIRONMENT): pyproject.toml $(CONSTRAINTS)
 		echo "make: $(PYTHON) cannot make virtual environments. Install its venv module (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@echo "Installing Paceline, PyTorch and the development tools into $(VENV) (once; a few minutes)"
 	@"$(PYTHON)" -m venv $(VENV)
-	@$(RUN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,progress,plot]'
+	@$(RUN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[dev,plot]'
 	@touch $@
 
 $(BENCH_ENVIRONMENT): $(ENVIRONMENT)

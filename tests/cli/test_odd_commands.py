@@ -34,7 +34,7 @@ def no_loss(model, batch):
 
 partial_loss = __import__("functools").partial(loss)
 """
-PYTHON = "is a part of Python itself: name a function or class of the project or of a package"
+PYTHON = "belongs to Python itself: use a function or class of the project or a package"
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("loss=os:sep", "command line: loss: os:sep is of type str, which cannot be called"),
-        ("metrics=os:path", "metrics: os:path is of type module, which cannot be called"),
+        ("loss=os:sep", "command line: loss: os:sep is not callable: it is of type str"),
+        ("metrics=os:path", "metrics: os:path is not callable: it is of type module"),
         ("scheduler=os:system", f"scheduler: os:system {PYTHON}"),
         (
             "scheduler={factory: os:system, arguments: {command: touch EXECUTED}}",
@@ -62,11 +62,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("after=os:remove", f"after: os:remove {PYTHON}"),
         ("data.collate=os:system", f"data.collate: os:system {PYTHON}"),
         ("data.weight=shutil:rmtree", f"data.weight: shutil:rmtree {PYTHON}"),
-        ("scheduler=torch.nn:Linear", "is a class, but not one of torch.optim.lr_scheduler.LRScheduler"),
+        ("scheduler=torch.nn:Linear", "is a class that is not derived from torch.optim.lr_scheduler.LRScheduler"),
         ("scheduler=torch:save", "torch:save(obj, f, "),
         ("loss=odd_parts:one_argument", "odd_parts:one_argument(model) cannot be called with model, batch"),
         ("model=odd_parts:loss", "odd_parts:loss(model, batch) cannot be called without arguments"),
-        ("scheduler=odd_parts:no_scheduler", "no_scheduler made a str: return a scheduler of torch.optim.lr_scheduler"),
+        (
+            "scheduler=odd_parts:no_scheduler",
+            "no_scheduler returned a str: return a scheduler of torch.optim.lr_scheduler",
+        ),
         ("model=odd_parts:no_model", "the model is a int without a parameters() method"),
         ("loss=odd_parts:no_loss", "the loss is a str: it must be a tensor with one number"),
         ("trainer.global_batch=4000000000000000", "1000000000000000 micro-batches of 4: a step has at most 1000000"),

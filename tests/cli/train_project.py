@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.cli.config import load_project
-from paceline.cli.train.work import Assignment, train
+from paceline.cli.train.monitor import Monitor
+from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 
 PARTS = """
@@ -99,9 +102,12 @@ trainer: {{global_batch: 8, micro_batch: 4, epochs: 2, learning_rate: 0.01, log_
     return config
 
 
-def run_here(config: Path, root: Path, *overrides: str, **told: Any) -> RunFiles:
-    """One worker's part, in this process."""
+def run_here(config: Path, root: Path, *overrides: str, draws: bool = False, **request: Any) -> RunFiles:
+    """One worker's part, in this process. draws: also the plot, which takes a third of a second."""
     files = prepare_run_folder(root)
     project = load_project(config, overrides).resolve(1)
-    train(Assignment(project, files, **told))
+    with pytest.MonkeyPatch.context() as patch:
+        if not draws:
+            patch.setattr(Monitor, "_draw", lambda _: None)
+        train(RunRequest(project, files, **request))
     return files

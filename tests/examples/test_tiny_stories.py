@@ -28,8 +28,8 @@ from worker_pool import WorkerPool
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.config import load_project, schema
-from paceline.cli.train.monitor import Watch
-from paceline.cli.train.work import Assignment, train
+from paceline.cli.train.monitor import Monitor
+from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 
@@ -83,9 +83,9 @@ def work(name: str, overrides: tuple[str, ...], root: Path, workers: int, cache:
     """One worker's part of `paceline train`; what it would print."""
     with own_modules(), redirect_stdout(io.StringIO()) as output, pytest.MonkeyPatch.context() as patch:
         patch.setenv("PACELINE_CACHE", str(cache))
-        patch.setattr(Watch, "_draw", lambda _: None)  # a third of a second for a picture that nobody looks at
+        patch.setattr(Monitor, "_draw", lambda _: None)  # a third of a second for a picture that nobody looks at
         project = load_project(PROJECT / f"{name}.yaml", overrides).resolve(workers)
-        train(Assignment(project, RunFiles(root)))
+        train(RunRequest(project, RunFiles(root)))
     return output.getvalue()
 
 
@@ -216,7 +216,7 @@ def test_the_checkpoint_pair_ends_where_the_uninterrupted_run_does(runs: Runs, t
     for workers in (2, 1):
         place = shutil.copytree(folder, tmp_path / f"on-{workers}")
         second = second_part(runs, place, "", exact, workers=workers)
-        assert "going on after step 8" in second.output
+        assert "resumed after step 8" in second.output
         assert second.saved_steps == [4, 8, 12, 16, 20]
         assert second.weights == expected
 

@@ -38,7 +38,7 @@ import paceline, paceline.run.launching.launch
 from paceline.cli.main import make_parser
 options = make_parser("run").parse_args(["run", "--workers", "2", "train.py"])
 assert paceline.run.launching.launch.workers_to_start(options.workers) == 2
-print([name for name in ("torch", "numpy", "yaml") if name in sys.modules])
+print([name for name in ("torch", "numpy", "yaml", "pydantic") if name in sys.modules])
 """
 
 

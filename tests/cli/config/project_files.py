@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.config import ConfigError, Project, load_project
 
-# All that a project file must say.
+# The generator of docs/project-files.md.
+PAGE = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "make_project_files.py"))
+
+# The least that a project file must have.
 LEAST = """\
 model: {factory: "parts:build_model"}
 data: {train: {factory: "parts:samples"}}

@@ -7,18 +7,16 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from project_files import FULL, load
+from project_files import FULL, PAGE, load
 
 from paceline.cli.config import ConfigError, Project, load_project, show
-from paceline.cli.config.aliases import MEANINGS
-from paceline.cli.config.keys import keys
 
 NAMES = st.sampled_from(
     [
-        *dict.fromkeys(key.name for key in keys()),
-        *MEANINGS,
+        *dict.fromkeys(key.name for key in PAGE["keys"]()),
+        *PAGE["ALIASES"],
         *(
             "extends",
             "variables",
@@ -43,6 +41,8 @@ STRUCTURES = st.recursive(
 # Characters that mean something in YAML, or in a project file.
 TEXTS = st.text(st.sampled_from("abx019 \n\t:-[]{},&*!|>'\"%@`#?~$.\\\u2028\x85\xe9\U0001f600"), max_size=200)
 
+FEW = settings(max_examples=40)
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -62,24 +62,40 @@ def outcome(folder: Path, data: bytes, overrides: tuple[str, ...] = ()) -> Proje
     return project
 
 
+@FEW
 @given(st.binary(max_size=200))
 def test_any_bytes(folder: Path, data: bytes) -> None:
     outcome(folder, data)
 
 
+@FEW
 @given(TEXTS)
 def test_any_text_that_looks_like_yaml(folder: Path, text: str) -> None:
     outcome(folder, text.encode("utf-8", "surrogatepass"))
 
 
+@FEW
 @given(st.dictionaries(NAMES, STRUCTURES, max_size=8))
 def test_any_structure(folder: Path, structure: dict[str, Any]) -> None:
     outcome(folder, yaml.safe_dump(structure, allow_unicode=True).encode("utf-8", "surrogatepass"))
 
 
+@FEW
 @given(st.data())
 def test_any_change_of_a_file_that_is_right(folder: Path, data: st.DataObject) -> None:
-    """Values of FULL replaced by others, which finds its way deeper than what is made up wholly."""
+    load_changed(folder, data)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@settings(max_examples=500)
+@given(st.data())
+def test_many_changes_of_a_file_that_is_right(folder: Path, data: st.DataObject) -> None:
+    load_changed(folder, data)
+
+
+def load_changed(folder: Path, data: st.DataObject) -> None:
+    """FULL with some values replaced, which reaches deeper than a file that is all random."""
     structure = yaml.safe_load(FULL)
     for _ in range(data.draw(st.integers(1, 3))):
         holder = structure
@@ -95,6 +111,7 @@ def test_any_change_of_a_file_that_is_right(folder: Path, data: st.DataObject) -
     outcome(folder, yaml.safe_dump(structure, allow_unicode=True).encode("utf-8", "surrogatepass"))
 
 
+@FEW
 @given(st.data())
 def test_any_slip_in_the_text_of_a_file_that_is_right(folder: Path, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(FULL)))
@@ -102,6 +119,7 @@ def test_any_slip_in_the_text_of_a_file_that_is_right(folder: Path, data: st.Dat
     outcome(folder, (FULL[:start] + data.draw(TEXTS) + FULL[end:]).encode("utf-8", "surrogatepass"))
 
 
+@FEW
 @given(
     st.lists(st.tuples(NAMES, NAMES, TEXTS).map(lambda o: f"{o[0]}.{o[1]}={o[2]}") | st.text(max_size=20), max_size=3)
 )

@@ -85,12 +85,12 @@ def test_one_file_may_be_extended_on_two_ways(tmp_path: Path) -> None:
 
 def test_a_circle_of_files_is_named(tmp_path: Path) -> None:
     message = error_of(tmp_path, "extends: a.yaml", a="extends: b.yaml", b="extends: ./p.yaml")
-    assert message == ("b.yaml:1:1: files that extend one another in a circle: p.yaml -> a.yaml -> b.yaml -> p.yaml")
+    assert message == ("b.yaml:1:1: files extend one another in a circle: p.yaml -> a.yaml -> b.yaml -> p.yaml")
 
 
 def test_a_missing_file_is_named_with_who_wanted_it(tmp_path: Path) -> None:
     message = error_of(tmp_path, "extends: a.yaml", a="\nextends: [b.yaml]")
-    assert message == "a.yaml:2:11: there is no file b.yaml to extend: p.yaml -> a.yaml -> b.yaml"
+    assert message == "a.yaml:2:11: the file b.yaml to extend does not exist: p.yaml -> a.yaml -> b.yaml"
 
 
 def test_files_without_end_are_an_error(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_files_without_end_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["3", "[a.yaml, 3]", "{a: b}", "''"])
 def test_extends_takes_files_alone(value: str, tmp_path: Path) -> None:
-    assert error_of(tmp_path, f"extends: {value}", a="").endswith(": give a file, or a list of files")
+    assert error_of(tmp_path, f"extends: {value}", a="").endswith(": expected a file, or a list of files")
 
 
 # What is written as an argument, where `variables` are those below, and what the function would be given.
@@ -151,13 +151,13 @@ def test_a_reference_is_replaced_and_keeps_its_type_where_it_stands_alone(writte
 
 
 WRONG_REFERENCES = {
-    "${widht}": "there is no variable 'widht': did you mean width? (choose from width, one, two, a)",
-    "${zzz}": "there is no variable 'zzz': choose from width, one, two, a",
-    "${env:NO_HOME}": "the environment has no NO_HOME: set it, or write ${env:NO_HOME:default}",
-    "${wid": "a reference is not closed: write ${name}, or $${ for the two characters themselves",
-    "${a b}": "${a b} names nothing: write ${name}, ${name:default} or ${env:NAME}",
-    "${}": "${} names nothing: write ${name}, ${name:default} or ${env:NAME}",
-    "x${a}": "${a} is a list of 1, which cannot be a part of a text",
+    "${widht}": ("unknown variable 'widht': did you mean width? (choose from width, one, two, a)"),
+    "${zzz}": ("unknown variable 'zzz': choose from width, one, two, a"),
+    "${env:NO_HOME}": ("the environment variable NO_HOME is not set: set it, or write ${env:NO_HOME:default}"),
+    "${wid": ("a reference is not closed: write ${name}, or $${ for a literal ${"),
+    "${a b}": ("${a b} is not a reference: write ${name}, ${name:default} or ${env:NAME}"),
+    "${}": ("${} is not a reference: write ${name}, ${name:default} or ${env:NAME}"),
+    "x${a}": ("${a} is a list of 1: only scalars can be part of a longer text"),
 }
 
 
@@ -169,7 +169,7 @@ def test_a_reference_to_nothing_is_explained(written: str, tmp_path: Path) -> No
 
 def test_a_circle_of_variables_is_named(tmp_path: Path) -> None:
     text = f'variables: {{a: "${{b}}", b: "x${{c}}", c: "${{a}}"}}\n{LEAST}output: ${{a}}'
-    message = "variables that refer to one another in a circle: a -> b -> c -> a"
+    message = "variables refer to one another in a circle: a -> b -> c -> a"
     assert error_of(tmp_path, text) == f"p.yaml:1:36: {message}"
 
 
@@ -183,7 +183,7 @@ def test_variables_that_double_each_other_end_in_an_error(piece: str, tmp_path: 
 
 def test_a_variable_may_not_be_called_env(tmp_path: Path) -> None:
     message = error_of(tmp_path, f"variables: {{env: 3}}\n{LEAST}")
-    assert message == "p.yaml:1:13: 'env' cannot be the name of a variable: choose letters, digits and _"
+    assert message == "p.yaml:1:13: 'env' is not allowed as a variable name: use letters, digits and _, and not env"
 
 
 def test_variables_of_an_extended_file_are_set_by_the_one_that_extends_it(tmp_path: Path) -> None:
@@ -216,14 +216,14 @@ def test_the_command_line_wins(overrides: tuple[str, ...], tmp_path: Path) -> No
 
 
 WRONG_OVERRIDES = {
-    "trainer.seed": "'trainer.seed' is no setting: write key=value, such as trainer.seed=3",
-    "=3": "'=3' is no setting: write key=value, such as trainer.seed=3",
-    "trainer..seed=3": "'trainer..seed=3' is no setting: write key=value, such as trainer.seed=3",
-    "extends=a.yaml": "'extends=a.yaml': only files extend others",
-    "trainer.sed=3": "trainer.sed is no setting: did you mean seed?",
-    "trainer.seed=x": "trainer.seed is 'x': give a whole number",
-    "trainer.seed=[1": "this is not YAML: while parsing a flow sequence expected ',' or ']', but got '<stream end>'",
-    "workers={a: 1}": "workers is a mapping of a: give a whole number >= 1 and <= 1024 or null",
+    "trainer.seed": ("'trainer.seed' is not a setting: write key=value, such as trainer.seed=3"),
+    "=3": ("'=3' is not a setting: write key=value, such as trainer.seed=3"),
+    "trainer..seed=3": ("'trainer..seed=3' is not a setting: write key=value, such as trainer.seed=3"),
+    "extends=a.yaml": ("'extends=a.yaml': `extends` is allowed in files only"),
+    "trainer.sed=3": ("trainer.sed is an unknown setting: did you mean seed?"),
+    "trainer.seed=x": ("trainer.seed is 'x': expected an integer"),
+    "trainer.seed=[1": ("invalid YAML: while parsing a flow sequence expected ',' or ']', but got '<stream end>'"),
+    "workers={a: 1}": ("workers is a mapping of a: expected an integer >= 1 and <= 1024 or null"),
 }
 
 

@@ -1,203 +1,196 @@
-"""From settings to what a run is set up with."""
+"""Python that a project file names: imported when it is built, and explained when it cannot be."""
 
 from __future__ import annotations
 
-import inspect
+import pickle
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
+from project_files import FULL, LEAST, load
+
+from paceline.cli.config import ConfigError, Project, load_project, show
+
+PARTS = """
 import torch
-from project_files import LEAST, load
-
-import paceline as pl
-from paceline.cli.config import parts, schema
-from paceline.cli.config.factories import Factory
-from paceline.cli.config.fields import settings_of
-from paceline.cli.config.sources import build_data
-
-REST = LEAST.rpartition("trainer:")[0]
+from torch import nn
 
 
-def test_settings_have_the_defaults_of_the_trainer(tmp_path: Path) -> None:
-    """So that a file that says nothing trains as a script that says nothing."""
-    parameters = inspect.signature(pl.Trainer.setup).parameters
-    given = parts.setup_arguments(load(tmp_path, LEAST).settings, tmp_path, tmp_path)
-    given.pop("checkpoints")
-    differing = {name for name, value in given.items() if parameters[name].default != value}
-    assert differing == {"global_batch"}
+def build_model(width=4, depth=1, *, activation=nn.ReLU):
+    return nn.Sequential(nn.Linear(2, width), activation(), nn.Linear(width, 1))
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "others"),
-    [
-        (schema.Checkpoints, pl.Checkpoints, {"save", "folder", "resume", "init_from", "allow", "skip"}),
-        (schema.Cadence, pl.Cadence, set()),
-        (schema.Averaging, pl.Averaging, set()),
-    ],
-)
-def test_a_section_has_the_settings_and_defaults_of_what_it_makes(ours: type, theirs: type, others: set[str]) -> None:
-    made = {f.name: f.default for f in fields(theirs)}
-    settings = {name: setting.default for name, setting in settings_of(ours).items() if name not in others}
-    assert settings == {name: default for name, default in made.items() if default is not MISSING}
+def samples(count=8, scale=1.0, inner=None):
+    return [(torch.tensor([float(i), scale]), float(i % 2)) for i in range(count)] + list(inner or [])
 
 
-def test_every_setting_of_saving_arrives() -> None:
-    given = {
-        "every_steps": 5,
-        "every_minutes": 2.0,
-        "every_epochs": 3,
-        "final": False,
-        "keep_last": 4,
-        "keep_every": 6,
-        "snapshot_every": 7,
-        "leave_out": ("optimizer",),
-        "on_error": "continue",
-        "check_replicas": "full",
-        "disk": "per node",
-        "num_writers": 2,
-        "handle_signals": False,
-    }
-    best = schema.KeepBest("loss", 2, "max")
-    made = parts.checkpoints(schema.Checkpoints(**given, keep_best=best), Path("x"))
-    assert made == pl.Checkpoints(Path("x"), **given, keep_best=("loss", 2, "max"))
+def fussy(first, second):
+    raise KeyError("inside")
 
 
-def test_strategies_are_made() -> None:
-    hint = schema.SpeedHint(1, 2.0)
-    cadence = schema.Cadence(5, 0.2, 50, 3, hint)
-    assert parts.strategy(schema.Gradients()) == "gradients"
-    assert parts.strategy(cadence) == pl.Cadence(5, 0.2, 50, 3, (1, 2.0))
-    assert parts.strategy(schema.Averaging(4, 3, True, "bf16", None, None)) == pl.Averaging(
-        4, 3, True, "bf16", None, None
+def anything(**given):
+    return given
+
+
+def optimizer(params, lr):
+    return params, lr
+
+
+class Maker:
+    @staticmethod
+    def make():
+        return "made"
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A module of the project's with a name of its own, gone after the test."""
+    name = f"parts_of_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(PARTS)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def project(folder: Path, model: str) -> Project:
+    return load(folder, LEAST.replace('{factory: "parts:build_model"}', model))
+
+
+def model_error(folder: Path, model: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        project(folder, model).settings.model.as_function()()
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def test_loading_imports_no_module_of_the_project(tmp_path: Path) -> None:
+    (tmp_path / "parts.py").write_text("raise SystemExit('imported')")
+    show(load(tmp_path, FULL).resolve(2))
+    assert "parts" not in sys.modules
+    assert str(tmp_path) not in sys.path
+
+
+def test_a_factory_is_called_with_its_arguments(module: str, tmp_path: Path) -> None:
+    text = (
+        f"""{{factory: "{module}:build_model", arguments: {{width: 7, activation: {{reference: "torch.nn:Tanh"}}}}}}"""
     )
-    averaging = parts.strategy(schema.Averaging(every=schema.Cadence(5), outer=factory_of(torch.optim.SGD)))
-    assert isinstance(averaging, pl.Averaging)
-    assert averaging.every == pl.Cadence(5)
-    assert callable(averaging.outer)
+    model = project(tmp_path, text).settings.model.as_function()()
+    assert model[0].out_features == 7
+    assert type(model[1]).__name__ == "Tanh"
 
 
-def factory_of(function: Callable[..., Any]) -> Factory:
-    return Factory(f"{function.__module__}:{function.__qualname__}", {}, None)  # type: ignore[arg-type]
+def test_a_project_is_built_from_any_folder(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = LEAST.replace("parts:build_model", f"{module}:build_model")
+    (tmp_path / "p.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    loaded = load_project("p.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert loaded.settings.model.as_function()()[0].out_features == 4
+    assert loaded.folder == tmp_path
 
 
-# Settings, and the learning rate after so many steps as a part of the highest.
-SCHEDULES = {
-    "schedule: constant": [1, 1, 1],
-    "warmup_steps: 2": [0.5, 1, 1, 1],
-    "schedule: linear, schedule_steps: 4": [1, 0.75, 0.5, 0.25, 0, 0],
-    "schedule: linear, warmup_steps: 2, schedule_steps: 4": [0.5, 1, 1, 0.5, 0, 0],
-    "schedule: cosine, max_steps: 4": [1, 0.85355, 0.5, 0.14645, 0, 0],
-    "schedule: cosine, max_steps: 2, schedule_steps: 4": [1, 0.85355, 0.5],
-    "schedule: linear, epochs: 2": [1, 0.75, 0.5, 0.25, 0],  # of two steps each
+def test_factories_in_arguments_are_built_first(module: str, tmp_path: Path) -> None:
+    inner = f'{{factory: "{module}:samples", arguments: {{count: 2}}}}'
+    text = f'{{factory: "{module}:anything", arguments: {{a: [{inner}], b: {{c: {inner}}}, d: 1}}}}'
+    given = project(tmp_path, text).settings.model.as_function()()
+    assert (len(given["a"][0]), len(given["b"]["c"]), given["d"]) == (2, 2, 1)
+
+
+def test_a_name_alone_is_the_object_itself(module: str, tmp_path: Path) -> None:
+    assert project(tmp_path, f"{module}:number").settings.model.build() == 3
+    assert project(tmp_path, f"{module}:Maker.make").settings.model.as_function()() == "made"
+
+
+def test_what_the_run_adds_comes_before_the_arguments(module: str, tmp_path: Path) -> None:
+    text = f"{LEAST}optimizer: {{factory: '{module}:optimizer', arguments: {{lr: 0.5}}}}".replace(
+        ", learning_rate: 0.1", ""
+    )
+    optimizer = load(tmp_path, text).settings.optimizer
+    assert optimizer is not None
+    assert optimizer.as_function()("parameters") == ("parameters", 0.5)
+
+
+def test_a_module_that_is_not_there_is_named_with_the_nearest(module: str, tmp_path: Path) -> None:
+    message = model_error(tmp_path, f"{{factory: '{module}x:build_model'}}")
+    assert message.startswith(f"p.yaml:1:9: model.factory: module '{module}x' is neither in {tmp_path} nor ")
+    assert message.endswith(f"did you mean {module}? (choose from {module})")
+
+
+def test_a_name_that_a_module_does_not_have_is_named_with_the_nearest(module: str, tmp_path: Path) -> None:
+    message = model_error(tmp_path, f"{{factory: '{module}:build_modl'}}")
+    assert message.startswith(f"p.yaml:1:9: model.factory: {module} has no 'build_modl': did you mean build_model?")
+
+
+def test_a_name_that_a_class_does_not_have_is_named(module: str, tmp_path: Path) -> None:
+    message = model_error(tmp_path, f"{module}:Maker.mak")
+    assert message == "p.yaml:1:1: model: Maker has no 'mak': did you mean make? (choose from make)"
+
+
+WRONG_ARGUMENTS = {
+    "build_model', arguments: {widht: 3": "build_model has no argument 'widht': did you mean width? "
+    "(choose from width, depth, activation)",
+    "fussy', arguments: {second: 3": "fussy requires first: add the values to `arguments`",
+    "fussy', arguments: {first: 1, second: 3": "fussy failed: KeyError: 'inside' (MODULE.py:15)",
+    "number', arguments: {": "number is not callable: it is of type int",
 }
 
 
-@pytest.mark.parametrize("written", SCHEDULES)
-def test_a_schedule_takes_the_learning_rate_where_it_should_be(written: str, tmp_path: Path) -> None:
-    length = "" if "max_steps" in written or "epochs" in written else ", epochs: 1"
-    settings = load(tmp_path, f"{REST}trainer: {{global_batch: 8, learning_rate: 2, {written}{length}}}").settings
-    optimizer = parts.optimizer(settings)([torch.zeros(1, requires_grad=True)])
-    make = parts.scheduler(settings, steps_per_epoch=2)
-    if make is None:
-        assert SCHEDULES[written] == [1, 1, 1]
-        return
-    scheduler, rates = make(optimizer), []
-    for _ in SCHEDULES[written]:
-        rates.append(optimizer.param_groups[0]["lr"] / 2)
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx(SCHEDULES[written], abs=1e-5)
+@pytest.mark.parametrize("written", WRONG_ARGUMENTS)
+def test_a_call_that_cannot_be_is_explained(written: str, module: str, tmp_path: Path) -> None:
+    message = model_error(tmp_path, f"{{factory: '{module}:{written}}}}}")
+    assert message == f"p.yaml:1:9: model.factory: {module}:{WRONG_ARGUMENTS[written].replace('MODULE', module)}"
 
 
-def test_a_schedule_of_a_stream_needs_to_be_told_its_end(tmp_path: Path) -> None:
-    settings = load(tmp_path, LEAST.replace("epochs: 1", "epochs: 1, schedule: linear")).settings
-    with pytest.raises(ValueError, match=r"schedule=linear ends with the last: give trainer\.schedule_steps"):
-        parts.scheduler(settings, steps_per_epoch=None)
+def test_an_error_inside_a_factory_is_the_cause(module: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        project(
+            tmp_path, f"{{factory: '{module}:fussy', arguments: {{first: 1, second: 2}}}}"
+        ).settings.model.as_function()()
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_the_optimizer_of_a_learning_rate_is_adamw(tmp_path: Path) -> None:
-    settings = load(tmp_path, LEAST.replace("epochs: 1", "epochs: 1, weight_decay: 0.5")).settings
-    optimizer = parts.optimizer(settings)([torch.zeros(1, requires_grad=True)])
-    assert type(optimizer) is torch.optim.AdamW
-    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.1, 0.5)
-
-
-def test_a_token_file_lies_in_the_projects_folder(tmp_path: Path) -> None:
-    np.arange(41, dtype=np.uint16).tofile(tmp_path / "t.bin")
-    text = LEAST.replace('{factory: "parts:samples"}', "{kind: tokens, paths: t.bin, length: 8}")
-    assert len(load(tmp_path, text).data("train")) == 5
-
-
-def test_an_arrow_file_lies_in_the_projects_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pa = pytest.importorskip("pyarrow")
-    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
-    table = pa.table({"x": [[1.0, 2.0]] * 6, "y": [1] * 6})
-    with pa.ipc.new_file(tmp_path / "part-0.arrow", table.schema) as file:
-        file.write_table(table)
-    source = build_data(schema.Arrow(paths=("*.arrow",), columns=("x",)), tmp_path)
-    assert len(source) == 6
-    assert list(source.columns) == ["x"]
-
-
-def test_a_saved_hf_data_set_is_found_with_its_split(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    whole = datasets.Dataset.from_dict({"x": [1, 2, 3]})
-    datasets.DatasetDict({"train": whole}).save_to_disk(str(tmp_path / "saved"))
-    assert len(build_data(schema.Hf("saved", split="train"), tmp_path)) == 3
-    with pytest.raises(ValueError, match="has the splits train: choose one with split, not test"):
-        build_data(schema.Hf("saved", split="test"), tmp_path)
-
-
-def test_a_project_trains_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All parts together, in this process."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "parts_that_train.py").write_text(
-        "import torch\n"
-        "def build_model(width): return torch.nn.Linear(width, 1)\n"
-        "def samples(): return torch.arange(64.0).view(16, 4) / 64\n"
-        "def loss(model, batch): return model(batch).square().mean()\n"
+def test_a_module_that_cannot_be_imported_is_explained(module: str, tmp_path: Path) -> None:
+    (tmp_path / f"{module}.py").write_text("import no_such_package_anywhere")
+    message = model_error(tmp_path, f"{{factory: '{module}:build_model'}}")
+    assert message == (
+        f"p.yaml:1:9: model.factory: importing {module} failed: ModuleNotFoundError: "
+        f"No module named 'no_such_package_anywhere' ({module}.py:1)"
     )
-    text = """
-model: {factory: "parts_that_train:build_model", arguments: {width: 4}}
-data: {train: {factory: "parts_that_train:samples"}}
-loss: parts_that_train:loss
-trainer: {epochs: 2, per_device_train_batch_size: 4, gradient_accumulation_steps: 2, learning_rate: 0.1, exact: true}
-checkpoints: {every_epochs: 1}
-"""
-    assert train(load(tmp_path, text), tmp_path / "run") == 4
-    assert train(load(tmp_path, text, "trainer.epochs=3"), tmp_path / "run") == 2
 
 
-def train(project: Any, run_folder: Path) -> int:
-    """Steps taken until the project's epochs are over."""
-    project = project.resolve(1)
-    settings, steps = project.settings, []
-    with pl.Trainer.setup(
-        settings.model.as_function(),
-        parts.optimizer(settings),
-        data=project.data("train"),
-        scheduler=parts.scheduler(settings, None),
-        **parts.setup_arguments(settings, project.folder, run_folder),
-    ) as trainer:
-        loss = settings.loss.build()
-        trainer.every(1, steps.append)
-        for epoch in trainer.epochs(settings.trainer.epochs):
-            for batch in epoch:
-                trainer.backward(loss(trainer.model, batch))
-                trainer.step()
-    return len(steps)
+def test_a_module_is_not_mistaken_for_another_of_its_name(module: str, tmp_path: Path) -> None:
+    project(tmp_path, f"{module}:number").settings.model.build()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / f"{module}.py").write_text("number = 4")
+    message = model_error(other, f"{module}:number")
+    assert message == (
+        f"p.yaml:1:1: model: {module} is already imported from {tmp_path}/{module}.py, not from {module}.py: rename it"
+    )
 
 
-def test_every_setting_of_the_trainer_is_used_by_somebody() -> None:
-    """A new one must be added here, or to `setup_arguments`."""
-    of_the_command = {
-        *("micro_batches_per_worker", "epochs", "max_steps", "learning_rate", "weight_decay", "schedule"),
-        *("warmup_steps", "schedule_steps", "strategy", "compile", "gradient_checkpointing", "eval_every"),
-        *("log_every", "timeline", "early_stopping", "max_loss_ratio"),
-    }
-    assert {*parts._SAME, *of_the_command} == set(settings_of(schema.Trainer))
+def test_data_that_cannot_be_opened_is_named_with_its_place(tmp_path: Path) -> None:
+    text = LEAST.replace('{factory: "parts:samples"}', "{kind: tokens, paths: t.bin, length: 4}")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text).data("train")
+    assert str(caught.value) == (
+        f"{tmp_path}/p.yaml:2:8: data.train: there is no file of token ids at {tmp_path}/t.bin"
+    )
+
+
+def test_a_project_travels_to_workers(tmp_path: Path) -> None:
+    loaded = load(tmp_path, FULL)
+    travelled = pickle.loads(pickle.dumps(loaded))
+    assert travelled == loaded
+    assert travelled.settings.model.site.folder == tmp_path
+
+
+def test_an_error_travels_from_workers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, "a: 1")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from project_files import FULL, LEAST, load
+from project_files import FULL, LEAST, PAGE, load
 
 from paceline.cli.config import load_project, show
-from paceline.cli.config.keys import keys
 
 
 def test_every_line_with_a_value_says_where_it_came_from(tmp_path: Path) -> None:
@@ -51,7 +50,7 @@ def test_what_is_shown_is_the_same_for_other_readers_of_yaml(tmp_path: Path) -> 
 
 def test_all_settings_are_shown(tmp_path: Path) -> None:
     shown = yaml.safe_load(show(load(tmp_path, LEAST)))
-    for key in keys():
+    for key in PAGE["keys"]():
         if key.section in ("", "trainer", "checkpoints", "data") and key.default:
             assert key.name in (shown[key.section] if key.section else shown), key
 
@@ -71,6 +70,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(KEYS, VALUES, max_size=4))
 def test_any_argument_survives_being_shown(tmp_path_factory: pytest.TempPathFactory, arguments: dict[str, Any]) -> None:
     folder = tmp_path_factory.getbasetemp() / "shown"

@@ -1,4 +1,4 @@
-"""Project files: the YAML that describes a run, read strictly and resolved to typed settings."""
+"""Project files: YAML files that describe a run, validated strictly and resolved to typed settings."""
 
 from __future__ import annotations
 

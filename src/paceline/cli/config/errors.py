@@ -1,4 +1,4 @@
-"""Where a value came from, and what is said when it cannot be used."""
+"""Where a value comes from, and the error for a project file that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 _MAX_SHOWN = 10
-# Of many choices the nearest is enough; a list of very many helps nobody.
+# Up to _FEW choices are listed beside the nearest one; longer lists end after _MANY.
 _FEW, _MANY = 12, 50
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value stands: a file's line and column, counted from 1, or "command line", or "default".
+    """The place of a value: a file with line and column, counted from 1, or "command line", or "default".
 
-    `alias` is the dotted key it was given under, where that is not the setting's own. `variable`: what stands there
-    refers to this variable, whose value stands at `variable_origin`.
+    alias: the dotted key the value was given under, if that is not the setting's own key.
+    variable, variable_origin: the variable that the text at this place refers to, and where its value is set.
     """
 
     source: str
@@ -36,8 +36,6 @@ DEFAULT = Origin("default")
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, at one place."""
-
     origin: Origin
     message: str
 
@@ -46,11 +44,11 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A project file that cannot be used. `problems` are all that were found; the text shows the first ten."""
+    """A project file that cannot be used. problems: all of them, in file order; the text shows the first ten."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         super().__init__(problems)
-        self.problems = tuple(problems)
+        self.problems = sorted(problems, key=lambda p: (p.origin.source, p.origin.line, p.origin.column))
 
     def __str__(self) -> str:
         lines = [str(problem) for problem in self.problems[:_MAX_SHOWN]]
@@ -65,13 +63,8 @@ def fail(origin: Origin, message: str) -> ConfigError:
     return ConfigError([Problem(origin, message)])
 
 
-def in_order(problems: Sequence[Problem]) -> list[Problem]:
-    """As they stand in their files."""
-    return sorted(problems, key=lambda problem: (problem.origin.source, problem.origin.line, problem.origin.column))
-
-
 def nearest(name: str, choices: Collection[str]) -> str:
-    """How a message about an unknown name ends: with the nearest known one, and with all of them if they are few."""
+    """The end of a message about an unknown name: the nearest known one, and all of them if they are few."""
     near = get_close_matches(name, choices, n=1)
     listed = [*list(choices)[:_MANY], *(["..."] if len(choices) > _MANY else [])]
     known = f"choose from {', '.join(listed)}" if choices else "there are none"

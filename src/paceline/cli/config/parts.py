@@ -1,173 +1,201 @@
-"""From settings to the parts that a run is set up with. What is the user's is imported when its part is asked for."""
+"""Python objects that a project file names. They are imported when they are used, not when the file is loaded."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
+import functools
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.optim.lr_scheduler import LambdaLR
+from paceline.cli.config.errors import ConfigError, Origin, fail, nearest
 
-from paceline.cli.config import schema
-from paceline.cli.config.factories import Factory, Reference
-from paceline.cli.config.schema import Settings
-from paceline.plan.cadence import Cadence
-from paceline.run.config import Strategy
-from paceline.run.saving.options import Checkpoints
-from paceline.sync.averaging.strategy import Averaging
-
-# Settings of the section `trainer` that have the same name and meaning in `Trainer.setup`.
-_SAME = (
-    *("global_batch", "micro_batch", "physical_batch", "batches_per_step", "seed", "exact", "precision"),
-    *(
-        "max_grad_norm",
-        "scheduler_every",
-        "ema",
-        "shares",
-        "speed_hints",
-        "shuffle",
-        "shuffle_buffer",
-        "num_shards",
-        "drop_last",
-    ),
-    *("skip_bad_samples", "feed", "readers", "prefetch", "resident", "overlap", "backend", "timeout_s", "threads"),
-    *("fused_optimizers", "train_mode", "garbage_collection", "capture"),
-)
+_DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+_TARGET = re.compile(f"{_DOTTED}:{_DOTTED}")
 
 
-def setup_arguments(settings: Settings, project_folder: Path, run_folder: Path) -> dict[str, Any]:
-    """The keyword arguments of `Trainer.setup` but for model, optimizer, scheduler and data."""
-    trainer, saving, data = settings.trainer, settings.checkpoints, settings.data
-    arguments = {name: getattr(trainer, name) for name in _SAME}
-    arguments["strategy"] = strategy(trainer.strategy)
-    arguments["collate_fn"] = data.collate and data.collate.build()
-    arguments["weight_fn"] = data.weight and data.weight.build()
-    if settings.devices == "cpu":
-        arguments["device"] = "cpu"
-    if saving.init_from is not None:
-        arguments["init_from"] = project_folder / saving.init_from
-    if saving.save:
-        is_path = isinstance(saving.resume, str) and saving.resume != "auto"
-        arguments["resume"] = project_folder / str(saving.resume) if is_path else saving.resume
-        arguments |= {"allow": saving.allow, "skip": saving.skip}
-        folder = run_folder if saving.folder is None else project_folder / saving.folder
-        arguments["checkpoints"] = checkpoints(saving, folder)
-    return arguments
+def target_problem(target: str) -> str | None:
+    """What is wrong with a target; None if it has the form `package.module:name`."""
+    if _TARGET.fullmatch(target):
+        return None
+    module, _, name = target.rpartition(".")
+    hint = f"; did you mean {module}:{name}?" if module and _TARGET.fullmatch(f"{module}:{name}") else ""
+    return f"is {target!r}: expected package.module:name{hint}"
 
 
-def strategy(settings: schema.Gradients | schema.Cadence | schema.Averaging) -> Strategy:
-    match settings:
-        case schema.Gradients():
-            return "gradients"
-        case schema.Cadence():
-            return _cadence(settings)
-        case schema.Averaging():
-            return Averaging(
-                every=settings.every if isinstance(settings.every, int) else _cadence(settings.every),
-                first_step=settings.first_step,
-                overlap=settings.overlap,
-                transfer=settings.transfer,
-                outer=None if settings.outer is None else settings.outer.as_function(),
-                divergence_threshold=settings.divergence_threshold,
-            )
+@dataclass(frozen=True)
+class Site:
+    """Where a target is named. Modules are searched in the project's folder first."""
+
+    folder: Path
+    key: str
+    origin: Origin
+
+    def fail(self, message: str) -> ConfigError:
+        return fail(self.origin, f"{self.key}: {message}")
 
 
-def _cadence(settings: schema.Cadence) -> Cadence:
-    hint = settings.speed_hint
-    return Cadence(
-        anchor=settings.anchor,
-        overhead_target=settings.overhead_target,
-        max_anchor=settings.max_anchor,
-        max_batch_diff=settings.max_batch_diff,
-        speed_hint=None if hint is None else (hint.slow_rank, hint.ratio),
-    )
+@dataclass(frozen=True)
+class Part:
+    """An object of a module, `package.module:name`, or the result of calling it.
 
-
-def checkpoints(settings: schema.Checkpoints, folder: Path) -> Checkpoints:
-    best = settings.keep_best
-    return Checkpoints(
-        folder,
-        every_steps=settings.every_steps,
-        every_minutes=settings.every_minutes,
-        every_epochs=settings.every_epochs,
-        final=settings.final,
-        keep_last=settings.keep_last,
-        keep_best=None if best is None else (best.metric, best.count, best.mode),
-        keep_every=settings.keep_every,
-        snapshot_every=settings.snapshot_every,
-        leave_out=settings.leave_out,
-        on_error=settings.on_error,
-        check_replicas=settings.check_replicas,
-        disk=settings.disk,
-        num_writers=settings.num_writers,
-        handle_signals=settings.handle_signals,
-    )
-
-
-def optimizer(settings: Settings) -> Callable[..., Any]:
-    """From parameters to an optimizer: the section's, or AdamW with the trainer's learning rate."""
-    if settings.optimizer is not None:
-        made: Callable[..., Any] = settings.optimizer.as_function()
-        return made
-    trainer = settings.trainer
-    assert trainer.learning_rate is not None, "the file was checked for one"
-    return partial(torch.optim.AdamW, lr=trainer.learning_rate, weight_decay=trainer.weight_decay or 0.0)
-
-
-def scheduler(settings: Settings, steps_per_epoch: int | None) -> Callable[..., Any] | None:
-    """From an optimizer to a scheduler: the section's, or the trainer's schedule; None for a constant rate.
-
-    `steps_per_epoch`, None if it is not known, decides the horizon only where neither schedule_steps nor max_steps do.
+    arguments: keyword arguments of the call, which may contain parts; None for the object itself.
     """
-    if settings.scheduler is not None:
-        return partial(_made_scheduler, settings.scheduler)
-    trainer = settings.trainer
-    if trainer.schedule in (None, "constant") and not trainer.warmup_steps:
-        return None
-    return partial(LambdaLR, lr_lambda=_rate(trainer, horizon(trainer, steps_per_epoch)))
+
+    target: str
+    arguments: Mapping[str, Any] | None
+    site: Site = field(compare=False, repr=False)
+
+    def build(self, *positional: Any) -> Any:
+        """The object, or the result of the call with `positional` before the file's arguments."""
+        thing = self.object()
+        if self.arguments is None:
+            return thing
+        self._check_call(thing, [type(value).__name__ for value in positional])
+        arguments = {name: _built(value) for name, value in self.arguments.items()}
+        try:
+            return thing(*positional, **arguments)
+        except Exception as error:
+            raise self.site.fail(f"{self.target} failed: {_described(error, self.site.folder)}") from error
+
+    def as_function(self) -> Any:
+        """The function for a part that is called by the run: the object itself, or `build`."""
+        return self.object() if self.arguments is None else self.build
+
+    def object(self) -> Any:
+        """The named object. Imports its module."""
+        module_name, _, path = self.target.partition(":")
+        thing: Any = self._module(module_name)
+        for name in path.split("."):
+            if not hasattr(thing, name):
+                where = module_name if inspect.ismodule(thing) else getattr(thing, "__qualname__", type(thing).__name__)
+                names = [known for known in dir(thing) if not known.startswith("_")]
+                raise self.site.fail(f"{where} has no {name!r}: {nearest(name, names)}")
+            thing = getattr(thing, name)
+        return thing
+
+    def check(self, name: str = "") -> None:
+        """Raise `ConfigError` if the part does not exist, or cannot be used as `name`."""
+        thing = self.object()
+        check_parts(self.arguments)
+        if name not in _CALLED_WITH:
+            return
+        if _is_of_python(thing):  # `os:system` would execute any text it is called with
+            raise self.site.fail(
+                f"{self.target} belongs to Python itself: use a function or class of the project or a package"
+            )
+        base = _BASES.get(name)
+        if inspect.isclass(thing) and base and not issubclass(thing, Part(base, None, self.site).object()):
+            raise self.site.fail(f"{self.target} is a class that is not derived from {base.replace(':', '.')}")
+        returns_function = name in _FUNCTIONS and self.arguments is not None
+        self._check_call(thing, () if returns_function else _CALLED_WITH[name])
+
+    def _check_call(self, function: Any, positional: Sequence[str]) -> None:
+        """Before the call, so that a TypeError inside the function is not mistaken for one of the call."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # not callable, or a C function without a signature
+            if callable(function):
+                return
+            raise self.site.fail(f"{self.target} is not callable: it is of type {type(function).__name__}") from None
+        given, kinds = self.arguments or {}, {p.kind for p in parameters}
+        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        for taken in names[: len(positional)]:
+            by_name.pop(taken, None)
+        missing = [name for name, p in by_name.items() if p.default is p.empty and name not in given]
+        is_short = len(names) < len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds
+        if is_short or (missing and self.arguments is None):
+            signature = ", ".join(p.name for p in parameters)
+            call = f"with {', '.join(positional)}" if positional else "without arguments"
+            raise self.site.fail(f"{self.target}({signature}) cannot be called {call}: change its parameters")
+        for name in given:
+            if name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
+                raise self.site.fail(f"{self.target} has no argument {name!r}: {nearest(name, by_name)}")
+        if missing:
+            raise self.site.fail(f"{self.target} requires {', '.join(missing)}: add the values to `arguments`")
+
+    def _module(self, name: str) -> Any:
+        folder = self.site.folder
+        if str(folder) not in sys.path:  # and stays there: modules also import inside functions
+            sys.path.insert(0, str(folder))
+            importlib.invalidate_caches()
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:
+            if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
+                raise self.site.fail(f"importing {name} failed: {_described(error, folder)}") from error
+            known = nearest(str(error.name), [path.stem for path in folder.glob("*.py")])
+            raise self.site.fail(f"module {error.name!r} is neither in {folder} nor installed: {known}") from error
+        # A process has one module per name. It must not be that of another project, or of Python.
+        package = name.partition(".")[0]
+        imported = getattr(sys.modules[package], "__file__", None)
+        for own in (folder / f"{package}.py", folder / package / "__init__.py"):
+            if own.is_file() and imported is not None and own.resolve() != Path(imported).resolve():
+                raise self.site.fail(f"{package} is already imported from {imported}, not from {own}: rename it")
+        return module
 
 
-def _made_scheduler(part: Reference | Factory, optimizer: Any) -> Any:
-    made = part.as_function()(optimizer)
-    for each in made if isinstance(made, list | tuple) else [made]:
-        if not callable(getattr(each, "step", None)) or not callable(getattr(each, "state_dict", None)):
-            kind = type(each).__name__
-            raise part.site.fail(f"{part.target} made a {kind}: return a scheduler of torch.optim.lr_scheduler")
-    return made
+def _built(value: Any) -> Any:
+    """A value of `arguments`, with parts replaced by their objects."""
+    if isinstance(value, Part):
+        return value.build()
+    if isinstance(value, dict):
+        return {key: _built(item) for key, item in value.items()}
+    return [_built(item) for item in value] if isinstance(value, list) else value
 
 
-def horizon(trainer: schema.Trainer, steps_per_epoch: int | None) -> int | None:
-    """The step at which the schedule reaches 0; None for one that never does."""
-    if trainer.schedule in (None, "constant"):
-        return None
-    steps = trainer.schedule_steps or trainer.max_steps
-    if steps is None and steps_per_epoch is not None and trainer.epochs is not None:
-        steps = trainer.epochs * steps_per_epoch
-    if steps is None:
-        raise ValueError(
-            f"nobody knows how many steps this run has, and schedule={trainer.schedule} ends with the last: "
-            "give trainer.schedule_steps"
-        )
-    if steps <= trainer.warmup_steps:
-        raise ValueError(
-            f"warmup_steps={trainer.warmup_steps} leave nothing of a schedule of {steps} steps: warm up for fewer"
-        )
-    return steps
+def _described(error: Exception, folder: Path) -> str:
+    """The error, with the last line of the project's code in its traceback."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(folder)]
+    # A SyntaxError names the file itself.
+    where = f" ({own[-1].filename}:{own[-1].lineno})" if own and not isinstance(error, SyntaxError) else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
-def _rate(trainer: schema.Trainer, steps: int | None) -> Callable[[int], float]:
-    """What the learning rate is multiplied by, from the steps that are done."""
-    warmup, is_linear = trainer.warmup_steps, trainer.schedule == "linear"
+# The arguments that each part is called with. For a part with `arguments`, they come before these arguments, except for
+# the parts in _FUNCTIONS, where the call returns the function.
+_CALLED_WITH = {
+    "model": (),
+    "optimizer": ("parameters",),
+    "scheduler": ("optimizer",),
+    "loss": ("model", "batch"),
+    "metrics": ("model", "batch"),
+    "after": ("model",),
+    "collate": ("samples",),
+    "weight": ("batch",),
+    "transform": ("sample",),
+    "outer": ("parameters",),
+}
+_FUNCTIONS = ("collate", "weight", "transform")
+# The class that a class given as this part must be derived from.
+_OPTIMIZER = "torch.optim:Optimizer"
+_BASES = {"optimizer": _OPTIMIZER, "outer": _OPTIMIZER, "scheduler": "torch.optim.lr_scheduler:LRScheduler"}
+# Built-in functions that are useful as parts: a collate function that keeps the samples, a weight that counts rows.
+_USEFUL = (list, tuple, dict, len)
 
-    def rate(done: int) -> float:
-        if done < warmup:
-            return (done + 1) / warmup
-        if steps is None:
-            return 1.0
-        part = min((done - warmup) / (steps - warmup), 1.0)
-        return 1.0 - part if is_linear else (1.0 + math.cos(math.pi * part)) / 2
 
-    return rate
+def check_parts(value: Any, name: str = "") -> None:
+    """Check all parts in settings, `name` being that of the setting. Imports modules; calls nothing."""
+    if isinstance(value, Part):
+        value.check(name)
+    elif is_dataclass(value):
+        for each in fields(value):
+            check_parts(getattr(value, each.name), each.name)
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            check_parts(item)
+
+
+def _is_of_python(thing: Any) -> bool:
+    if isinstance(thing, functools.partial):
+        return _is_of_python(thing.func)
+    if not (inspect.isroutine(thing) or inspect.isclass(thing)) or thing in _USEFUL:
+        return False
+    module = getattr(thing, "__module__", None) or type(getattr(thing, "__self__", None)).__module__
+    return str(module).partition(".")[0] in sys.stdlib_module_names

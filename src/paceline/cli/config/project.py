@@ -1,4 +1,4 @@
-"""A project file, read, merged, resolved and checked."""
+"""A project file: read, merged, validated and checked."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.cli.config.aliases import TAKEN_IN, without_aliases
+from paceline.cli.config.aliases import ACCEPTED_IN, translate_aliases
 from paceline.cli.config.checks import contradictions, resolved
-from paceline.cli.config.convert import Conversion
-from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, Problem, fail, in_order
-from paceline.cli.config.factories import check_names
-from paceline.cli.config.fields import is_section, settings_of
-from paceline.cli.config.layers import Layers, with_overrides
-from paceline.cli.config.schema import Settings
-from paceline.cli.config.sources import build_data
-from paceline.cli.config.variables import VARIABLES, substitute
+from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, Problem, fail
+from paceline.cli.config.layers import VARIABLES, read_layers, substitute, with_overrides
+from paceline.cli.config.parts import check_parts
+from paceline.cli.config.schema import ProjectSettings, top_sections
+from paceline.cli.config.trainer_setup import build_data
 
 
 @dataclass(frozen=True)
 class Project:
-    """What to run. `origins` says of every value that was given where, by dotted key; the rest are defaults.
+    """A run's settings. origins: the place of every given value by dotted key; other values are defaults.
 
-    Paths and modules in the file are relative to `folder`, in which it lies.
+    Paths and modules in the file are relative to `folder`.
     """
 
     path: Path
-    settings: Settings
+    settings: ProjectSettings
     origins: Mapping[str, Origin]
 
     @property
@@ -36,10 +33,12 @@ class Project:
         return self.path.parent
 
     def origin(self, key: str) -> Origin:
+        if key not in self.origins and key.endswith(".kind"):  # `strategy: cadence` is `strategy: {kind: cadence}`
+            key = key.removesuffix(".kind")
         return self.origins.get(key, DEFAULT)
 
     def data(self, part: Literal["train", "evaluation"]) -> Any:
-        """The data, opened: what `Trainer.setup` and `Trainer.evaluate` take."""
+        """The opened data, as `Trainer.setup` and `Trainer.evaluate` take it."""
         key = f"data.{part}"
         try:
             return build_data(getattr(self.settings.data, part), self.folder)
@@ -48,22 +47,17 @@ class Project:
         except (ValueError, TypeError, OSError, ImportError) as error:
             raise fail(self.origin(key), f"{key}: {error}") from error
 
-    def check_names(self) -> None:
-        """Raise `ConfigError` if Python that the settings name is not there, or is no such part. Imports it, and
-        calls nothing.
-        """
-        from paceline.cli.config.callables import check_parts  # which imports torch
-
-        check_names(self.settings)
+    def check_parts(self) -> None:
+        """Raise `ConfigError` if a named Python object does not exist or cannot be used. Imports; calls nothing."""
         check_parts(self.settings)
 
     def resolve(self, num_workers: int, global_batch: int | None = None) -> Project:
-        """The project for so many workers: what was given per worker becomes a global batch.
+        """The project for this number of workers: a batch per worker becomes a global batch.
 
-        `global_batch` is that of the run's first start, where it is resumed: it stays, whoever takes part.
+        global_batch: that of the run's first start, which a resumed run keeps on any number of workers.
         """
         if num_workers < 1:
-            raise ValueError(f"num_workers={num_workers}: choose at least 1")
+            raise ValueError(f"num_workers={num_workers} must be >= 1")
         key = "trainer.micro_batches_per_worker"
         if self.settings.trainer.micro_batches_per_worker is None:
             return self
@@ -73,19 +67,20 @@ class Project:
         origins = {name: origin for name, origin in self.origins.items() if name != key}
         origins["trainer.global_batch"] = self.origin(key)
         project = Project(self.path, replace(self.settings, trainer=trainer), origins)
-        project._check()
+        project.check()
         return project
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise `ConfigError` for settings that contradict one another."""
         problems = []
         for key, message in contradictions(self.settings):
             origin = self._nearest_origin(key)
             problems.append(Problem(origin, f"{origin.alias or key} {message}"))
         if problems:
-            raise ConfigError(in_order(problems))
+            raise ConfigError(problems)
 
     def _nearest_origin(self, key: str) -> Origin:
-        """Where a key stands, or what it would be a part of."""
+        """The place of a key, or of the section it belongs to."""
         while key and key not in self.origins:
             key = key.rpartition(".")[0]
         return self.origins[key]
@@ -96,20 +91,21 @@ def load_project(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> Project:
-    """Read a project file and what it extends. Raises `ConfigError`, with all that is wrong; imports nothing.
+    """Read a project file and the files it extends. Raises `ConfigError` with all problems; imports no parts.
 
-    overrides: `key=value` of the command line, such as "trainer.seed=3"; values are YAML. They win over all files.
-    environment: what `${env:NAME}` refers to.
+    overrides: settings such as "trainer.seed=3", with YAML values. They override all files.
+    environment: the variables that `${env:NAME}` refers to.
     """
+    from paceline.cli.config.validate import Validation  # imports pydantic
+
     path = Path(path)
-    folder = path.absolute().parent  # the process may go elsewhere before a part is built
-    sections = [name for name, setting in settings_of(Settings).items() if is_section(setting.type)]
-    tree = with_overrides(Layers([*sections, VARIABLES]).read(path), overrides)
-    tree, problems = without_aliases(substitute(tree, environment))
-    conversion = Conversion(Settings, folder, TAKEN_IN)
-    settings = conversion.value(tree, Settings)
-    if problems or conversion.problems:
-        raise ConfigError(in_order(problems + conversion.problems))
-    project = Project(folder / path.name, settings, conversion.origins)
-    project._check()
+    folder = path.absolute().parent  # the current folder may change before a part is built
+    tree = with_overrides(read_layers(path, [*top_sections(), VARIABLES]), overrides)
+    tree, problems = translate_aliases(substitute(tree, environment))
+    validation = Validation(tree, folder, ACCEPTED_IN)
+    problems += validation.problems
+    if problems or validation.settings is None:
+        raise ConfigError(problems)
+    project = Project(folder / path.name, validation.settings, validation.origins)
+    project.check()
     return project

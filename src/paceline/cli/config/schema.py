@@ -1,246 +1,272 @@
-"""The settings of a project file. Errors, `show`, the page of all keys and the command line's help come from here."""
+"""The settings of a project file. Error messages, `config show` and docs/project-files.md derive from them.
 
-# ruff: noqa: RUF009 - `setting` makes a dataclasses.field
+A setting that `Trainer.setup` also takes is declared in `paceline.run.settings`; `Trainer` inherits it from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from paceline.checkpoint.compare import Level
-from paceline.cli.config.factories import Factory, Reference
-from paceline.cli.config.fields import setting
-from paceline.comm.base import DEFAULT_TIMEOUT_S
-from paceline.data.feeds.make_feed import Way
-from paceline.run.config import Capture, Precision, SchedulerInterval
+from paceline.cli.config.parts import Part
+from paceline.core.settings import Limits, setting
 from paceline.run.saving.options import Mode
-from paceline.run.step.gc_policy import GarbageCollection
+from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
 
-Schedule = Literal["constant", "linear", "cosine"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
+Schedule = Literal["constant", "linear", "cosine"]
+TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 
-@dataclass(frozen=True)
-class Tokens:
-    """Windows of token ids out of flat files."""
+@typing.dataclass_transform(frozen_default=True)
+class Section:
+    """A mapping with declared settings. Subclasses are frozen dataclasses.
 
-    KIND: ClassVar[str] = "tokens"
+    kind: the value of `kind:` in a file that selects this section where several are possible.
+    """
 
-    paths: str | tuple[str, ...] = setting("one file of token ids (.bin, .npy), or several")
-    length: int = setting("tokens of a sample", least=1)
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = setting("of raw files: uint16 if null", None)
-    stride: int | None = setting("from one window's start to the next; the length if null", None, least=1)
-    targets: bool = setting("whether samples have y, one token further than x", True)
-    vocab_size: int | None = setting("check that every id is below", None, least=1)
+    kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        cls.kind = kind
+        dataclass(frozen=True)(cls)
 
 
-@dataclass(frozen=True)
-class Arrow:
+class Tokens(Section, kind="tokens"):
+    """Windows of token ids from flat files."""
+
+    paths: str | tuple[str, ...] = setting("one or several files of token ids (.bin, .npy)")
+    length: int = setting("tokens per sample", least=1)
+    dtype: TokenType | None = setting("type of the ids in .bin files; uint16 if null", None)
+    stride: int | None = setting("distance between the starts of two windows; the length if null", None, least=1)
+    targets: bool = setting("give samples a y, which is x shifted by one token", True)
+    vocab_size: int | None = setting("check that every id is smaller than this", None, least=1)
+
+
+class Arrow(Section, kind="arrow"):
     """Rows of Arrow and Parquet files."""
 
-    KIND: ClassVar[str] = "arrow"
-
-    paths: str | tuple[str, ...] = setting("a file, a folder, a pattern such as data/*.arrow, or several of these")
-    columns: tuple[str, ...] | None = setting("which to read; all if null", None)
-    transform: Reference | Factory | None = setting("called with each row, a dict", None)
-    max_decoded_bytes: int = setting("memory for decoded row groups, in each process that reads", 256 << 20, least=1)
+    paths: str | tuple[str, ...] = setting("a file, a folder, a pattern such as data/*.arrow, or a list of these")
+    columns: tuple[str, ...] | None = setting("columns to read; all if null", None)
+    transform: Part | None = setting("called with each row, a dict", None)
+    max_decoded_bytes: int = setting("memory for decoded row groups, per reading process", 256 << 20, least=1)
 
 
-@dataclass(frozen=True)
-class Images:
-    """A folder of images, one sub-folder per class."""
-
-    KIND: ClassVar[str] = "images"
+class Images(Section, kind="images"):
+    """A folder of images, with one sub-folder per class."""
 
     root: str = setting("the folder")
-    size: int = setting("side of what the model sees, in pixels", 224, least=1)
-    augment: bool = setting("crop and flip at random", True)
-    classes: tuple[str, ...] | None = setting("names of the sub-folders to use; all if null", None)
-    mean: tuple[float, ...] | None = setting("per channel; ImageNet's if null", None)
-    std: tuple[float, ...] | None = setting("per channel; ImageNet's if null", None, above=0)
+    size: int = setting("side length of the model's input, in pixels", 224, least=1)
+    augment: bool = setting("random crops and flips", True)
+    classes: tuple[str, ...] | None = setting("sub-folders to use; all if null", None)
+    mean: tuple[float, ...] | None = setting("per channel; that of ImageNet if null", None)
+    std: tuple[float, ...] | None = setting("per channel; that of ImageNet if null", None, above=0)
 
 
-@dataclass(frozen=True)
-class Hf:
+class Hf(Section, kind="hf"):
     """A data set of the package `datasets`."""
 
-    KIND: ClassVar[str] = "hf"
-
-    path: str = setting("a folder that save_to_disk wrote, or what load_dataset takes")
-    name: str | None = setting("the data set's configuration, for load_dataset", None)
-    split: str | None = setting("which split, such as train", None)
+    path: str = setting("a folder written by save_to_disk, or the first argument of load_dataset")
+    name: str | None = setting("configuration of the data set, for load_dataset", None)
+    split: str | None = setting("split to use, such as train", None)
     data_files: str | tuple[str, ...] | None = setting("files, for formats such as json and text", None)
-    streaming: bool = setting("read it as a stream", False)
+    streaming: bool = setting("read the data set as a stream", False)
 
 
-@dataclass(frozen=True)
-class Data:
-    train: Factory | Tokens | Arrow | Images | Hf = setting("what to train on")
-    evaluation: Factory | Tokens | Arrow | Images | Hf | None = setting("what to evaluate on", None)
-    collate: Reference | Factory | None = setting("a function that joins a list of samples to a batch", None)
-    weight: Reference | Factory | None = setting("a function from a batch to what its loss is a mean over", None)
+Source: TypeAlias = Part | Tokens | Arrow | Images | Hf
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Exchange gradients in every step."""
-
-    KIND: ClassVar[str] = "gradients"
-
-
-@dataclass(frozen=True)
-class SpeedHint:
-    slow_rank: int = setting("the slow worker", least=0)
-    ratio: float = setting("how many times as fast the others are", least=1)
+class Data(Section):
+    train: Source = setting("training data")
+    evaluation: Source | None = setting("evaluation data", None)
+    collate: Part | None = setting("joins a list of samples into a batch", None)
+    weight: Part | None = setting("weight(batch): number of items that the batch's loss is a mean over", None)
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """Steps of as many micro-batches as keep the exchange cheap."""
-
-    KIND: ClassVar[str] = "cadence"
-
-    anchor: int = setting("micro-batches of the slowest worker between exchanges, to start with", 10, least=1)
-    overhead_target: float = setting("what an exchange may cost, as a part of computing", 0.1, least=0.01, most=0.5)
-    max_anchor: int = setting("the most micro-batches without an exchange", 200, least=1)
-    max_batch_diff: int | None = setting("by how much a worker's count may change at once", None, least=1)
-    speed_hint: SpeedHint | None = setting("which worker is slow, until it is measured", None)
+class Gradients(Section, kind="gradients"):
+    """Workers exchange gradients in every step."""
 
 
-@dataclass(frozen=True)
-class Averaging:
-    """Steps of each worker's own, and every so often the mean of the replicas."""
-
-    KIND: ClassVar[str] = "averaging"
-
-    every: int | Cadence = setting("steps between two averages, or a cadence that finds them", 32, least=1)
-    first_step: int = setting("before so many steps gradients are exchanged (post-local SGD)", 0, least=0)
-    overlap: bool = setting("train on while the mean is computed", False)
-    transfer: Literal["fp32", "bf16", "fp16"] = setting("the type in which changes travel", "fp32")
-    outer: Factory | None = setting("an optimizer over the common weights, called with them", None)
-    divergence_threshold: float | None = setting("drift above which averages come more often", 0.05, above=0)
+class SpeedHint(Section):
+    slow_rank: int = setting("rank of the slow worker", least=0)
+    ratio: float = setting("how many times faster the other workers are", least=1)
 
 
-@dataclass(frozen=True)
-class EarlyStopping:
-    patience: int = setting("evaluations without a better value before the run ends", 3, least=1)
-    min_delta: float = setting("by how much a value must be better", 0.0, least=0)
-    metric: str = setting("which value of the evaluation", "loss")
-    mode: Mode = setting("whether lower or higher is better", "min")
+class Cadence(Section, kind="cadence"):
+    """The number of micro-batches per step is adjusted so that the exchange stays cheap."""
+
+    anchor: int = setting("initial number of micro-batches of the slowest worker between exchanges", 10, least=1)
+    overhead_target: float = setting("cost of an exchange, as a fraction of compute time", 0.1, least=0.01, most=0.5)
+    max_anchor: int = setting("largest number of micro-batches between exchanges", 200, least=1)
+    max_batch_diff: int | None = setting("largest change of a worker's count at once", None, least=1)
+    speed_hint: SpeedHint | None = setting("which worker is slow, used until speeds are measured", None)
 
 
-@dataclass(frozen=True)
-class Trainer:
+class Averaging(Section, kind="averaging"):
+    """Workers take steps independently; their weights are averaged periodically."""
+
+    every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
+    first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
+    overlap: bool = setting("continue training while the average is computed", False)
+    transfer: Literal["fp32", "bf16", "fp16"] = setting("data type of the transfer", "fp32")
+    outer: Part | None = setting("optimizer over the averaged weights, called with the parameters", None)
+    divergence_threshold: float | None = setting("drift above which averaging becomes more frequent", 0.05, above=0)
+
+
+class EarlyStopping(Section):
+    patience: int = setting("evaluations without improvement before the run ends", 3, least=1)
+    min_delta: float = setting("smallest change that counts as an improvement", 0.0, least=0)
+    metric: str = setting("metric of the evaluation", "loss")
+    mode: Mode = setting("min: lower is better; max: higher is better", "min")
+
+
+class Training(Section):
+    """The settings of the section `trainer` that belong to no group of `paceline.run.settings`."""
+
     global_batch: int | None = setting("samples per optimizer step, over all workers", None, least=1)
-    micro_batch: int | None = setting("samples per forward and backward; the global batch if null", None, least=1)
-    micro_batches_per_worker: int | None = setting(
-        "instead of global_batch: micro_batch x this x workers, decided at the first start", None, least=1
-    )
-    physical_batch: int | tuple[int, ...] | None = setting(
-        "samples that a device may run at once, one number or one per worker", None, least=1
-    )
-    batches_per_step: int | None = setting("for data that comes as whole batches: how many make a step", None, least=1)
+    micro_batch: int | None = setting("samples per forward and backward pass; global_batch if null", None, least=1)
+    micro_batches_per_worker: int | None = setting("instead of global_batch: micro-batches per step", None, least=1)
     epochs: int | None = setting("passes over the data", None, least=1)
-    max_steps: int | None = setting("optimizer steps; with epochs, whichever comes first", None, least=1)
-    seed: int = setting("of weights, order, dropout and augmentation", 0)
-    exact: bool = setting("weights that are bit for bit the same on any number of workers", False)
-    precision: Precision = setting("what forward passes compute in", "fp32")
-    max_grad_norm: float | None = setting(
-        "clip the gradient's norm; .inf only measures it", None, least=0, finite=False
-    )
-    learning_rate: float | None = setting("of AdamW, instead of an optimizer section", None, above=0)
-    weight_decay: float | None = setting("of AdamW, with learning_rate; 0 if null", None, least=0)
-    schedule: Schedule | None = setting("of the learning rate, instead of a scheduler section", None)
-    scheduler_every: SchedulerInterval = setting("when the scheduler section's scheduler is stepped", "step")
-    warmup_steps: int = setting("steps in which the learning rate rises to its full height", 0, least=0)
-    schedule_steps: int | None = setting(
-        "where linear and cosine reach 0; max_steps, or the steps of all epochs, if null", None, least=1
-    )
+    max_steps: int | None = setting("optimizer steps; with epochs, the smaller limit applies", None, least=1)
+    seed: int = setting("seed of weights, order, dropout and augmentation", 0)
+    exact: bool = setting("bitwise identical weights on any number of workers", False)
+    precision: Precision = setting("data type of forward passes", "fp32")
     strategy: Gradients | Cadence | Averaging = setting("what workers exchange, and when", Gradients)
-    shares: Literal["measured", "equal"] | tuple[float, ...] = setting(
-        "how workers divide a step: by measured speed, equally, or by one speed per worker", "measured", above=0
-    )
-    speed_hints: tuple[float, ...] | None = setting("one speed per worker, until they are measured", None, above=0)
-    shuffle: bool | None = setting("a new order in every epoch; yes, or as a DataLoader says, if null", None)
-    shuffle_buffer: int = setting("of a stream: from how many samples the next is drawn", 0, least=0)
-    num_shards: int | None = setting("of a stream: into how many parts it is dealt", None, least=1)
-    drop_last: bool = setting("leave out an epoch's last step if it is smaller", False)
-    skip_bad_samples: bool = setting("go on without samples that cannot be read", False)
-    feed: Way | None = setting("who reads: every worker its own, or rank 0 for all", None)
-    readers: int | None = setting("processes per worker that read ahead", None, least=0, most=256)
-    prefetch: int | None = setting("how many micro-batches are read ahead", None, least=1)
-    resident: bool = setting("keep all of the data on the device", False)
-    overlap: bool = setting("exchange gradients while backward still runs", True)
-    backend: str | None = setting("of torch.distributed; by the device if null", None)
-    timeout_s: float = setting("how long a worker waits for the others", DEFAULT_TIMEOUT_S, above=0)
-    threads: int | None = setting("CPU threads per worker", None, least=1)
-    fused_optimizers: bool = setting("update all parameters in one kernel where torch has one", True)
-    train_mode: bool = setting("put the model into training mode; false: as its factory returns it", True)
-    garbage_collection: GarbageCollection = setting("when Python collects all of its garbage", "between steps")
-    capture: Capture = setting("whether a GPU replays steps as CUDA graphs; by itself where that pays", "auto")
-    ema: float | None = setting("decay of averaged weights, such as 0.999", None, above=0, below=1)
+    shuffle: bool | None = setting("a new order in every epoch; if null, true or as in a given DataLoader", None)
+    max_grad_norm: float | None = setting("gradient clipping; .inf only measures", None, least=0, finite=False)
+    learning_rate: float | None = setting("learning rate of AdamW, instead of an optimizer section", None, above=0)
+    weight_decay: float | None = setting("weight decay of AdamW, with learning_rate; 0 if null", None, least=0)
+    schedule: Schedule | None = setting("learning rate schedule, instead of a scheduler section", None)
+    warmup_steps: int = setting("steps of linear warmup", 0, least=0)
+    schedule_steps: int | None = setting("step at which linear and cosine reach 0; the last if null", None, least=1)
     compile: bool = setting("compile the model with torch.compile", False)
-    gradient_checkpointing: bool = setting("compute activations again instead of keeping them", False)
+    gradient_checkpointing: bool = setting("recompute activations in the backward pass to save memory", False)
     eval_every: int | None = setting("steps between evaluations; after each epoch if null", None, least=1)
     log_every: int = setting("steps between lines of metrics", 10, least=1)
-    timeline: bool = setting("record what each worker does when, in the run's folder", True)
-    early_stopping: EarlyStopping | None = setting("end the run when the evaluation gets no better", None)
-    max_loss_ratio: float | None = setting("end the run when the loss is so many times its lowest", None, above=1)
+    early_stopping: EarlyStopping | None = setting("end the run when the evaluation stops improving", None)
+    max_loss_ratio: float | None = setting("end the run when loss / lowest loss exceeds this", None, above=1)
 
 
-@dataclass(frozen=True)
-class KeepBest:
-    metric: str = setting("which value of the evaluation")
-    count: int = setting("how many stay", 1, least=1)
-    mode: Mode = setting("whether lower or higher is better", "min")
+class Trainer(Runtime, Optimization, Balancing, Loading, Batching, Training):
+    """The section `trainer`: the groups of `paceline.run.settings`, flat."""
+
+    skip_bad_samples: bool = setting("skip samples that cannot be read", False)
+    timeline: bool = setting("record a timeline in the run's folder", True)  # type: ignore[assignment]
+    # Not settings of a project file.
+    collate_fn: ClassVar[None] = None  # type: ignore[misc]
+    quiet: ClassVar[bool] = False  # type: ignore[misc]
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    save: bool = setting("whether the run is saved", True)
-    folder: str | None = setting("where; the run's own folder if null", None)
+class KeepBest(Section):
+    metric: str = setting("metric of the evaluation")
+    count: int = setting("number of checkpoints to keep", 1, least=1)
+    mode: Mode = setting("min: lower is better; max: higher is better", "min")
+
+
+class Checkpoints(Section):
+    save: bool = setting("save checkpoints", True)
+    folder: str | None = setting("folder of the checkpoints; in the run's folder if null", None)
     every_steps: int | None = setting("steps between checkpoints", None, least=1)
-    every_minutes: float | None = setting("minutes between checkpoints; 10 if no every_ is given", None, above=0)
+    every_minutes: float | None = setting("minutes between checkpoints; 10 without any interval", None, above=0)
     every_epochs: int | None = setting("epochs between checkpoints", None, least=1)
     final: bool = setting("save when the run ends", True)
-    keep_last: int | None = setting("how many of the newest stay; all if null", 3, least=1)
-    keep_best: KeepBest | None = setting("how many of the best stay beside them", None)
-    keep_every: int | None = setting("those of every so many steps stay for ever", None, least=1)
-    snapshot_every: int | None = setting("steps between snapshots in memory, for restarts", None, least=1)
+    keep_last: int | None = setting("number of newest checkpoints to keep; all if null", 3, least=1)
+    keep_best: KeepBest | None = setting("best checkpoints to keep as well", None)
+    keep_every: int | None = setting("keep every checkpoint whose step is a multiple of this", None, least=1)
+    snapshot_every: int | None = setting("steps between in-memory snapshots, used by restarts", None, least=1)
     leave_out: tuple[str, ...] = setting("components not to save, such as optimizer", ())
     on_error: Literal["stop", "continue"] = setting("what to do when a checkpoint cannot be written", "stop")
     check_replicas: Level = setting("what to compare between workers before each save", "none")
-    disk: Literal["shared", "per node"] = setting("whether workers see one disk", "shared")
-    num_writers: int = setting("workers that write", 1, least=1)
-    handle_signals: bool = setting("SIGTERM and SIGINT save before the run ends", True)
+    disk: Literal["shared", "per node"] = setting("whether all workers see the same disk", "shared")
+    num_writers: int = setting("number of workers that write", 1, least=1)
+    handle_signals: bool = setting("save on SIGTERM and SIGINT before the run ends", True)
     resume: Literal["auto"] | bool | str | None = setting(
-        "auto: from the newest if there is one; true: there must be one; null: none may be there; or a path", "auto"
+        "auto: the newest checkpoint, if any; true: the newest; null: refuse existing checkpoints; or a path", "auto"
     )
-    init_from: str | None = setting("weights to start from where nothing is resumed", None)
-    allow: tuple[str, ...] = setting("settings that may differ from the checkpoint's", ())
-    skip: tuple[str, ...] = setting("components of the checkpoint that are not restored", ())
+    init_from: str | None = setting("initial weights, if nothing is resumed", None)
+    allow: tuple[str, ...] = setting("settings that may differ from those of the checkpoint", ())
+    skip: tuple[str, ...] = setting("components of the checkpoint not to restore", ())
 
 
-@dataclass(frozen=True)
-class Logger:
-    name: LoggerName = setting("which")
-    arguments: Mapping[str, Any] | None = setting("its own, such as project of wandb", None)
+class Logger(Section):
+    name: LoggerName = setting("name of the logger")
+    arguments: Mapping[str, Any] | None = setting("arguments of the logger, such as project for wandb", None)
 
 
-@dataclass(frozen=True)
-class Settings:
-    model: Reference | Factory = setting("what makes the model")
-    data: Data = setting("what to train and evaluate on")
-    optimizer: Reference | Factory | None = setting("makes the optimizer, called with the parameters", None)
-    scheduler: Reference | Factory | None = setting("makes the scheduler, called with the optimizer", None)
-    loss: Reference | Factory | None = setting("loss(model, batch); if null, model(batch) is the loss", None)
-    metrics: Reference | Factory | None = setting("metrics(model, batch) for evaluation; the loss if null", None)
-    after: Reference | Factory | None = setting("after(model) when all is trained; what it returns is printed", None)
+class ProjectSettings(Section):
+    """The whole file."""
+
+    model: Part = setting("builds the model")
+    data: Data = setting("training and evaluation data")
+    optimizer: Part | None = setting("builds the optimizer; called with the parameters", None)
+    scheduler: Part | None = setting("builds the scheduler; called with the optimizer", None)
+    loss: Part | None = setting("loss(model, batch); if null, model(batch) returns the loss", None)
+    metrics: Part | None = setting("metrics(model, batch) for evaluation; the loss if null", None)
+    after: Part | None = setting("after(model), called at the end of the run; its result is printed", None)
     trainer: Trainer = setting("how to train", Trainer)
-    checkpoints: Checkpoints = setting("how the run is saved", Checkpoints)
+    checkpoints: Checkpoints = setting("how to save the run", Checkpoints)
     workers: int | None = setting("worker processes; one per device if null", None, least=1, most=1024)
-    devices: tuple[int, ...] | Literal["cpu"] | None = setting("numbers of GPUs, or cpu; all if null", None, least=0)
-    max_restarts: int = setting("how often the workers are started again when one fails", 0, least=0)
-    output: str = setting("the folder in which runs get theirs, seen from the current folder", "runs")
-    loggers: tuple[LoggerName | Factory | Logger, ...] = setting("where metrics go beside the run's own files", ())
+    devices: tuple[int, ...] | Literal["cpu"] | None = setting("GPU numbers, or cpu; all GPUs if null", None, least=0)
+    max_restarts: int = setting("how often failed workers are restarted", 0, least=0)
+    output: str = setting("folder for the folders of runs, relative to the current folder", "runs")
+    loggers: tuple[LoggerName | Part | Logger, ...] = setting("loggers, in addition to the run's own files", ())
+
+
+class Setting(NamedTuple):
+    """A declared setting. `default` is MISSING if a value is required."""
+
+    type: Any
+    default: Any
+    help: str
+    limits: Limits
+
+
+@cache
+def settings_of(section: Any) -> dict[str, Setting]:
+    """The settings of a section by name, in order."""
+    hints, settings = get_type_hints(section), {}
+    for f in fields(section):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        settings[f.name] = Setting(hints[f.name], default, f.metadata["help"], f.metadata["limits"])
+    return settings
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; any other type alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Section)
+
+
+def top_sections() -> dict[str, Any]:
+    """The sections of the file by key."""
+    return {name: s.type for name, s in settings_of(ProjectSettings).items() if is_section(s.type)}
+
+
+def describe(hint: Any, limits: Limits) -> str:
+    """The allowed values in words, such as "an integer >= 1 or null"."""
+    words = [word for option in options_of(hint) for word in _words(option, limits)]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _words(option: Any, limits: Limits) -> Iterator[str]:
+    bound = f" {limits}" if str(limits) else ""
+    several = {bool: ("true", "false"), Part: ("package.module:name", "factory: package.module:name")}
+    if get_origin(option) is Literal or option in several:
+        yield from several.get(option) or map(str, get_args(option))
+    elif get_origin(option) is tuple:
+        item = get_args(option)[0]
+        plural = {int: "integers", float: "numbers", str: "strings"}.get(item) or describe(item, Limits())
+        yield f"a list of {plural}{bound}"
+    elif is_section(option):
+        yield f"kind: {option.kind}" if option.kind else f"a mapping of {', '.join(settings_of(option))}"
+    else:
+        words = {int: f"an integer{bound}", float: f"a number{bound}", str: "a string", types.NoneType: "null"}
+        yield words.get(option, "a mapping")

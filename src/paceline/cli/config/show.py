@@ -1,102 +1,93 @@
-"""A project's settings as a project file that says where each came from."""
+"""A project's settings as YAML, with the origin of each value."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from paceline.cli.config.errors import Origin
-from paceline.cli.config.factories import Factory, Reference
-from paceline.cli.config.fields import kind_of, settings_of
+from paceline.cli.config.parts import Part
 from paceline.cli.config.project import Project
-from paceline.cli.config.tree import dotted
+from paceline.cli.config.schema import Section, settings_of
+from paceline.cli.config.yaml_tree import dotted
 
 _COMMENT_COLUMN = 48
 _PLAIN = re.compile(r"[A-Za-z][\w./:-]*\w", re.ASCII)
 
 
 def show(project: Project) -> str:
-    """All settings as YAML, defaults too, with a comment on each line: a file and line, "command line" or "default".
+    """All settings as YAML, defaults included. Each line ends with a file and line, "command line" or "default".
 
-    Read again, it gives the same settings.
+    Loading the text gives the same settings.
     """
     lines = []
     for text, key in _lines(plain(project.settings), ""):
-        origin = project.origin(key) if key else None
-        lines.append(text if origin is None else f"{text:<{_COMMENT_COLUMN}}  # {_place(origin, project)}")
+        comment = f"  # {_place(project.origin(key), project)}" if key else ""
+        lines.append(f"{text:<{_COMMENT_COLUMN}}{comment}" if key else text)
     return "\n".join(lines) + "\n"
 
 
-def plain(value: Any) -> Any:
-    """A setting as a file would say it: mappings, lists and scalars."""
-    if isinstance(value, Reference):
-        return value.target
-    if isinstance(value, Factory):
-        return {"factory": value.target, **({"arguments": _argument(value.arguments)} if value.arguments else {})}
-    if isinstance(value, tuple):
-        return [plain(item) for item in value]
-    if not is_dataclass(value):
-        return value
-    kind = kind_of(value)
-    settings = {name: plain(getattr(value, name)) for name in settings_of(value.__class__)}
-    return settings if kind is None else {"kind": kind, **settings}
-
-
-def _argument(value: Any) -> Any:
-    """A value of `arguments`, where a text is a text and a reference must say that it is one."""
-    if isinstance(value, Reference):
-        return {"reference": value.target}
+def plain(value: Any, *, is_argument: bool = False) -> Any:
+    """A setting as a file has it: mappings, lists and scalars. In arguments, references are marked as such."""
+    if isinstance(value, Part) and value.arguments is None:
+        return {"reference": value.target} if is_argument else value.target
+    if isinstance(value, Part):
+        arguments = {"arguments": plain(value.arguments, is_argument=True)} if value.arguments else {}
+        return {"factory": value.target, **arguments}
     if isinstance(value, dict):
-        return {key: _argument(item) for key, item in value.items()}
-    return [_argument(item) for item in value] if isinstance(value, list) else plain(value)
+        return {key: plain(item, is_argument=True) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(item, is_argument=is_argument) for item in value]
+    if isinstance(value, Section):
+        section: Any = type(value)
+        settings = {name: plain(getattr(value, name)) for name in settings_of(section)}
+        return {"kind": value.kind, **settings} if value.kind else settings
+    return value
 
 
 def _lines(entries: dict[str, Any], parent: str, indent: str = "") -> Iterator[tuple[str, str]]:
-    """Lines, and the key whose origin each one shows; none for those that only begin a section."""
+    """Lines, each with the key whose origin it shows; "" for the first line of a section."""
     for name, value in entries.items():
         key = dotted(parent, name)
         if isinstance(value, dict) and value:
-            yield f"{indent}{_text(name)}:", ""
+            yield f"{indent}{one_line(name)}:", ""
             yield from _lines(value, key, f"{indent}  ")
         else:
-            yield f"{indent}{_text(name)}: {one_line(value)}", key
+            yield f"{indent}{one_line(name)}: {one_line(_escaped(value))}", key
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> Any:
+        """Without quotes only if every YAML reader takes it for this string."""
+        is_plain = _PLAIN.fullmatch(text) and yaml.safe_load(text) == text
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def one_line(value: Any) -> str:
-    """A value on one line."""
+    """A value as YAML on one line."""
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, default_flow_style=True, width=1e9, allow_unicode=True, sort_keys=False
+    )
+    return text.removesuffix("...\n").rstrip("\n")
+
+
+def _escaped(value: Any) -> Any:
+    """The value with every `${` written so that it is not taken for a variable."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_text(key)}: {one_line(item)}' for key, item in value.items())}}}"
+        return {key: _escaped(item) for key, item in value.items()}
     if isinstance(value, list):
-        return f"[{', '.join(map(one_line, value))}]"
-    if isinstance(value, str):
-        return _text(value.replace("${", "$${"))
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return _number(value)
-    return "null" if value is None else str(value)
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
-    mantissa, e, exponent = repr(value).partition("e")
-    # With a point it is a number for readers of YAML 1.1 too.
-    return f"{mantissa if '.' in mantissa else f'{mantissa}.0'}{e}{exponent}"
-
-
-def _text(text: str) -> str:
-    """Without quotes where every reader of YAML takes it for this text."""
-    if _PLAIN.fullmatch(text) and yaml.safe_load(text) == text:
-        return text
-    quoted: str = yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf)
-    return quoted.rstrip("\n")
+        return [_escaped(item) for item in value]
+    return value.replace("${", "$${") if isinstance(value, str) else value
 
 
 def _place(origin: Origin, project: Project) -> str:

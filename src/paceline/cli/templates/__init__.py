@@ -1,1 +1,1 @@
-"""The files that `paceline init` writes. They are copied, never imported."""
+"""The files that `paceline init` writes. They are copied, not imported."""

@@ -1,4 +1,4 @@
-"""The data: points on three spirals, each point with the number of its spiral. Put your own in their place."""
+"""The data: points on three spirals, labelled with the number of the spiral. Replace it by your own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ NUM_SPIRALS = 3
 
 
 def spirals(count: int, seed: int, noise: float = 0.02) -> tuple[torch.Tensor, torch.Tensor]:
-    """Points (count, 2) and labels (count,): with two tensors, batches have `.x` and `.y`.
+    """Points (count, 2) and labels (count,). With a tuple of two tensors, batches have `.x` and `.y`.
 
-    Anything with numbered samples will do: a list, a torch Dataset, an Arrow file; or a stream. What a factory returns
-    must be the same in every worker, so it takes its random numbers from a seed.
+    A list, a torch Dataset, an Arrow file or a stream works as well. The data must be the same in every worker, so
+    random numbers are generated from a seed.
     """
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(NUM_SPIRALS, (count,), generator=generator)

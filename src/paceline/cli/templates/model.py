@@ -1,4 +1,4 @@
-"""The model, its loss, and what an evaluation tells about it."""
+"""The model, its loss and its metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def build_model(width: int) -> nn.Module:
-    """Called once on every worker, with the random generators seeded."""
+    """Called once on every worker, after the random generators are seeded."""
     return nn.Sequential(
         nn.Linear(2, width),
         nn.ReLU(),
@@ -21,12 +21,12 @@ def build_model(width: int) -> nn.Module:
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """A mean over the batch's samples."""
+    """The mean over the samples of the batch."""
     return F.cross_entropy(model(batch.x), batch.y)
 
 
 def metrics(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """Means over the batch's samples, by name; they are put together over all batches, each counted by its size."""
+    """Means over the samples of the batch, by name. They are averaged over all batches, weighted by size."""
     scores = model(batch.x)
     return {
         "loss": F.cross_entropy(scores, batch.y),

@@ -1,9 +1,9 @@
-"""`paceline train --dry-run`: build everything, try one micro-batch, and say what a run would be."""
+"""`paceline train --dry-run`: build everything, try one micro-batch, and describe the run."""
 
 from __future__ import annotations
 
 import shutil
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -11,67 +11,68 @@ from typing import Any
 import torch
 
 from paceline.api.trainer import Trainer
-from paceline.cli.config import Project, parts
+from paceline.cli.config import Project, trainer_setup
+from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitor import total_steps
-from paceline.cli.train.user_errors import noticing_mistakes
-from paceline.cli.train.work import loss_function, model_factory, steps_per_epoch
+from paceline.cli.train.user_errors import reporting_project_errors
+from paceline.cli.train.worker import loss_function, make_trainer
 from paceline.core.world import devices
 from paceline.observe import formats
 from paceline.plan.shares import shares
+from paceline.run.settings import Balancing
 
-# The first pass also compiles, allocates and reads ahead.
+# After the first pass, which also compiles, allocates and reads ahead.
 NUM_TIMED = 3
 
 
 def dry_run(project: Project, num_workers: int) -> int:
-    """Prints; starts no worker and leaves no file."""
-    with ExitStack() as stack:
-        with noticing_mistakes():
-            trainer, data, evaluation = _prepare(project, stack)
-            loss, seconds = _try(trainer, project)
+    """Print a description. Starts no worker and leaves no file."""
+    settings = project.settings
+    with reporting_project_errors():
+        project.check_parts()
+        data = project.data("train")
+        sizes = _size(data)
+        if settings.data.evaluation is not None:
+            sizes += f"; evaluation {_size(project.data('evaluation'))}"
+        trainer = make_trainer(settings, data, _arguments(project))
+    with trainer:
+        with reporting_project_errors():
+            loss, seconds = _try(trainer, settings)
+        model: Any = trainer.unwrapped_model
+        count = sum(parameter.numel() for parameter in model.parameters())
         lines = {
             "project": str(project.path),
-            "model": _model(trainer),
-            "data": _data(data, evaluation),
-            "step": _step(trainer, project),
-            "workers": _workers(num_workers, project),
+            "model": f"{type(model).__name__}, {formats.rate(count)} parameters",
+            "data": sizes,
+            "step": _step(trainer, settings),
+            "workers": _workers(num_workers, settings),
             "memory": _memory(trainer),
-            "disk": _disk(trainer, project),
+            "disk": _disk(trainer, settings),
             "loss": f"{loss:.4g} on the first micro-batch",
-            "time": _time(trainer, project, num_workers, seconds),
+            "time": _time(trainer, settings, num_workers, seconds),
         }
     for name, text in lines.items():
         print(f"{name:<9} {text}")
     return 0
 
 
-def _prepare(project: Project, stack: ExitStack) -> tuple[Trainer, Any, Any]:
-    """A trainer that saves nothing, and the data to train and to evaluate on."""
-    settings = project.settings
-    project.check_names()
-    data = project.data("train")
-    evaluation = None if settings.data.evaluation is None else project.data("evaluation")
-    arguments = parts.setup_arguments(settings, project.folder, Path())
-    for name in ("checkpoints", "resume", "allow", "skip", "shares", "speed_hints"):
+def _arguments(project: Project) -> dict[str, Any]:
+    """The arguments of a trainer that has one worker and saves nothing."""
+    arguments = trainer_setup.setup_arguments(project.settings, project.folder, Path())
+    for name in ("checkpoints", "resume", "allow", "skip"):
         arguments.pop(name, None)
-    if isinstance(arguments["physical_batch"], tuple):
-        arguments["physical_batch"] = arguments["physical_batch"][0]
-    trainer = Trainer.setup(
-        model_factory(settings),
-        parts.optimizer(settings),
-        data=data,
-        scheduler=parts.scheduler(settings, steps_per_epoch(data, settings)),
-        quiet=True,
-        **arguments,
-    )
-    return stack.enter_context(trainer), data, evaluation
+    arguments["balancing"] = Balancing()
+    arguments["runtime"] = replace(arguments["runtime"], quiet=True)
+    physical_batch = arguments["batching"].physical_batch
+    if isinstance(physical_batch, tuple):
+        arguments["batching"] = replace(arguments["batching"], physical_batch=physical_batch[0])
+    return arguments
 
 
-def _try(trainer: Trainer, project: Project) -> tuple[float, float]:
-    """The first micro-batch's loss, and the seconds that one takes."""
-    loss_of = loss_function(project.settings)
-    first: float | None = None
-    seconds = []
+def _try(trainer: Trainer, settings: ProjectSettings) -> tuple[float, float]:
+    """The loss of the first micro-batch, and the seconds per micro-batch."""
+    loss_of = loss_function(settings)
+    losses, seconds = [], []
     for epoch in trainer.epochs(1):
         for batch in epoch:
             for _ in range(1 + NUM_TIMED):
@@ -79,51 +80,44 @@ def _try(trainer: Trainer, project: Project) -> tuple[float, float]:
                 with trainer.autocast():
                     loss = loss_of(trainer.model, batch)
                 trainer.backward(loss)
-                first = float(loss.detach()) if first is None else first  # waits for the device
+                losses.append(float(loss.detach()))  # waits for the device
                 seconds.append(perf_counter() - start)
             break
-    assert first is not None
-    return first, min(seconds[1:])
+    return losses[0], min(seconds[1:])
 
 
-def _model(trainer: Trainer) -> str:
-    model: Any = trainer.unwrapped_model
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__}, {formats.rate(count)} parameters"
+def _size(data: Any) -> str:
+    try:
+        return f"{len(data[0] if isinstance(data, tuple) else data)} samples"
+    except TypeError:
+        return "a stream"
 
 
-def _data(data: Any, evaluation: Any) -> str:
-    def size(part: Any) -> str:
-        try:
-            return f"{len(part[0] if isinstance(part, tuple) else part)} samples"
-        except TypeError:
-            return "a stream"
-
-    return size(data) + ("" if evaluation is None else f"; evaluation {size(evaluation)}")
+def _micro_batches(settings: ProjectSettings) -> int | None:
+    """Micro-batches per step; None if the strategy determines it."""
+    trainer = settings.trainer
+    return trainer.global_batch and trainer.global_batch // (trainer.micro_batch or trainer.global_batch)
 
 
-def _step(trainer: Trainer, project: Project) -> str:
-    settings = project.settings.trainer
-    micro_batch = settings.micro_batch or settings.global_batch
-    if settings.global_batch is None:
-        return f"as many micro-batches of {micro_batch} samples as the strategy says"
-    per_step = settings.global_batch // (micro_batch or 1)
-    text = f"{settings.global_batch} samples in {per_step} micro-batches of {micro_batch}"
+def _step(trainer: Trainer, settings: ProjectSettings) -> str:
+    global_batch, micro_batch = settings.trainer.global_batch, settings.trainer.micro_batch
+    if global_batch is None:
+        return f"micro-batches of {micro_batch} samples; the strategy determines their number"
+    text = f"{global_batch} samples in {_micro_batches(settings)} micro-batches of {micro_batch or global_batch}"
     if trainer.steps_per_epoch is not None:
-        text += f"; {trainer.steps_per_epoch} steps in an epoch"
-    total = total_steps(trainer, project)
-    return text if total is None else f"{text}; {total} steps in all"
+        text += f"; {trainer.steps_per_epoch} steps per epoch"
+    total = total_steps(trainer, settings)
+    return text if total is None else f"{text}; {total} steps in total"
 
 
-def _workers(num_workers: int, project: Project) -> str:
+def _workers(num_workers: int, settings: ProjectSettings) -> str:
     found = devices()
-    name = torch.cuda.get_device_name(found[0]) if found[0].type == "cuda" else "CPU"
-    text = f"{num_workers} on {len(found)} x {name}" if found[0].type == "cuda" else f"{num_workers} on {name}"
-    settings = project.settings.trainer
-    if settings.global_batch is not None:
-        micro_batches = settings.global_batch // (settings.micro_batch or settings.global_batch)
-        speeds = settings.shares if isinstance(settings.shares, tuple) else (1.0,) * num_workers
-        text += f"; micro-batches per step, to begin with: {':'.join(map(str, shares(micro_batches, speeds)))}"
+    is_cuda = found[0].type == "cuda"
+    text = f"{num_workers} on {f'{len(found)} x {torch.cuda.get_device_name(found[0])}' if is_cuda else 'CPU'}"
+    if (count := _micro_batches(settings)) is not None:
+        given = settings.trainer.shares
+        divided = shares(count, given if isinstance(given, tuple) else (1.0,) * num_workers)
+        text += f"; initial micro-batches per step: {':'.join(map(str, divided))}"
     return text
 
 
@@ -132,33 +126,34 @@ def _memory(trainer: Trainer) -> str:
     if device.type != "cuda":
         return "not measured on a CPU"
     peak, (_, total) = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)
-    return f"{peak / 2**30:.2f} of {total / 2**30:.1f} GiB in one micro-batch; the optimizer's state comes on top"
+    return f"{peak / 2**30:.2f} of {total / 2**30:.1f} GiB in one micro-batch, without the optimizer's state"
 
 
-def _disk(trainer: Trainer, project: Project) -> str:
-    saving = project.settings.checkpoints
+def _disk(trainer: Trainer, settings: ProjectSettings) -> str:
+    saving = settings.checkpoints
     if not saving.save:
         return "the run is not saved"
-    weights = sum(p.nbytes for p in trainer.model.parameters())
-    size = 3 * weights  # with an optimizer that keeps two numbers for each
-    place = Path(project.settings.output)
-    while not place.exists():
-        place = place.parent if place.parent != place else Path()
-    free = shutil.disk_usage(place).free
+    size = 3 * sum(p.nbytes for p in trainer.model.parameters())  # Adam keeps two numbers per parameter
+    folder = Path(settings.output).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
     kept = "all are kept" if saving.keep_last is None else f"{saving.keep_last} are kept"
     warning = "" if size * (saving.keep_last or 1) < free else "  NOT ENOUGH"
-    return f"about {_mb(size)} per checkpoint with Adam, {kept}; {_mb(free)} free in {place.absolute()}{warning}"
+    return f"about {_bytes(size)} per checkpoint with Adam, {kept}; {_bytes(free)} free in {folder}{warning}"
 
 
-def _time(trainer: Trainer, project: Project, num_workers: int, seconds: float) -> str:
-    text = f"{1e3 * seconds:.3g} ms per micro-batch here"
-    total, settings = total_steps(trainer, project), project.settings.trainer
-    if total is None or settings.global_batch is None:
+def _time(trainer: Trainer, settings: ProjectSettings, num_workers: int, seconds: float) -> str:
+    text, total, count = (
+        f"{1e3 * seconds:.3g} ms per micro-batch",
+        total_steps(trainer, settings),
+        _micro_batches(settings),
+    )
+    if total is None or count is None:
         return text
-    per_step = settings.global_batch // (settings.micro_batch or settings.global_batch)
-    expected = total * max(shares(per_step, (1.0,) * num_workers)) * seconds
-    return f"{text}; about {formats.duration(expected)} for the run, if every worker is as fast"
+    expected = total * max(shares(count, (1.0,) * num_workers)) * seconds
+    return f"{text}; about {formats.duration(expected)} for the run, if all workers are this fast"
 
 
-def _mb(size: float) -> str:
+def _bytes(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -1,4 +1,4 @@
-"""The leading worker's eye on the run: progress on the terminal, metrics, events and pictures in the run's folder."""
+"""Progress, metrics, events and plots of a run, written by rank 0."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self, TextIO
@@ -17,7 +18,8 @@ from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
 from paceline.cli.commands import CommandError
 from paceline.cli.config import Project
-from paceline.cli.config.schema import Logger as LoggerSettings
+from paceline.cli.config.parts import Part
+from paceline.cli.config.schema import Logger, ProjectSettings
 from paceline.cli.config.show import plain
 from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
@@ -32,14 +34,14 @@ from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.run.control import ControlServer, end_at_once, socket_path
 from paceline.run.step.loop import StepRecord
 
-# Beyond so many workers their shares say little, and fill the lines of metrics.
+# With more workers, their shares are left out of the lines of metrics.
 MAX_WORKERS_LOGGED = 64
-# Records are added up after so many steps at the latest: by then their numbers have long arrived from a GPU.
+# Records are read after at most this many steps. By then, their numbers have arrived from a GPU.
 MAX_UNREAD_STEPS = 64
 
 
-class Watch:
-    """Rank 0's. A context manager: lines and files are closed at its end, however the run ended."""
+class Monitor:
+    """A context manager that closes its outputs, however the run ends."""
 
     def __init__(
         self, trainer: Trainer, project: Project, files: RunFiles, terminal: str | None, *, quiet: bool
@@ -57,113 +59,109 @@ class Watch:
         self._loss: tuple[float, int] | None = None
         self._origin: tuple[float, int] | None = None
         step = trainer.position.step
-        self._total = total = total_steps(trainer, project)
+        self._total = total = total_steps(trainer, settings)
         with ExitStack() as stack:
             stream = stack.enter_context(_opened(terminal))
             self._progress = stack.enter_context(Progress(total, start_step=step, stream=stream, quiet=quiet))
             self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
             stack.callback(self._metrics.close)
-            self._events = EventLog(files.events)
-            stack.callback(self._events.close)
-            self._held = stack.pop_all()
-        made = [_logger(each, project, files, step) for each in settings.loggers]
-        self.loggers = Loggers([logger for logger in made if logger is not None])
-        self._held.callback(self.loggers.close)
-        trainer.listen(self._events.write)
+            events = EventLog(files.events)
+            stack.callback(events.close)
+            made = [_logger(each, settings, files, step) for each in settings.loggers]
+            self.loggers = Loggers([logger for logger in made if logger is not None])
+            stack.callback(self.loggers.close)
+            self._outputs = stack.pop_all()
+        trainer.listen(events.write)
         with attempt(files.status):
             note_total_steps(files, total)
         self._open_control()
         if trainer.resumed_from is not None:
-            self.note(f"going on after step {step}, from {trainer.resumed_from}")
+            self.note(f"resumed after step {step}, from {trainer.resumed_from}")
 
     def after_step(self, record: StepRecord) -> None:
         self._unread.append(record)
         self._newest = record
-        self._origin = self._origin or (monotonic(), record.step)  # the first step takes longer than others
-        is_shown, is_logged = self._progress.is_due(record.step), record.step % self._log_every == 0
-        if is_shown or is_logged or record.step == 1:
-            # Only now are numbers read, for which a GPU is waited for.
-            self._take_steps(len(self._unread))
+        self._origin = self._origin or (monotonic(), record.step)  # without the first step, which takes longer
+        is_shown, is_logged = self._progress.is_due(record.step), record.step % self._log_every == 0 or record.step == 1
+        if is_shown or is_logged:
+            # Reading numbers waits for a GPU, so only now.
+            self._read_steps(len(self._unread))
             if (loss := _known(record.loss)) is not None:
                 self._loss = loss, record.step
         elif len(self._unread) >= MAX_UNREAD_STEPS:
-            self._take_steps(MAX_UNREAD_STEPS // 2)
-        if is_logged or record.step == 1:
+            self._read_steps(MAX_UNREAD_STEPS // 2)
+        if is_logged:
             self._log(record)
         if is_shown:
-            self._show(record)
+            self._rates = rates = self._rates or self._meter.take()
+            view = (rates.samples_per_s, rates.tokens_per_s, record.shares, rates.waiting)
+            self._progress.show(StepView(record.step, _known(record.loss), *view))
 
     def after_evaluation(self, step: int, values: Mapping[str, float]) -> None:
-        self._metrics.use(lambda metrics: metrics.log(step, {"eval": dict(values)}))
-        self.loggers.log(step, {"eval": dict(values)})
+        self._write(step, {"eval": dict(values)})
         self.note(f"step {step}  evaluation  " + "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
 
     def note(self, text: str) -> None:
         self._progress.note(text)
 
-    def finish(self, last_words: str | None) -> None:
-        """The run is complete: its last step, where its time went, a picture, and what the project says about it."""
+    def finish(self, result: str | None) -> None:
+        """Write the last step, the time report, a plot, and the result of the project's `after`."""
         if self._newest is not None and self._newest.step > self._logged_step:
-            self._take_steps(len(self._unread))
+            self._read_steps(len(self._unread))
             self._log(self._newest)
         report = asdict(self._trainer.report())
         with attempt(self._files.report):
             write_json(self._files.report, report)
         self._draw()
-        if last_words is not None:
-            self.note(last_words)
+        if result is not None:
+            self.note(result)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self._outputs.close()
 
-    def _take_steps(self, count: int) -> None:
-        """Add up the oldest records."""
+    def _read_steps(self, count: int) -> None:
+        """Add the oldest records to the rates."""
         for _ in range(count):
             record = self._unread.popleft()
             syncs = [timing.sync for timing in record.timings]
-            tokens = record.weight if self._has_tokens else None
-            self._meter.add(record.num_samples, record.shares, syncs, tokens)
+            self._meter.add(record.num_samples, record.shares, syncs, record.weight if self._has_tokens else None)
 
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
         self._rates = rates = self._meter.take()
-        loss = _known(record.loss)
         values: dict[str, Any] = {
             "epoch": record.epoch,
-            **({} if loss is None else {"loss": loss}),
+            "loss": _known(record.loss),
             "lr": record.lr,
             "samples_per_s": round(rates.samples_per_s, 2),
+            "grad_norm": record.grad_norm,
+            "tokens_per_s": None if rates.tokens_per_s is None else round(rates.tokens_per_s, 1),
         }
-        if record.grad_norm is not None:
-            values["grad_norm"] = record.grad_norm
-        if rates.tokens_per_s is not None:
-            values["tokens_per_s"] = round(rates.tokens_per_s, 1)
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._metrics.use(lambda metrics: metrics.log(record.step, values))
-        self.loggers.log(record.step, values)
+        self._write(record.step, {name: value for name, value in values.items() if value is not None})
 
-    def _show(self, record: StepRecord) -> None:
-        self._rates = rates = self._rates or self._meter.take()
-        loss, shares = _known(record.loss), record.shares
-        self._progress.show(StepView(record.step, loss, rates.samples_per_s, rates.tokens_per_s, shares, rates.waiting))
+    def _write(self, step: int, values: dict[str, Any]) -> None:
+        self._metrics.use(lambda metrics: metrics.log(step, values))
+        self.loggers.log(step, values)
 
     def _open_control(self) -> None:
-        """Let `paceline runs` ask; a run that nobody can ask goes on."""
+        """Let `paceline runs` reach the run; without it, the run continues."""
+        trainer = self._trainer
+        save, stop = partial(self._ask, trainer.request_save), partial(self._ask, trainer.request_stop)
+        abort = partial(end_at_once, trainer.world.rank)
         try:
-            control = ControlServer(
-                socket_path(self._files.root), self._status, self._ask_to_save, self._ask_to_stop, self._abort
-            )
+            control = ControlServer(socket_path(self._files.root), self._status, save, stop, abort)
         except Exception as error:
             self.note(f"`paceline runs` cannot reach this run: {describe(error)}")
         else:
-            self._held.enter_context(control)
+            self._outputs.enter_context(control)
 
-    # Called by the control's thread, which must not wait for a device: it tells what was read already.
+    # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
 
     def _status(self) -> dict[str, Any]:
         newest, rates, position = self._newest, self._rates, self._trainer.position
@@ -184,18 +182,10 @@ class Watch:
             "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
         }
 
-    def _ask_to_save(self) -> dict[str, int]:
-        step = self._trainer.position.step  # before: the save may follow at once
-        self._trainer.request_save()
+    def _ask(self, request: Callable[[], object]) -> dict[str, int]:
+        step = self._trainer.position.step  # before the request, which may be served immediately
+        request()
         return {"step": step}
-
-    def _ask_to_stop(self) -> dict[str, int]:
-        step = self._trainer.position.step
-        self._trainer.request_stop()
-        return {"step": step}
-
-    def _abort(self) -> None:
-        end_at_once(self._trainer.world.rank)
 
     def _left_s(self, step: int) -> float | None:
         if self._total is None or self._origin is None or step <= self._origin[1]:
@@ -210,51 +200,48 @@ class Watch:
             panels = make_panels([self._files])
             write(draw(panels, self._files.root.name), path)
         except CommandError as error:
-            self.note(f"no picture: {error}")
+            self.note(f"no plot: {error}")
         except Exception as error:
-            self.note(f"the picture cannot be written: {path}: {describe(error)}")
+            self.note(f"cannot write the plot {path}: {describe(error)}")
 
 
-def total_steps(trainer: Trainer, project: Project) -> int | None:
-    """Steps of the whole run; None where nobody knows."""
-    settings = project.settings.trainer
-    limits = [] if settings.max_steps is None else [settings.max_steps]
-    if settings.epochs is not None and trainer.steps_per_epoch is not None:
-        limits.append(settings.epochs * trainer.steps_per_epoch)
+def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:
+    """Steps of the whole run; None if unknown."""
+    epochs, max_steps = settings.trainer.epochs, settings.trainer.max_steps
+    limits = [] if max_steps is None else [max_steps]
+    if epochs is not None and trainer.steps_per_epoch is not None:
+        limits.append(epochs * trainer.steps_per_epoch)
     return min(limits, default=None)
 
 
 @contextmanager
 def _opened(terminal: str | None) -> Iterator[TextIO]:
-    """Where progress is shown: the terminal by its name if it can be opened, else this process's output."""
+    """The terminal with this name, if it can be opened; otherwise this process's output."""
     try:
         file = None if terminal is None else Path(terminal).open("w")  # noqa: SIM115
     except OSError:
         file = None
-    if file is None:
-        yield sys.stdout
-        return
     try:
-        yield file
+        yield file or sys.stdout
     finally:
-        with suppress(OSError):  # the progress that it still holds cannot be written
-            file.close()
+        if file is not None:
+            with suppress(OSError):  # buffered progress that cannot be written
+                file.close()
 
 
-def _logger(setting: Any, project: Project, files: RunFiles, step: int) -> Any:
-    """None, after a warning, for one whose files or service cannot be reached. What is a mistake is an error."""
-    name = setting if isinstance(setting, str) else getattr(setting, "name", setting)
+def _logger(setting: Any, settings: ProjectSettings, files: RunFiles, step: int) -> Any:
+    """None, after a warning, if its files or its service cannot be reached. Wrong arguments are errors."""
+    name = setting if isinstance(setting, str) else setting.name if isinstance(setting, Logger) else setting.target
     try:
-        if isinstance(setting, str):
-            return make_logger(setting, files, step, plain(project.settings))
-        if isinstance(setting, LoggerSettings):
-            return make_logger(setting.name, files, step, plain(project.settings), **(setting.arguments or {}))
-        return setting.build()
+        if isinstance(setting, Part):
+            return setting.build()
+        arguments = (setting.arguments or {}) if isinstance(setting, Logger) else {}
+        return make_logger(name, files, step, plain(settings), **arguments)
     except OSError as error:
-        warn(f"the logger {name} cannot be made and is left out; training goes on: {describe(error)}")
+        warn(f"cannot create the logger {name}, training continues without it: {describe(error)}")
         return None
 
 
 def _known(loss: float) -> float | None:
-    """None for NaN: with averaging nobody knows the loss before the first meeting."""
+    """None for NaN: with averaging, the loss is unknown before the first average."""
     return None if math.isnan(loss) else loss

@@ -1,6 +1,6 @@
-"""What a worker tells the user in one message: where in Paceline a mistake was noticed helps nobody to mend it.
+"""Errors of a worker that the command shows as one message, without a traceback.
 
-A worker's error reaches the command as text, with its traceback; `told` finds the message in it.
+A worker's error reaches the command as the text of its traceback; `user_facing` finds the message in it.
 """
 
 from __future__ import annotations
@@ -19,41 +19,36 @@ from paceline.run.saving.recovery import NoProgressError
 _PACKAGE = Path(paceline.__file__).parent
 
 
-class Told(NoProgressError):
-    """Why the run failed, complete without a traceback. To start the workers again would not help."""
+class UserFacingError(NoProgressError):
+    """An error whose message is complete without a traceback. Restarting the workers would not help."""
 
 
-class Mistake(Told):
-    """The project is wrong, which was noticed before anything was trained."""
+class ProjectError(UserFacingError):
+    """An error in the project, found before training started."""
 
 
 @contextmanager
-def noticing_mistakes() -> Iterator[None]:
-    """While a run is put together: what Paceline itself refuses becomes a `Mistake`.
+def reporting_project_errors() -> Iterator[None]:
+    """While a run is set up: errors that Paceline itself raises become `ProjectError`.
 
-    Errors inside of the user's code, and those that nobody raised on purpose, stay as they are.
+    Errors inside the user's code, and errors that no `raise` of Paceline caused, stay as they are.
     """
     try:
         yield
     except (ValueError, TypeError, ModuleNotFoundError, CheckpointError) as error:
-        if _is_raised_by_us(error):
-            raise Mistake(str(error)) from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        line = linecache.getline(frame.filename, frame.lineno or 0)
+        if Path(frame.filename).is_relative_to(_PACKAGE) and line.lstrip().startswith("raise "):
+            raise ProjectError(str(error)) from error
         raise
 
 
-def told(error: WorkerError | Told) -> Told | None:
-    """What a worker told, whether it was this process or another; None for an error that needs its traceback."""
-    if isinstance(error, Told):
+def user_facing(error: WorkerError | UserFacingError) -> UserFacingError | None:
+    """The user-facing error of a worker in this or another process; None if the traceback is needed."""
+    if isinstance(error, UserFacingError):
         return error
-    for kind in (Mistake, Told):
+    for kind in (ProjectError, UserFacingError):
         _, found, message = error.traceback_text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
         if found:
             return kind(message.rstrip())
     return None
-
-
-def _is_raised_by_us(error: Exception) -> bool:
-    """Whether a `raise` of Paceline's is where it began."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    line = linecache.getline(frame.filename, frame.lineno or 0)
-    return Path(frame.filename).is_relative_to(_PACKAGE) and line.lstrip().startswith("raise ")

@@ -18,7 +18,7 @@ from train_project import run_here, write_project
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.main import main
-from paceline.cli.train import monitor as watch
+from paceline.cli.train import monitor
 from paceline.observe import metrics, run_files
 from paceline.observe.run_files import RunFiles
 from paceline.observe.timeline import recorder
@@ -69,13 +69,13 @@ BROKEN: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
         r"the timeline ends here",
         ("trainer.timeline=true",),
     ),
-    "making a logger": (watch, "make_logger", r"the logger csv cannot be made", ("loggers=[csv]",)),
-    "a logger": (watch, "make_logger", r"the logger FailingLogger failed", ("loggers=[csv]",)),
+    "making a logger": (monitor, "make_logger", r"cannot create the logger csv", ("loggers=[csv]",)),
+    "a logger": (monitor, "make_logger", r"the logger FailingLogger failed", ("loggers=[csv]",)),
     "the progress": (None, "", r"progress cannot be shown", ()),
-    "the picture": (watch, "draw", r"the picture cannot be written", ()),
-    "the report": (watch, "write_json", r"report.json cannot be written", ()),
-    "the status": (watch, "note_total_steps", r"status.json cannot be written", ()),
-    "the control socket": (watch, "ControlServer", r"cannot reach this run", ()),
+    "the picture": (monitor, "draw", r"cannot write the plot", ()),
+    "the report": (monitor, "write_json", r"report.json cannot be written", ()),
+    "the status": (monitor, "note_total_steps", r"status.json cannot be written", ()),
+    "the control socket": (monitor, "ControlServer", r"cannot reach this run", ()),
 }
 
 
@@ -95,7 +95,7 @@ def test_an_output_that_fails_is_warned_about_once_and_changes_nothing(
     terminal = "/dev/full" if broken == "the progress" else None
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        files = run_here(project, tmp_path / "run", *settings, terminal=terminal)
+        files = run_here(project, tmp_path / "run", *settings, terminal=terminal, draws=broken == "the picture")
     assert weights(files.checkpoints) == undisturbed
     told = [str(warning.message) for warning in seen] + caplog.messages + capfd.readouterr().out.splitlines()
     about = [text for text in told if message.replace("\\", "") in text]
@@ -123,7 +123,9 @@ def fill(disk: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.soak), 2, pytest.param(3, marks=pytest.mark.soak)]
+)
 def test_a_full_disk_under_the_run_folder(
     workers: int, project: Path, undisturbed: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -145,19 +147,19 @@ def test_a_full_disk_under_the_run_folder(
 def test_a_disk_that_fills_up_during_the_run(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints fail too, and `on_error: continue` goes on without them."""
     trained: list[str] = []
-    finish, after_step = watch.Watch.finish, watch.Watch.after_step
+    finish, after_step = monitor.Monitor.finish, monitor.Monitor.after_step
 
-    def fill_and_go_on(self: watch.Watch, record: Any) -> None:
+    def fill_and_go_on(self: monitor.Monitor, record: Any) -> None:
         if record.step == 8 and self._files.root.parent.name == "disk":
             fill(self._files.root.parent)
         after_step(self, record)
 
-    def finish_and_keep(self: watch.Watch, last_words: str | None) -> None:
+    def finish_and_keep(self: monitor.Monitor, last_words: str | None) -> None:
         finish(self, last_words)
         trained.append(digest(self._trainer.unwrapped_model.state_dict()))
 
-    monkeypatch.setattr(watch.Watch, "finish", finish_and_keep)
-    monkeypatch.setattr(watch.Watch, "after_step", fill_and_go_on)
+    monkeypatch.setattr(monitor.Monitor, "finish", finish_and_keep)
+    monkeypatch.setattr(monitor.Monitor, "after_step", fill_and_go_on)
     settings = ["checkpoints.every_steps=5", "checkpoints.on_error=continue", "trainer.log_every=1", "trainer.epochs=6"]
     run_here(project, tmp_path / "enough", *settings)
     with small_disk(tmp_path / "disk", 400) as disk, warnings.catch_warnings(record=True) as seen:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from models import digest
 from safetensors.torch import load_file
 from train_project import run_here, write_project
+from worker_pool import WorkerPool
 
 from paceline.checkpoint.folders import complete_steps
+from paceline.cli.config import load_project
 from paceline.cli.main import main
-from paceline.cli.train.user_errors import Told
+from paceline.cli.train.user_errors import UserFacingError
+from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.metrics import read_metrics
-from paceline.observe.run_files import RunFiles
+from paceline.observe.run_files import RunFiles, prepare_run_folder
 
 
 def weights(files: RunFiles) -> str:
@@ -47,7 +52,7 @@ def test_a_run_from_its_beginning_to_its_resumption(
     assert sum(rows[1]["shares"]) == 8  # four steps of two micro-batches
     # On one worker, to the end of the epochs: what a run on one worker that never stopped has.
     assert main(["-t", str(config), "train", "--resume", "--workers", "1"]) == 0
-    assert "going on after step 12" in capfd.readouterr().out
+    assert "resumed after step 12" in capfd.readouterr().out
     assert weights(files) == weights(run_here(config, tmp_path / "alone"))
     assert json.loads(files.status.read_text())["num_starts"] == 2
 
@@ -73,10 +78,10 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["model"] == "Sequential, 276 parameters"
     assert lines["data"] == "80 samples; evaluation 20 samples"
-    assert lines["step"] == "8 samples in 2 micro-batches of 4; 10 steps in an epoch; 20 steps in all"
-    assert lines["workers"] == "3 on CPU; micro-batches per step, to begin with: 1:1:0"
+    assert lines["step"] == "8 samples in 2 micro-batches of 4; 10 steps per epoch; 20 steps in total"
+    assert lines["workers"] == "3 on CPU; initial micro-batches per step: 1:1:0"
     assert lines["loss"].endswith("on the first micro-batch")
-    assert "ms per micro-batch here; about" in lines["time"]
+    assert "ms per micro-batch; about" in lines["time"]
     assert not list(place.iterdir())
 
 
@@ -99,7 +104,9 @@ def test_a_run_that_ends_between_two_evaluations_is_evaluated_at_its_end(tmp_pat
 
 def test_a_run_that_diverges_ends_with_what_to_do(tmp_path: Path) -> None:
     config = write_project(tmp_path, "diverging_parts")
-    with pytest.raises(Told, match=r"more than trainer.max_loss_ratio=100 times its lowest, .*lower the learning"):
+    with pytest.raises(
+        UserFacingError, match=r"diverges: .*trainer.max_loss_ratio=100 times its minimum, .*; lower the"
+    ):
         run_here(config, tmp_path / "run", "loss=diverging_parts:exploding", "trainer.max_loss_ratio=100")
 
 
@@ -113,7 +120,7 @@ def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
     steps = complete_steps(files.checkpoints)
     assert steps[-1] == 20
     assert max(scores.values()) in {scores[step] for step in steps}
-    with pytest.raises(Told, match=r"checkpoints.keep_best.metric=speed is not among what the evaluation gives"):
+    with pytest.raises(UserFacingError, match=r"checkpoints.keep_best.metric=speed is not a metric of the evaluation"):
         run_here(config, tmp_path / "other", "checkpoints.keep_best={metric: speed}")
 
 
@@ -154,17 +161,20 @@ def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) ->
     assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
 
 
-@pytest.mark.timeout(200)
-def test_averaged_replicas_say_no_loss_before_they_have_met(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def work(config: Path, root: Path, overrides: tuple[str, ...]) -> str:
+    """One worker's part of a run on two workers; its output."""
+    with redirect_stdout(io.StringIO()) as output:
+        train(RunRequest(load_project(config, overrides).resolve(2), RunFiles(root)))
+    return output.getvalue()
+
+
+def test_with_averaging_no_loss_is_logged_before_the_first_average(tmp_path: Path, pool: WorkerPool) -> None:
     config = write_project(tmp_path / "project", "averaged_parts")
     strategy = "trainer.strategy={kind: averaging, every: 4}"
-    told = ["trainer.exact=false", "trainer.epochs=1", "loggers=[csv]", strategy]
-    assert main(["train", str(config), "--workers", "2", *told]) == 0
-    assert "nan" not in capfd.readouterr().out
-    (files,) = (RunFiles(path) for path in Path("runs").iterdir())
+    files = prepare_run_folder(tmp_path / "run")
+    overrides = ("trainer.exact=false", "trainer.epochs=1", "loggers=[csv]", strategy)
+    output, _ = pool.run(work, 2, config, files.root, overrides)
+    assert "nan" not in output
     rows = [row for row in read_metrics(files.metrics).rows if "lr" in row]
     assert ["loss" in row for row in rows] == [False, True, True]
     header, first, second, *_ = (line.split(",") for line in (files.root / "metrics.csv").read_text().splitlines())

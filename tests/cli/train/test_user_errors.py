@@ -11,32 +11,32 @@ import pytest
 from train_project import run_here, write_project
 
 from paceline.cli.main import main
-from paceline.cli.train.user_errors import Mistake, Told, told
+from paceline.cli.train.user_errors import ProjectError, UserFacingError, user_facing
 from paceline.core.errors import WorkerError
 from paceline.observe.run_files import RunFiles
 
 # Arguments of `paceline train`, and what it says before it starts a worker.
 BEFORE_ANYTHING_STARTS = {
-    "no such file": (["nowhere.yaml"], "nowhere.yaml: the file cannot be read: No such file or directory"),
-    "a folder": (["."], ".: the file cannot be read: Is a directory"),
+    "no such file": (["nowhere.yaml"], "nowhere.yaml: cannot read the file: No such file or directory"),
+    "a folder": (["."], ".: cannot read the file: Is a directory"),
     "a misspelt key": (["small.yaml", "trainer.global_bach=8"], "did you mean global_batch?"),
     "a bad batch": (["small.yaml", "trainer.micro_batch=3"], "global_batch=8 is not a multiple of micro_batch=3"),
-    "no numbers of devices": (["small.yaml", "-d", "first"], "-d first: give the numbers of GPUs, such as 0,1, or cpu"),
-    "no such device": (["small.yaml", "-d", "987"], "command line: devices: of the GPUs 987 this machine has 0"),
-    "nothing to resume": (["small.yaml", "--resume"], "no run of small is in runs; start one without --resume"),
+    "no numbers of devices": (["small.yaml", "-d", "first"], "-d first: give GPU numbers, such as 0,1, or cpu"),
+    "no such device": (["small.yaml", "-d", "987"], "command line: devices: this machine has 0 of the GPUs 987"),
+    "nothing to resume": (["small.yaml", "--resume"], "runs has no run of small; start one without --resume"),
     "no run there": (
         ["small.yaml", "--resume", "small.yaml"],
-        "--resume small.yaml: there is no run, and no checkpoint; `paceline logs list`",
+        "--resume small.yaml: not a run, and not a checkpoint; see `paceline logs list`",
     ),
-    "no workers": (["small.yaml", "--workers", "0"], "workers is 0: give a whole number >= 1"),
-    "too many workers": (["small.yaml", "--workers", "5000"], "workers is 5000: give a whole number >= 1 and <= 1024"),
-    "too many readers": (["small.yaml", "trainer.readers=5000"], "trainer.readers is 5000: give a whole number >= 0"),
+    "no workers": (["small.yaml", "--workers", "0"], "workers is 0: expected an integer >= 1"),
+    "too many workers": (["small.yaml", "--workers", "5000"], "workers is 5000: expected an integer >= 1 and <= 1024"),
+    "too many readers": (["small.yaml", "trainer.readers=5000"], "trainer.readers is 5000: expected an integer >= 0"),
     "no checkpoint": (["small.yaml", "checkpoints.resume=a/b"], "command line: checkpoints.resume: "),
     "a folder without checkpoints": (
         ["small.yaml", "checkpoints.resume=."],
         "is neither a checkpoint nor a folder with checkpoints in it",
     ),
-    "no weights": (["small.yaml", "checkpoints.init_from=w.pt"], "checkpoints.init_from: there are no weights at "),
+    "no weights": (["small.yaml", "checkpoints.init_from=w.pt"], "checkpoints.init_from: no weights at "),
     "no weights in a folder": (["small.yaml", "checkpoints.init_from=."], "checkpoints.init_from: "),
     "checkpoints in a file": (
         ["small.yaml", "checkpoints.folder=small.yaml/x"],
@@ -44,15 +44,15 @@ BEFORE_ANYTHING_STARTS = {
     ),
     "runs in a file": (
         ["small.yaml", "output=small.yaml"],
-        "output: small.yaml cannot be a folder, since",
+        "output: cannot create the folder small.yaml, because",
     ),
-    "a run in a file": (["small.yaml", "--run-folder", "small.yaml"], "the run's folder cannot be made: small.yaml"),
+    "a run in a file": (["small.yaml", "--run-folder", "small.yaml"], "cannot create the run's folder: small.yaml"),
     "an unknown component": (["small.yaml", "checkpoints.leave_out=[optimiser]"], "did you mean optimizer?"),
 }
 
 # Overrides, and what the worker says, after "paceline train: ".
 BY_A_WORKER = {
-    "no module": ("model={factory: 'nowhere:model'}", "command line: model.factory: there is no module 'nowhere'"),
+    "no module": ("model={factory: 'nowhere:model'}", "command line: model.factory: module 'nowhere' is neither in"),
     "no function": ("loss=mistaken_parts:los", "command line: loss: mistaken_parts has no 'los': did you mean loss?"),
     "no last word": (
         "after=mistaken_parts:aftr",
@@ -77,7 +77,7 @@ BY_A_WORKER = {
     "no data set": ("data.train={kind: hf, path: ./nowhere}", "data.train: there is no data set at"),
     "no samples": ("data.train={factory: 'builtins:list'}", "data is empty: there is nothing to train on"),
     "no model": ("model={factory: 'torch:Generator'}", r"the model is a Generator without a parameters\(\) method"),
-    "a part of Python": ("model={factory: 'builtins:int'}", "builtins:int is a part of Python itself"),
+    "a part of Python": ("model={factory: 'builtins:int'}", "builtins:int belongs to Python itself"),
     "no backend": (
         "trainer.backend=glo",
         "torch.distributed has no backend 'glo': did you mean gloo?",
@@ -111,7 +111,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
 def test_what_only_a_worker_can_notice_is_a_mistake(tmp_path: Path, case: str) -> None:
     config = write_project(tmp_path, "mistaken_parts")
     override, text = BY_A_WORKER[case]
-    with pytest.raises(Mistake, match=text):
+    with pytest.raises(ProjectError, match=text):
         run_here(config, tmp_path / "run", "trainer.exact=false", override)
     sys.modules.pop("mistaken_parts", None)
 
@@ -130,18 +130,20 @@ def test_an_error_inside_of_the_users_code_stays_what_it_is(tmp_path: Path, over
 
 
 def test_what_a_worker_told_is_found_in_its_traceback() -> None:
-    for kind in (Told, Mistake):
+    for kind in (UserFacingError, ProjectError):
         try:
             try:
                 int("x")
             except ValueError as error:
                 raise kind("2 problems:\n  one\n  two") from error
-        except Told as error:
+        except UserFacingError as error:
             text = "".join(traceback.format_exception(error))
-        found = told(WorkerError(f"rank 0 failed: {kind.__name__}: ...", traceback_text=text))
+        found = user_facing(WorkerError(f"rank 0 failed: {kind.__name__}: ...", traceback_text=text))
         assert type(found) is kind
         assert str(found) == "2 problems:\n  one\n  two"
-    assert told(WorkerError("rank 0 failed: KeyError: 'a'", traceback_text="Traceback:\nKeyError: 'a'\n")) is None
+    assert (
+        user_facing(WorkerError("rank 0 failed: KeyError: 'a'", traceback_text="Traceback:\nKeyError: 'a'\n")) is None
+    )
 
 
 def test_a_workers_message_is_all_that_is_shown_and_nothing_is_left(

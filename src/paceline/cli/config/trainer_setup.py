@@ -1,0 +1,193 @@
+"""From settings to the arguments of `Trainer.setup`. Python objects of the user are imported when they are needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from paceline.cli.config import schema
+from paceline.cli.config.parts import Part
+from paceline.cli.config.schema import ProjectSettings
+from paceline.core.optional import optional
+from paceline.data.sources.arrow import ArrowSource
+from paceline.data.sources.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder
+from paceline.data.sources.tokens import TokenFile
+from paceline.plan.cadence import Cadence
+from paceline.run.config import Strategy
+from paceline.run.saving.options import Checkpoints
+from paceline.run.settings import Balancing, Batching, Loading, Optimization, Runtime
+from paceline.sync.averaging.strategy import Averaging
+
+_GROUPS = {
+    "batching": Batching,
+    "loading": Loading,
+    "balancing": Balancing,
+    "optimization": Optimization,
+    "runtime": Runtime,
+}
+# Settings that are plain parameters of `Trainer.setup`.
+_PLAIN = ("global_batch", "micro_batch", "max_grad_norm", "shuffle", "seed", "exact", "precision")
+
+
+def setup_arguments(
+    settings: ProjectSettings, project_folder: Path, checkpoint_folder: Path, timeline: Path | None = None
+) -> dict[str, Any]:
+    """The keyword arguments of `Trainer.setup` except model, optimizer, scheduler and data."""
+    trainer, saving, data = settings.trainer, settings.checkpoints, settings.data
+    arguments = {name: getattr(trainer, name) for name in _PLAIN}
+    arguments["strategy"] = strategy(trainer.strategy)
+    arguments["weight_fn"] = data.weight and data.weight.build()
+    if settings.devices == "cpu":
+        arguments["device"] = "cpu"
+    if saving.init_from is not None:
+        arguments["init_from"] = project_folder / saving.init_from
+    if saving.save:
+        is_path = isinstance(saving.resume, str) and saving.resume != "auto"
+        arguments["resume"] = project_folder / str(saving.resume) if is_path else saving.resume
+        arguments |= {"allow": saving.allow, "skip": saving.skip}
+        folder = checkpoint_folder if saving.folder is None else project_folder / saving.folder
+        arguments["checkpoints"] = checkpoints(saving, folder)
+    own: dict[str, Any] = {"collate_fn": data.collate and data.collate.build(), "timeline": timeline}
+    for name, group in _GROUPS.items():
+        values = {f.name: own.get(f.name) if f.name in own else getattr(trainer, f.name) for f in fields(group)}
+        arguments[name] = group(**values)
+    return arguments
+
+
+def flattened(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the groups' fields as plain keywords."""
+    # merge: api - Trainer.setup will take the groups; resume, allow and skip will be fields of Checkpoints.
+    flat = {name: value for name, value in arguments.items() if name not in _GROUPS}
+    for name in _GROUPS:
+        flat |= {f.name: getattr(arguments[name], f.name) for f in fields(arguments[name])}
+    flat["fused_optimizers"] = flat.pop("fused")
+    return flat
+
+
+def strategy(settings: schema.Gradients | schema.Cadence | schema.Averaging) -> Strategy:
+    if isinstance(settings, schema.Gradients):
+        return "gradients"
+    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    if isinstance(settings, schema.Cadence):
+        hint = settings.speed_hint
+        return Cadence(**values | {"speed_hint": hint and (hint.slow_rank, hint.ratio)})
+    if isinstance(settings.every, schema.Cadence):
+        values["every"] = strategy(settings.every)
+    return Averaging(**values | {"outer": settings.outer and settings.outer.as_function()})
+
+
+def checkpoints(settings: schema.Checkpoints, folder: Path) -> Checkpoints:
+    best = settings.keep_best
+    values = {f.name: getattr(settings, f.name) for f in fields(Checkpoints)}
+    return Checkpoints(**values | {"folder": folder, "keep_best": best and (best.metric, best.count, best.mode)})
+
+
+def optimizer(settings: ProjectSettings) -> Callable[..., Any]:
+    """A function from parameters to an optimizer: the section's, or AdamW with the trainer's learning rate."""
+    if settings.optimizer is not None:
+        made: Callable[..., Any] = settings.optimizer.as_function()
+        return made
+    trainer = settings.trainer
+    assert trainer.learning_rate is not None, "checked on load"
+    return partial(torch.optim.AdamW, lr=trainer.learning_rate, weight_decay=trainer.weight_decay or 0.0)
+
+
+def scheduler(settings: ProjectSettings, steps_per_epoch: int | None) -> Callable[..., Any] | None:
+    """A function from an optimizer to a scheduler: the section's, or the trainer's schedule; None for a constant rate.
+
+    steps_per_epoch: None if unknown. It is only used if neither schedule_steps nor max_steps is given.
+    """
+    if settings.scheduler is not None:
+        return partial(_made_scheduler, settings.scheduler)
+    trainer = settings.trainer
+    if trainer.schedule in (None, "constant") and not trainer.warmup_steps:
+        return None
+    return partial(LambdaLR, lr_lambda=_rate(trainer, horizon(trainer, steps_per_epoch)))
+
+
+def _made_scheduler(part: Part, optimizer: Any) -> Any:
+    made = part.as_function()(optimizer)
+    for each in made if isinstance(made, list | tuple) else [made]:
+        if not callable(getattr(each, "step", None)) or not callable(getattr(each, "state_dict", None)):
+            kind = type(each).__name__
+            raise part.site.fail(f"{part.target} returned a {kind}: return a scheduler of torch.optim.lr_scheduler")
+    return made
+
+
+def horizon(trainer: schema.Trainer, steps_per_epoch: int | None) -> int | None:
+    """The step at which the schedule reaches 0; None if it never does."""
+    if trainer.schedule in (None, "constant"):
+        return None
+    steps = trainer.schedule_steps or trainer.max_steps
+    if steps is None and steps_per_epoch is not None and trainer.epochs is not None:
+        steps = trainer.epochs * steps_per_epoch
+    if steps is None:
+        raise ValueError(
+            f"schedule={trainer.schedule} needs the number of steps, which is unknown for this data: "
+            "give trainer.schedule_steps"
+        )
+    if steps <= trainer.warmup_steps:
+        raise ValueError(f"warmup_steps={trainer.warmup_steps} must be < {steps}, the steps of the schedule")
+    return steps
+
+
+def _rate(trainer: schema.Trainer, steps: int | None) -> Callable[[int], float]:
+    """The factor of the learning rate as a function of the completed steps."""
+    warmup, is_linear = trainer.warmup_steps, trainer.schedule == "linear"
+
+    def rate(done: int) -> float:
+        if done < warmup:
+            return (done + 1) / warmup
+        if steps is None:
+            return 1.0
+        part = min((done - warmup) / (steps - warmup), 1.0)
+        return 1.0 - part if is_linear else (1.0 + math.cos(math.pi * part)) / 2
+
+    return rate
+
+
+def build_data(data: schema.Source, folder: Path) -> Any:
+    """The opened data set, as `Trainer.setup` takes it. Paths are relative to the folder."""
+    match data:
+        case Part():
+            return data.build()
+        case schema.Tokens():
+            paths, targets, vocab_size = _in(folder, data.paths), data.targets, data.vocab_size
+            return TokenFile(paths, data.length, data.dtype, data.stride, targets=targets, vocab_size=vocab_size)
+        case schema.Arrow():
+            transform = None if data.transform is None else data.transform.build()
+            paths, max_bytes = _in(folder, data.paths), data.max_decoded_bytes
+            return ArrowSource(paths, data.columns, transform, max_decoded_bytes=max_bytes)
+        case schema.Images():
+            mean, std = data.mean or IMAGENET_MEAN, data.std or IMAGENET_STD
+            return ImageFolder(folder / data.root, data.size, data.augment, data.classes, mean, std)
+        case schema.Hf():
+            return _hf(data, folder)
+
+
+def _hf(data: schema.Hf, folder: Path) -> Any:
+    datasets = optional("datasets", package="datasets", extra="hf")
+    saved = folder / data.path
+    if not (saved / "state.json").is_file() and not (saved / "dataset_dict.json").is_file():
+        if data.path.startswith((".", "/")) and not saved.exists():
+            raise FileNotFoundError(f"there is no data set at {saved}")
+        files = None if data.data_files is None else _in(folder, data.data_files)
+        path = str(saved) if saved.exists() else data.path
+        return datasets.load_dataset(path, data.name, split=data.split, data_files=files, streaming=data.streaming)
+    found = datasets.load_from_disk(str(saved))
+    if isinstance(found, dict):
+        if data.split not in found:
+            raise ValueError(f"split={data.split} is not in {saved}: choose from {', '.join(found)}")
+        found = found[data.split]
+    return found.to_iterable_dataset() if data.streaming else found
+
+
+def _in(folder: Path, paths: str | tuple[str, ...]) -> str | list[str]:
+    return str(folder / paths) if isinstance(paths, str) else [str(folder / path) for path in paths]

@@ -1,0 +1,216 @@
+"""From a tree of values to typed settings. pydantic checks types, limits and keys; the places are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pydantic
+
+from paceline.cli.config.errors import Origin, Problem, nearest
+from paceline.cli.config.parts import Part, Site, target_problem
+from paceline.cli.config.schema import ProjectSettings, describe, is_section, options_of, settings_of, top_sections
+from paceline.cli.config.yaml_tree import Node, dotted, found
+from paceline.core.settings import Limits
+
+_INTEGER_LIMIT = 2**63
+
+
+class _Text(str):
+    """A text of the file with its place, in case it names a part."""
+
+    site: Site
+
+
+class Validation:
+    """Validates a tree. settings: None if there are problems. origins: the place of every given value by dotted key.
+
+    aliases: names that a section accepts in addition to those of its settings.
+    """
+
+    def __init__(self, tree: Node, folder: Path, aliases: Mapping[str, Sequence[str]]) -> None:
+        self.problems: list[Problem] = []
+        self.origins: dict[str, Origin] = {"": tree.origin}
+        self.settings: ProjectSettings | None = None
+        self._folder = folder
+        self._aliases = aliases
+        data = self._mapping(tree.mapping or {}, "")
+        try:
+            self.settings = _adapter().validate_python(data)
+        except pydantic.ValidationError as error:
+            for each in error.errors(include_url=False, include_input=False, include_context=False):
+                self._explain(each["loc"], tree)
+
+    def _data(self, node: Node, key: str, *, is_argument: bool) -> Any:
+        """The tree as plain data, except that a mapping with `factory` or `reference` becomes a part."""
+        self.origins[key] = node.origin
+        content = node.content
+        if isinstance(content, dict):
+            if "factory" in content or "reference" in content:
+                return self._part(content, key)
+            return self._mapping(content, key, is_argument=is_argument)
+        if isinstance(content, tuple):
+            return [self._data(child, f"{key}[{i}]", is_argument=is_argument) for i, child in enumerate(content)]
+        if isinstance(content, str) and not is_argument:
+            content = _Text(content)
+            content.site = Site(self._folder, key, node.origin)
+        return content
+
+    def _mapping(self, entries: Mapping[str, Node], key: str, *, is_argument: bool = False) -> dict[str, Any]:
+        return {
+            name: self._data(child, dotted(key, name), is_argument=is_argument or name == "arguments")
+            for name, child in entries.items()
+        }
+
+    def _part(self, entries: Mapping[str, Node], key: str) -> Part:
+        known = ("factory", "arguments") if "factory" in entries else ("reference",)
+        for name, child in entries.items():
+            self.origins[dotted(key, name)] = child.origin
+            if name not in known:
+                self._problem(child, dotted(key, name), f"is an unknown setting: {nearest(name, known)}")
+        target, path = entries[known[0]], dotted(key, known[0])
+        if not isinstance(target.content, str):
+            self._problem(target, path, f"is {found(target)}: expected package.module:name")
+        elif wrong := target_problem(target.content):
+            self._problem(target, path, wrong)
+        site = Site(self._folder, path, target.origin)
+        if known == ("reference",):
+            return Part(str(target.content), None, site)
+        given, path = entries.get("arguments"), dotted(key, "arguments")
+        if given is not None and given.content is not None and given.mapping is None:
+            self._problem(given, path, f"is {found(given)}: expected a mapping or null")
+        arguments = (given.mapping if given is not None else None) or {}
+        return Part(str(target.content), self._mapping(arguments, path, is_argument=True), site)
+
+    def _problem(self, node: Node, key: str, message: str) -> None:
+        self.problems.append(Problem(node.origin, f"{node.origin.alias or key} {message}"))
+
+    def _explain(self, location: tuple[int | str, ...], tree: Node) -> None:
+        """Follow pydantic's path, which also names the chosen member of each union, to the value and its type."""
+        node, key, hint, limits = tree, "", ProjectSettings, Limits()
+        for part in location:
+            options = options_of(hint)
+            if len(options) > 1:
+                hint = options[int(part)]
+            elif isinstance(part, int):
+                assert isinstance(node.content, tuple)
+                node, key, hint = node.content[part], f"{key}[{part}]", get_args(hint)[0]
+            else:
+                setting, child, path = settings_of(hint).get(part), (node.mapping or {}).get(part), dotted(key, part)
+                if setting is None:
+                    assert child is not None
+                    self._problem(child, path, f"is an unknown setting: {self._meant(part, key, settings_of(hint))}")
+                    return
+                if child is None:
+                    expected = f"{setting.help} (expected {describe(setting.type, setting.limits)})"
+                    self.problems.append(Problem(node.origin, f"{path} is missing: {expected}"))
+                    return
+                node, key, hint, limits = child, path, setting.type, setting.limits
+        self._mismatch(node, key, hint, limits)
+
+    def _meant(self, name: str, section: str, settings: Sequence[str] | Mapping[str, Any]) -> str:
+        """The setting or alias of this name in another section, or the nearest name in this one."""
+        sections = {key: settings_of(section) for key, section in top_sections().items()}
+        homes = {
+            inner: f"{key}.{inner}" for group in (sections, self._aliases) for key in group for inner in group[key]
+        }
+        homes |= {key: key for key in settings_of(ProjectSettings)}
+        known = (*settings, *self._aliases.get(section, ()))
+        return f"did you mean {homes[name]}?" if name in homes else nearest(name, known)
+
+    def _mismatch(self, node: Node, key: str, hint: Any, limits: Limits) -> None:
+        """Report a value that its type does not allow."""
+        options, content = options_of(hint), node.content
+        kinds = [option.kind for option in options if is_section(option) and option.kind]
+        given = (node.mapping or {}).get("kind")
+        if given is not None and kinds:
+            text = given.content if isinstance(given.content, str) else ""
+            self._problem(given, dotted(key, "kind"), f"is {found(given)}: {nearest(text, kinds)}")
+        elif isinstance(content, int) and abs(content) >= _INTEGER_LIMIT and {int, float}.intersection(options):
+            self._problem(node, key, f"is {found(node)}: expected a number of at most 63 bits")
+        else:
+            names = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)] + kinds
+            near = get_close_matches(content, names, n=1) if isinstance(content, str) else []
+            meant = f"; did you mean {near[0]}?" if near else ""
+            if Part in options and isinstance(content, str):
+                meant = meant or (target_problem(content) or "").partition("module:name")[2]
+            self._problem(node, key, f"is {found(node)}: expected {describe(hint, limits)}{meant}")
+
+
+@cache
+def _adapter() -> pydantic.TypeAdapter[ProjectSettings]:
+    return pydantic.TypeAdapter(_type(ProjectSettings, Limits()))
+
+
+def _type(hint: Any, limits: Limits) -> Any:
+    """The pydantic type for a declared one."""
+    options = options_of(hint)
+    if len(options) > 1:
+        members = [Annotated[_type(option, limits), pydantic.Tag(str(i))] for i, option in enumerate(options)]
+        by_form = pydantic.Discriminator(lambda value: _member(options, value))
+        return Annotated[Union[tuple(members)], by_form]  # noqa: UP007
+    if is_section(hint):
+        return _section(hint)
+    if hint is Part:
+        return Annotated[pydantic.InstanceOf[Part], pydantic.BeforeValidator(_part)]
+    if get_origin(hint) is tuple:
+        return tuple[_type(get_args(hint)[0], limits), ...]  # type: ignore[misc]
+    if hint is int or hint is float:
+        bounds = pydantic.Field(
+            ge=limits.least,
+            gt=limits.above,
+            le=limits.most,
+            lt=limits.below,
+            allow_inf_nan=False if hint is float and limits.finite else None,
+        )
+        return Annotated[hint, pydantic.Strict(), bounds, pydantic.BeforeValidator(_in_range)]
+    return Annotated[hint, pydantic.Strict()] if hint in (bool, str) else hint
+
+
+def _section(section: Any) -> Any:
+    settings = settings_of(section)
+    declared: Any = {
+        name: (_type(s.type, s.limits), ... if s.default is MISSING else s.default) for name, s in settings.items()
+    }
+    model = pydantic.create_model(section.__name__, __config__=pydantic.ConfigDict(extra="forbid"), **declared)
+    made = pydantic.AfterValidator(lambda valid: section(**{name: getattr(valid, name) for name in settings}))
+    return Annotated[model, made, pydantic.BeforeValidator(_without_kind)] if section.kind else Annotated[model, made]
+
+
+def _without_kind(value: Any) -> Any:
+    """The name of a kind alone means the kind with its defaults."""
+    return {name: item for name, item in value.items() if name != "kind"} if isinstance(value, dict) else {}
+
+
+def _member(options: tuple[Any, ...], value: Any) -> str | None:
+    """The tag of the union's member that a value has the form of."""
+    return next((str(i) for i, option in enumerate(options) if _has_form(value, option)), None)
+
+
+def _has_form(value: Any, option: Any) -> bool:
+    if is_section(option):
+        return bool((value.get("kind", "") if isinstance(value, dict) else value) == option.kind)
+    if get_origin(option) is Literal:
+        return isinstance(value, str) and value in get_args(option)
+    if option is Part:
+        return isinstance(_part(value), Part)
+    if form := {tuple: list, Mapping: dict, str: str}.get(get_origin(option) or option):
+        return isinstance(value, form)
+    return type(value) is option or (option is float and type(value) is int)
+
+
+def _part(value: Any) -> Any:
+    """A text of the form `package.module:name` as a part."""
+    if isinstance(value, _Text) and target_problem(value) is None:
+        return Part(str(value), None, value.site)
+    return value
+
+
+def _in_range(value: Any) -> Any:
+    if isinstance(value, int) and abs(value) >= _INTEGER_LIMIT:
+        raise ValueError
+    return value
