@@ -30,7 +30,7 @@ from paceline.checkpoint.folders import complete_steps
 from paceline.cli.config import load_project, schema
 from paceline.cli.train.monitor import Watch
 from paceline.cli.train.work import Assignment, train
-from paceline.observe.metrics import read_metrics
+from paceline.observe.json_lines import LineReader
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 
 Load: TypeAlias = Callable[[str], ModuleType]
@@ -94,7 +94,7 @@ class Trained:
 
     def __init__(self, output: str, files: RunFiles, checkpoints: Path) -> None:
         self.output = output
-        self.rows = read_metrics(files.metrics).rows
+        self.rows = LineReader(files.metrics).read()
         self.saved_steps = complete_steps(checkpoints)
         self._newest = checkpoints / f"step-{self.saved_steps[-1]:08d}"
 

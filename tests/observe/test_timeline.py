@@ -20,8 +20,7 @@ from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.observe import system_samples
 from paceline.observe.json_lines import LineWriter
-from paceline.observe.timeline.condensing import condense_file
-from paceline.observe.timeline.layout import kinds_between
+from paceline.observe.timeline.files import condense_file, kinds_between
 from paceline.observe.timeline.recorder import TimelineRecorder
 from paceline.observe.timeline.timeline import Timeline
 
@@ -93,7 +92,7 @@ def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path: Path, monkeypat
     monkeypatch.setattr(LineWriter, "write", refuse)
     recorder.step(1, [perf_counter()] * 6)
     with pytest.warns(
-        UserWarning, match=rf"the timeline ends here.*{tmp_path / 'rank-0.jsonl'}.*No space left"
+        UserWarning, match=rf"{tmp_path / 'rank-0.jsonl'} cannot be written, the timeline ends here.*No space left"
     ) as seen:
         recorder.close()
     assert len(seen) == 1
@@ -117,7 +116,7 @@ def test_what_a_system_does_not_tell_is_left_out(tmp_path: Path, monkeypatch: py
 def test_a_garbage_collection_that_took_its_time_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TimelineRecorder(tmp_path, World(), Events())
     gc.collect(0)
-    monkeypatch.setattr("paceline.observe.timeline.recorder.NOTED_GARBAGE_S", 0.0)
+    monkeypatch.setattr("paceline.observe.timeline.recorder.SLOW_COLLECTION_S", 0.0)
     gc.collect()
     recorder.close()
     gc.collect()

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from timeline_files import rows, run_of_two, session, write_lines
 
-from paceline.observe.timeline.condensing import condense_file
-from paceline.observe.timeline.page import to_html
+from paceline.observe.timeline.export import to_html
+from paceline.observe.timeline.files import condense_file
 from paceline.observe.timeline.timeline import Timeline
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

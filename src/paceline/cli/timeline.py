@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.cli.commands import CommandError, add_command, add_runs_option, reporting
 from paceline.cli.logs.runs import LogsError, choose_run
-from paceline.observe.timeline.sessions import timeline_files
+from paceline.observe.timeline.files import timeline_files
 from paceline.observe.timeline.timeline import Timeline
 
 FORMATS: dict[str, Callable[[Timeline], str]] = {

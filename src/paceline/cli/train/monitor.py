@@ -26,7 +26,7 @@ from paceline.observe.event_log import EventLog
 from paceline.observe.loggers.base import Loggers
 from paceline.observe.loggers.by_name import make_logger
 from paceline.observe.metrics import MetricsWriter
-from paceline.observe.progress import Progress, StepView
+from paceline.observe.progress import Progress
 from paceline.observe.rates import RateMeter, Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.run.control import ControlServer, end_at_once, socket_path
@@ -149,8 +149,14 @@ class Watch:
 
     def _show(self, record: StepRecord) -> None:
         self._rates = rates = self._rates or self._meter.take()
-        loss, shares = _known(record.loss), record.shares
-        self._progress.show(StepView(record.step, loss, rates.samples_per_s, rates.tokens_per_s, shares, rates.waiting))
+        self._progress.show(
+            record.step,
+            _known(record.loss),
+            samples_per_s=rates.samples_per_s,
+            tokens_per_s=rates.tokens_per_s,
+            shares=record.shares,
+            waiting=rates.waiting,
+        )
 
     def _open_control(self) -> None:
         """Let `paceline runs` ask; a run that nobody can ask goes on."""
