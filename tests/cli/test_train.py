@@ -148,9 +148,7 @@ def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) ->
     run_here(config, tmp_path / "cut", "checkpoints.every_steps=6", "trainer.max_steps=12", "checkpoints.final=false")
     files = run_here(config, tmp_path / "cut", "checkpoints.every_steps=6", is_resumed=True)
     assert weights(files) == weights(whole)
-    of_both = [
-        {row["step"]: row["loss"] for row in LineReader(f.metrics).read() if "loss" in row} for f in (whole, files)
-    ]
+    of_both = [dict(zip(*read_metrics(f.metrics).series("loss"), strict=True)) for f in (whole, files)]
     assert of_both[0][20] == of_both[1][20]
     assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
 

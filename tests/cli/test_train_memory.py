@@ -10,7 +10,7 @@ import pytest
 from train_project import run_here, write_project
 
 from paceline.cli.train.monitor import Watch
-from paceline.observe.json_lines import LineReader
+from paceline.observe.metrics import read_metrics
 from paceline.run.step.loop import StepRecord
 
 MEASURED_AT = (200, 600, 1000)
@@ -55,6 +55,6 @@ def test_memory_does_not_grow_with_the_steps(log_every: int, tmp_path: Path, mon
     # Eight hundred steps more: far less than one object for each.
     assert bytes_at[-1] - bytes_at[0] < 800 * 16
     # What is added up early is not lost: the rates are over all steps since the last line.
-    last = LineReader(files.metrics).read()[-1]
-    assert last["step"] == MEASURED_AT[-1]
-    assert last["samples_per_s"] > 0
+    metrics = read_metrics(files.metrics)
+    assert metrics.last_step == MEASURED_AT[-1]
+    assert (metrics.last("samples_per_s") or 0) > 0

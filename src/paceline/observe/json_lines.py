@@ -86,21 +86,15 @@ class LineReader:
 
     def _lines(self) -> Iterator[bytes]:
         """Complete lines, in blocks."""
-        rest, is_skipping = b"", False
+        rest = b""
         with self.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size  # the file may grow as fast as it is read
             file.seek(self._offset)
             while block := file.read(max(0, min(_READ_BYTES, size - file.tell()))):
-                if is_skipping:
-                    start = block.find(b"\n") + 1
-                    is_skipping, block = not start, block[start:]
-                    if is_skipping:
-                        continue
                 end = block.rfind(b"\n") + 1
                 lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
-                if len(rest) > MAX_LINE_BYTES:
-                    rest, is_skipping = b"", True
-                    self.num_unreadable += 1
+                if len(rest) > MAX_LINE_BYTES:  # its end will not be JSON either
+                    rest = b""
                 self._offset = file.tell() - len(rest)
                 if lines:
                     yield lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -34,37 +35,27 @@ _COUNTERS = {
 
 
 def to_json(timeline: Timeline) -> str:
-    """`spans` are [kind, start, end, step]; times are seconds since `began`, rounded to microseconds."""
-
-    def rows(spans: Sequence[Span]) -> list[Any]:
-        return [[span.kind, round(span.start, 6), round(span.end, 6), span.step] for span in spans]
-
+    """`spans` are [kind, start, end, step]; times are seconds since `began`."""
     workers = [
         {
-            "rank": lane.rank,
-            "host": lane.host,
-            "device": lane.device,
-            "num_steps": lane.num_steps,
-            "total_s": round(worker.total_s, 6),
-            "seconds": {kind: round(seconds, 6) for kind, seconds in worker.seconds.items()},
-            "use": dict(worker.use),
-            "spans": rows(lane.spans),
-            "writing": rows(lane.writing),
+            **asdict(worker),
+            "spans": lane.spans,
+            "writing": lane.writing,
             "stretches": [part._asdict() for part in lane.stretches],
-            "samples": [{"time": round(s.time, 6), "seconds": s.seconds, **s.values} for s in lane.samples],
+            "samples": [{"time": sample.time, "seconds": sample.seconds, **sample.values} for sample in lane.samples],
         }
         for lane, worker in zip(timeline.lanes, timeline.summary().workers, strict=True)
     ]
-    events = [
-        {"name": e.name, "rank": e.rank, "time": round(e.time, 6), "step": e.step, "details": e.details}
-        for e in timeline.events
-    ]
-    gaps = [
-        {"rank": gap.rank, "start": round(gap.start, 6), "end": round(gap.end, 6), "step": gap.step, "cause": gap.cause}
-        for gap in timeline.idle_gaps()
-    ]
-    times = {"name": timeline.name, "began": timeline.began, "duration_s": timeline.duration_s}
-    return json_lines.to_json({**times, "workers": workers, "events": events, "idle_gaps": gaps})
+    return json_lines.to_json(
+        {
+            "name": timeline.name,
+            "began": timeline.began,
+            "duration_s": timeline.duration_s,
+            "workers": workers,
+            "events": [asdict(event) for event in timeline.events],
+            "idle_gaps": [asdict(gap) for gap in timeline.idle_gaps()],
+        }
+    )
 
 
 def to_csv(timeline: Timeline) -> str:

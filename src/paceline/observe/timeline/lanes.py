@@ -93,7 +93,7 @@ class _Exchanges:
 
 def _add_session(lane: Lane, session: Session, steps: Steps, origin_s: float, exchanges: _Exchanges) -> None:
     def at(microseconds: int) -> float:
-        return origin_s + microseconds / 1e6
+        return round(origin_s + microseconds / 1e6, 6)
 
     spans = []
     for occurrence, step in steps.items():
