@@ -150,6 +150,8 @@ def to_html(timeline: Timeline, *, max_spans: int = MAX_SPANS) -> str:
                 "host": lane.host,
                 "device": lane.device,
                 "steps": lane.num_steps,
+                "total": _us(worker.total_s),
+                "times": [_us(worker.seconds[kind]) for kind in SHOWN],
                 "use": {name: round(value, 1) for name, value in worker.use.items()},
                 "extents": [[_us(start), _us(end)] for start, end in lane.extents],
                 "spans": _packed([span for span in lane.spans if span.step >= first_step]),
