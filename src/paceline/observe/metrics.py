@@ -149,7 +149,7 @@ class Curves:
         return [name for name in self._curves if "@" not in name]
 
     def series(self, name: str) -> tuple[Steps, Values]:
-        """The steps with a number of this name, and the numbers. "samples_per_s@worker/1": worker 1's throughput."""
+        """The steps with a number of this name, and the numbers. "samples_per_s@1": worker 1's throughput."""
         return (self._curves.get(name) or Curve()).points
 
     def mean(self, name: str) -> float | None:
@@ -179,7 +179,10 @@ class Curves:
         for name in dict.fromkeys(chain.from_iterable(records)):
             if name != "step":
                 self._add_column(name, steps, [record.get(name) for record in records])
-        self._add_column("samples_per_s@worker", steps, [self._add_workers(record) for record in records])
+        rates = [self._add_workers(record) for record in records]
+        for rank in range(max(map(len, rates), default=0)):
+            known = [i for i, rate in enumerate(rates) if rank < len(rate)]
+            self._add_column(f"samples_per_s@{rank}", [steps[i] for i in known], [rates[i][rank] for i in known])
 
     def _add_column(self, name: str, steps: Sequence[int], values: Sequence[Any]) -> None:
         kinds = set(map(type, values))
@@ -201,11 +204,11 @@ class Curves:
             for inner, column in columns.items():
                 self._add_column(inner, *column)
 
-    def _add_workers(self, record: Mapping[str, Any]) -> list[float] | None:
+    def _add_workers(self, record: Mapping[str, Any]) -> list[float]:
         """Add a line's shares and waiting; returns the throughput of each of several workers."""
         shares, waiting = _numbers(record.get("shares")), _numbers(record.get("waiting"))
         if not shares:
-            return None
+            return []
         self._num_workers = size = len(shares)
         sums = self._worker_sums.setdefault(size, _WorkerSums([0.0] * size, [0.0] * size))
         sums.shares = list(map(add, sums.shares, shares))
@@ -214,7 +217,7 @@ class Curves:
             sums.num_waiting += 1
         rate: Any = record.get("samples_per_s")
         total = sum(shares)
-        return [rate * share / total for share in shares] if size > 1 and is_number(rate) and total > 0 else None
+        return [rate * share / total for share in shares] if size > 1 and is_number(rate) and total > 0 else []
 
 
 def read_metrics(path: Path) -> Curves:

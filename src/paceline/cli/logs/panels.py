@@ -202,7 +202,7 @@ def _parts(
         return [("loss", "training" if is_alone else run.label), ("eval/loss", label("evaluation"))]
     if metric == "samples_per_s" and not has_own_choice and is_alone:
         ranks = range(sum(name.startswith("shares/") for name in names))
-        workers = [(f"{metric}@worker/{rank}", f"worker {rank}") for rank in ranks] if len(ranks) > 1 else []
+        workers = [(f"{metric}@{rank}", f"worker {rank}") for rank in ranks] if len(ranks) > 1 else []
         return [(metric, "all workers" if workers else "samples / s"), *workers]
     inner = [name for name in names if name.startswith(f"{metric}/")]
     if not inner:
