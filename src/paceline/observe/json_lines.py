@@ -128,6 +128,21 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
+def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Replace a file atomically: readers see the old or the new content. sync: also after a power failure."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def is_number(value: Any) -> bool:
     """Whether a metric may have this value: a float or a 64-bit integer."""
     kind = type(value)

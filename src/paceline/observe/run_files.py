@@ -27,7 +27,7 @@ from time import time
 from typing import Any, Literal, get_type_hints
 
 from paceline.observe.best_effort import attempt, describe
-from paceline.observe.json_lines import to_json
+from paceline.observe.json_lines import replace_file, to_json
 
 RUNS_FOLDER = "runs"
 # A run on another host counts as live while its files are younger than this.
@@ -79,8 +79,8 @@ class RunFiles:
 class Status:
     """The state of a run as it recorded it. Times are Unix times; `started` is the first of `num_starts` starts.
 
-    state: "running" or an `Ending`. process_started: the kernel's start time of the process, which tells it from a
-    later process with the same pid; None where the kernel does not provide it.
+    state: "running" or an `Ending`. process_started: the kernel's start time of the process, which distinguishes it
+    from a later process with the same pid; None where the kernel does not provide it.
     """
 
     state: str
@@ -158,13 +158,6 @@ def note_total_steps(files: RunFiles, total_steps: int | None) -> None:
         _write_status(files, replace(status, total_steps=total_steps))
 
 
-def mark_ended(files: RunFiles, state: Ending, reason: str | None = None) -> None:
-    """Record how a run ended if its own process did not; for a process that outlives it, such as the launcher."""
-    status = read_status(files)
-    if status is not None and status.state == "running":
-        _write_status(files, replace(status, state=state, ended=round(time(), 3), reason=reason))
-
-
 def read_status(files: RunFiles) -> Status | None:
     """The status that the run recorded; None if it is missing or malformed."""
     if not files.status.is_file():  # reading a pipe would block
@@ -195,14 +188,7 @@ def last_sign(files: RunFiles) -> float:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace a file atomically: readers, and a crash, see the old or the new content."""
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        temporary.write_text(f"{to_json(value, indent=2)}\n", encoding="utf-8")
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_file(path, f"{to_json(value, indent=2)}\n".encode())
 
 
 def _write_status(files: RunFiles, status: Status) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
+
+from paceline.observe.json_lines import replace_file
 
 
 class CsvLogger:
@@ -35,12 +38,11 @@ class CsvLogger:
 
     def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> TextIO:
         """Write these rows; returns the file, open for appending."""
-        temporary = self._path.with_name(f".{self._path.name}.new")
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
-        temporary.replace(self._path)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        replace_file(self._path, text.getvalue().encode())
         return self._path.open("a", newline="", encoding="utf-8")
 
 

@@ -22,7 +22,7 @@ MAX_SPANS = 400_000
 MAX_EVENTS = 3_000
 MAX_GAPS = 20
 _STEPS_PER_STRETCH = 64
-# In Chrome traces each worker's background writing has a thread of its own.
+# In Chrome traces each worker's background writing has a separate thread.
 _WRITING_TID = 100_000
 _COUNTERS = {
     "cpu": ("CPU of rank {}", "% of a core"),

@@ -18,14 +18,13 @@ and older samples means over longer times, until they fit into a quarter of the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.json_lines import LineReader, parse_lines, to_json
+from paceline.observe.json_lines import LineReader, parse_lines, replace_file, to_json
 
 VERSION = 1
 # The activities of a worker. "writing": a checkpoint being written to disk in the background.
@@ -151,12 +150,7 @@ def condense_file(path: Path, max_bytes: int) -> None:
         if len(condensed) <= max_bytes // 4 or num_steps > 1 << 40:
             break
         num_steps, sample_s = 2 * num_steps, 2 * sample_s
-    temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.writelines([condensed, *lines[first_kept:]])
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace_file(path, condensed + b"".join(lines[first_kept:]), sync=True)
 
 
 def merge_stretches(rows: Iterable[Row], steps_per_stretch: int) -> list[Row]:
