@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
-from types import TracebackType
 from typing import Self, TextIO, cast
 
 from paceline.observe import formats
@@ -136,9 +135,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

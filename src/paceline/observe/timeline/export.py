@@ -35,7 +35,7 @@ _COUNTERS = {
 
 
 def to_json(timeline: Timeline) -> str:
-    """`spans` are [kind, start, end, step]; times are seconds since `began`."""
+    """Everything, as one JSON object. `spans` are [kind, start, end, step]; times are seconds since `began`."""
     workers = [
         {
             **asdict(worker),
@@ -59,7 +59,7 @@ def to_json(timeline: Timeline) -> str:
 
 
 def to_csv(timeline: Timeline) -> str:
-    """`what`: span, stretch, event, idle or sample. A stretch has a row per kind, with its seconds."""
+    """A CSV table. `what`: span, stretch, event, idle or sample. A stretch has a row per kind, with its seconds."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(CSV_COLUMNS)
@@ -88,7 +88,7 @@ def _csv_rows(timeline: Timeline) -> Iterator[tuple[Any, ...]]:
 
 
 def to_chrome(timeline: Timeline) -> str:
-    """Chrome's trace format: a process per host, a thread per worker, counters for samples; sorted by time."""
+    """Chrome's trace format, for ui.perfetto.dev and chrome://tracing: a process per host, a thread per worker."""
     hosts = list(dict.fromkeys(lane.host for lane in timeline.lanes))
     pids = {lane.rank: hosts.index(lane.host) for lane in timeline.lanes}
     names = [_chrome_name("process_name", pid, 0, name=host or "host") for pid, host in enumerate(hosts)]
@@ -136,7 +136,7 @@ def _chrome_name(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
 
 
 def to_html(timeline: Timeline, *, max_spans: int = MAX_SPANS) -> str:
-    """A self-contained page, which draws the numbers itself."""
+    """A self-contained HTML page. max_spans: older steps are summed."""
     num_each = max_spans // max(len(timeline.lanes), 1)
     long_lanes = [lane for lane in timeline.lanes if len(lane.spans) > num_each]
     first_step = max((lane.spans[-num_each].step + 1 for lane in long_lanes), default=0)  # shown in detail

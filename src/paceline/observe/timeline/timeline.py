@@ -150,21 +150,10 @@ class Timeline:
         gaps = [gap for lane in self.lanes for gap in _gaps(lane, min_s)]
         return sorted(gaps, key=lambda gap: -gap.seconds)
 
-    def to_json(self) -> str:
-        """Everything, as one object."""
-        return export.to_json(self)
-
-    def to_csv(self) -> str:
-        """A row for every span, stretch, event and sample."""
-        return export.to_csv(self)
-
-    def to_chrome(self) -> str:
-        """Chrome's trace format, for ui.perfetto.dev and chrome://tracing."""
-        return export.to_chrome(self)
-
-    def to_html(self) -> str:
-        """A self-contained HTML page."""
-        return export.to_html(self)
+    to_json = export.to_json
+    to_csv = export.to_csv
+    to_chrome = export.to_chrome
+    to_html = export.to_html
 
 
 def _events(sessions: Sequence[Session], lanes: Sequence[Lane], *, is_silent: bool) -> list[TimelineEvent]:
