@@ -513,8 +513,8 @@ def test_a7_a_terminal_shows_a_bar_and_is_left_clean(fails: bool, monkeypatch: p
         train(n_iter=20, verbose=10)
     shown = terminal.getvalue()
     assert "loss" in shown
-    assert re.search(r"\[#*\.+\] 1/\d+ ", shown)
-    assert shown.endswith("\r\x1b[2K")
+    assert re.search(r"━.* 1/\d+ ", shown)
+    assert shown.endswith("\x1b[1A\x1b[2K")
 
 
 def test_a7_a_terminal_shows_nothing_when_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 from paceline.cli.config import load_project
 from paceline.cli.init import FILES
 from paceline.cli.main import main
-from paceline.observe.metrics import read_metrics
+from paceline.observe.json_lines import LineReader
 from paceline.observe.run_files import RunFiles
 
 
@@ -34,7 +34,7 @@ def test_the_new_project_trains_at_once(
     assert json.loads(run.status.read_text())["state"] == "finished"
     assert (run.checkpoints / "step-00000141" / "manifest.json").is_file()
     assert (run.ranks / "rank-0.out").is_file()
-    accuracies = [row["eval"]["accuracy"] for row in read_metrics(run.metrics).rows if "eval" in row]
+    accuracies = [row["eval"]["accuracy"] for row in LineReader(run.metrics).read() if "eval" in row]
     assert len(accuracies) == 3
     assert accuracies[-1] > 0.8  # a third of the points lies on each spiral
 

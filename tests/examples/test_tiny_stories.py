@@ -94,7 +94,7 @@ class Trained:
 
     def __init__(self, output: str, files: RunFiles, checkpoints: Path) -> None:
         self.output = output
-        self.rows = read_metrics(files.metrics).rows
+        self.metrics = read_metrics(files.metrics)
         self.saved_steps = complete_steps(checkpoints)
         self._newest = checkpoints / f"step-{self.saved_steps[-1]:08d}"
 
@@ -104,7 +104,7 @@ class Trained:
 
     @property
     def losses(self) -> dict[int, float]:
-        return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
+        return dict(zip(*(column.tolist() for column in self.metrics.series("loss")), strict=True))
 
 
 class Runs:
@@ -162,9 +162,9 @@ def test_every_config_trains_evaluates_and_tells_a_story(name: str, runs: Runs) 
     settings = load_project(PROJECT / f"{name}.yaml", BRIEF).resolve(WORKERS.get(name, 2)).settings
     num_steps = math.ceil(140 / settings.trainer.global_batch)
     assert trained.saved_steps == [num_steps]
-    assert trained.rows[-1]["step"] == num_steps
+    assert trained.metrics.last_step == num_steps
     assert all(math.isfinite(loss) for loss in trained.losses.values())
-    (evaluation,) = [row["eval"]["loss"] for row in trained.rows if "eval" in row]
+    (evaluation,) = trained.metrics.series("eval/loss")[1]
     assert "A story by the trained model:" in trained.output
     said = re.search(r"^evaluation loss +(\S+) nats per word", trained.output, re.MULTILINE)
     assert said is not None

@@ -17,7 +17,7 @@ from paceline.observe.best_effort import BestEffort, SafeStream
 from paceline.observe.event_log import EventLog
 from paceline.observe.json_lines import LineWriter
 from paceline.observe.metrics import MetricsWriter, read_metrics
-from paceline.observe.progress import Progress, StepLines, StepView
+from paceline.observe.progress import Progress
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -35,13 +35,13 @@ def test_a_failure_is_warned_about_once_and_the_output_is_tried_again(tmp_path: 
     def fail(_: Any) -> None:
         raise FULL
 
-    with pytest.warns(UserWarning, match=rf"{path} cannot be written, training goes on: .*No space left") as seen:
+    with pytest.warns(UserWarning, match=rf"{path} cannot be written, training continues: .*No space left") as seen:
         use_twice(output, fail)
     assert len(seen) == 1
     output.use(lambda writer: writer.log(4, {"loss": 2.0}))
     with pytest.warns(UserWarning, match=rf"{path}: 2 of 4 records were lost"):
         output.close()
-    assert [row["step"] for row in read_metrics(path).rows] == [1, 4]
+    assert read_metrics(path).series("time")[0].tolist() == [1, 4]
 
 
 def test_what_cannot_be_opened_is_opened_later(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_what_cannot_be_opened_is_opened_later(tmp_path: Path) -> None:
     output.use(lambda writer: writer.log(2, {}))
     with pytest.warns(UserWarning, match="1 of 2 records were lost"):
         output.close()
-    assert [row["step"] for row in read_metrics(path).rows] == [2]
+    assert read_metrics(path).series("time")[0].tolist() == [2]
 
 
 def test_warnings_that_are_errors_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -62,7 +62,7 @@ def test_warnings_that_are_errors_do_not_end_the_run(tmp_path: Path, caplog: pyt
         output = BestEffort(tmp_path, lambda: LineWriter(tmp_path), LineWriter.close)
         output.use(lambda lines: lines.write({}))
         output.close()
-    assert f"{tmp_path} cannot be written, training goes on: IsADirectoryError" in caplog.text
+    assert f"{tmp_path} cannot be written, training continues: IsADirectoryError" in caplog.text
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
@@ -108,34 +108,18 @@ class BrokenStream(io.StringIO):
         raise self._error
 
 
-SHOWS: dict[str, Callable[[Any], None]] = {
-    "progress": lambda stream: _show_progress(stream),
-    "lines": lambda stream: _show_lines(stream),
-}
-
-
-def _show_progress(stream: Any) -> None:
-    with Progress(10, every_steps=1, stream=stream) as progress:
-        for step in range(1, 4):
-            progress.show(StepView(step, 1.0))
-        progress.note("done")
-
-
-def _show_lines(stream: Any) -> None:
-    lines = StepLines(10, 1, stream=stream)
-    for step in range(1, 4):
-        lines.show(step, 1.0)
-    lines.close()
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 @pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), FULL, ValueError("closed file")])
-@pytest.mark.parametrize("show", SHOWS)
-def test_progress_that_cannot_be_shown_ends_silently(show: str, error: Exception, is_terminal: bool) -> None:
+@pytest.mark.parametrize("keep_lines", [True, False])
+def test_progress_that_cannot_be_shown_ends_silently(keep_lines: bool, error: Exception, is_terminal: bool) -> None:
     stream = BrokenStream(error, is_terminal=is_terminal)
-    with pytest.warns(UserWarning, match="progress cannot be shown any more, training goes on") as seen:
-        SHOWS[show](stream)
+    progress = Progress(10, every_steps=1, keep_lines=keep_lines, stream=stream)
+    with pytest.warns(UserWarning, match="progress cannot be shown any more, training continues") as seen:
+        progress.show(1, 1.0)
     assert len(seen) == 1
+    progress.show(2, 1.0)
+    progress.note("done")
+    progress.close()
     assert stream.num_tries == 1
 
 
@@ -167,4 +151,4 @@ def test_a_file_that_grows_too_large_is_a_failure_like_others(tmp_path: Path) ->
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(read_metrics(tmp_path / "metrics.jsonl").rows) == 1
+    assert read_metrics(tmp_path / "metrics.jsonl").num_lines == 1

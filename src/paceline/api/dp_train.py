@@ -17,7 +17,7 @@ from paceline.core.seeding import host_randomness
 from paceline.core.world import World, devices
 from paceline.data.feeds.device import to_device
 from paceline.data.sources.base import Cycle, Source
-from paceline.observe.progress import StepLines
+from paceline.observe.progress import Progress
 from paceline.run.assemble import assemble
 from paceline.run.config import Capture, RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
@@ -135,7 +135,8 @@ def _train(
 ) -> DpResult:
     world = World.from_environment()
     run = assemble(config, world, model, optimizer, source, scheduler=scheduler, train_mode=train_mode)
-    lines = StepLines(n_iter, print_interval if world.is_main else 0, label="iteration")
+    is_quiet = not (print_interval and world.is_main)
+    lines = Progress(n_iter, every_steps=print_interval or None, label="iteration", keep_lines=True, quiet=is_quiet)
     history: list[float] = []
     unread: list[StepRecord] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
-from paceline.observe.progress import StepLines
+from paceline.observe.progress import Progress
 from paceline.run.evaluation.validation import Validation
 from paceline.run.manual.step_loader import Reading
 from paceline.run.manual.training_state import Forward, LossFunction, TrainingState
@@ -168,7 +168,9 @@ def train(
     verbose: print step 1 and every so-many, and every validation; True: each, False or 0: none.
     """
     _check_settings(state, validation, validate_every, schedule, verbose)
-    lines = StepLines(state.loader.num_steps or 0, int(verbose) if state.is_main else 0)
+    lines = Progress(
+        state.loader.num_steps, every_steps=int(verbose) or None, keep_lines=True, quiet=not (verbose and state.is_main)
+    )
     validate = None if validation is None else state.validator(loss_fn, validation, topk)
     losses, validations = _Losses(), []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.cli.commands import CommandError, add_command, add_run_argument, integer, seconds
 from paceline.cli.find_runs import choose_run
-from paceline.observe.timeline.sessions import timeline_files
+from paceline.observe.timeline.files import timeline_files
 from paceline.observe.timeline.timeline import Timeline
 
 FORMATS = ("text", "html", "chrome", "json", "csv")

@@ -1,1 +1,1 @@
-"""What a run shows: files and lines out, never in the way."""
+"""Outputs of a run: metrics, events, progress, loggers, timelines. Best effort: none of them ends a run."""

@@ -1,4 +1,4 @@
-"""Outputs that must not end a run: files of metrics and events, loggers, the terminal."""
+"""Outputs that must not end a run: metrics, events, timelines, loggers, the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def warn(text: str, stacklevel: int = 3) -> None:
-    """A warning that never raises, also where warnings are errors."""
+    """Emit a warning. Never raises: where warnings are errors, the text is logged instead."""
     try:
         warnings.warn(text, stacklevel=stacklevel)
     except Warning:
@@ -23,26 +23,27 @@ def warn(text: str, stacklevel: int = 3) -> None:
 
 
 def describe(error: BaseException) -> str:
+    """The type and the message of an error."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextmanager
 def attempt(name: str | PathLike[str]) -> Iterator[None]:
-    """Write something once: a failure of the block is a warning that names it."""
+    """Write something once. An exception in the block becomes a warning that names the output."""
     try:
         yield
     except Exception as error:
-        warn(f"{name} cannot be written, training goes on: {describe(error)}", stacklevel=5)
+        _warn_unwritten(name, error)
 
 
 class BestEffort(Generic[T]):
-    """An output that is used as long as it works.
+    """An output whose failures do not end the run.
 
-    The first failure is a warning that names the output and the error. Each later `use` tries again, so that a disk
-    with space again gets what comes then. `close` warns about what was lost.
+    The first failure is a warning with the output's name and the error. Every `use` tries again, so an output recovers
+    when the disk has space again. `close` warns if records were lost.
 
-    open_output: makes what `use` hands on; called at once, and again at each `use` until it succeeds.
+    open_output: creates the object that `use` passes on; called immediately, and by each `use` until it succeeds.
     """
 
     def __init__(
@@ -53,16 +54,14 @@ class BestEffort(Generic[T]):
         self._close_output = close_output
         self._output: T | None = None
         self._num_used = self._num_lost = 0
-        self._is_warned = self._is_closed = False
+        self._has_warned = self._is_closed = False
         self._try(lambda _: None)
 
     def use(self, action: Callable[[T], object]) -> None:
-        """Write one record. Does nothing after `close`."""
-        if self._is_closed:
-            return
-        self._num_used += 1
-        if not self._try(action):
-            self._num_lost += 1
+        """Write one record. A no-op after `close`."""
+        if not self._is_closed:
+            self._num_used += 1
+            self._num_lost += not self._try(action)
 
     def close(self) -> None:
         """Safe to call twice."""
@@ -80,25 +79,25 @@ class BestEffort(Generic[T]):
                 self._output = self._open_output()
             action(self._output)
         except Exception as error:
-            if not self._is_warned:
-                self._is_warned = True
-                warn(f"{self._name} cannot be written, training goes on: {describe(error)}", stacklevel=5)
+            if not self._has_warned:
+                self._has_warned = True
+                _warn_unwritten(self._name, error)
             return False
         return True
 
 
 class SafeStream:
-    """A text stream whose failures do not end the run: after the first one, nothing more is written.
+    """A text stream whose failures do not end the run: after the first one, writing is a no-op.
 
     Characters that the stream's encoding lacks are written as escapes.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream
-        self._encoding = getattr(stream, "encoding", None) or "utf-8"
+        self.encoding = getattr(stream, "encoding", None) or "utf-8"
 
     def write(self, text: str) -> int:
-        shown = text.encode(self._encoding, "backslashreplace").decode(self._encoding)
+        shown = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
         self._try(lambda stream: stream.write(shown))
         return len(text)
 
@@ -106,7 +105,7 @@ class SafeStream:
         self._try(lambda stream: stream.flush())
 
     def isatty(self) -> bool:
-        with suppress(ValueError):  # it is closed
+        with suppress(ValueError):  # the stream is closed
             return self._stream is not None and self._stream.isatty()
         return False
 
@@ -122,4 +121,8 @@ class SafeStream:
             action(self._stream)
         except (OSError, ValueError) as error:
             self._stream = None
-            warn(f"progress cannot be shown any more, training goes on: {describe(error)}", stacklevel=5)
+            warn(f"progress cannot be shown any more, training continues: {describe(error)}", stacklevel=5)
+
+
+def _warn_unwritten(name: str | PathLike[str], error: Exception) -> None:
+    warn(f"{name} cannot be written, training continues: {describe(error)}", stacklevel=6)

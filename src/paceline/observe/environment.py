@@ -1,4 +1,4 @@
-"""Where a run took place: what one needs to know to repeat it, or to tell why another differs."""
+"""The environment of a run: what is needed to repeat it, or to explain why another run differs."""
 
 from __future__ import annotations
 
@@ -17,13 +17,19 @@ _GIT_TIMEOUT_S = 5.0
 
 
 def describe_environment(folder: Path | None = None) -> dict[str, Any]:
-    """Versions, host, devices, command line, and the git commit of `folder` (default: the current one), if any.
+    """Versions, host, devices, command line, and the git commit of `folder` (default: the current one).
 
-    Environment variables are left out: they hold secrets more often than answers.
+    Environment variables are not included: they often contain secrets.
     """
     return {
         "versions": _versions(),
-        "host": _host(),
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_bytes": _memory_bytes(),
+        },
         "devices": _devices(),
         "git": _git(folder or Path.cwd()),
         "command": list(sys.orig_argv),
@@ -32,28 +38,17 @@ def describe_environment(folder: Path | None = None) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    found["cuda"] = torch.version.cuda
     return found
 
 
-def _host() -> dict[str, Any]:
-    return {
-        "name": platform.node(),
-        "system": platform.platform(),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
-    }
-
-
 def _processor() -> str:
-    """The name people know it by; the kernel has it where `platform` has none."""
+    """The model name from the kernel, which `platform` does not provide on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -72,32 +67,26 @@ def _memory_bytes() -> int | None:
 def _devices() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return [{"name": "cpu"}]
-    return [
-        {"name": properties.name, "memory_bytes": properties.total_memory}
-        for properties in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    ]
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [{"name": properties.name, "memory_bytes": properties.total_memory} for properties in found]
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """None outside of a repository, and where git is not installed or does not answer."""
-    commit = _git_answer(folder, "rev-parse", "HEAD")
+    commit = _run_git(folder, "rev-parse", "HEAD")
     if not commit:
         return None
     return {
         "commit": commit,
-        "branch": _git_answer(folder, "rev-parse", "--abbrev-ref", "HEAD"),
-        "has_changes": bool(_git_answer(folder, "status", "--porcelain", "--untracked-files=no")),
+        "branch": _run_git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
+        "has_changes": bool(_run_git(folder, "status", "--porcelain", "--untracked-files=no")),
     }
 
 
-def _git_answer(folder: Path, *arguments: str) -> str | None:
+def _run_git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "--no-optional-locks", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_S,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

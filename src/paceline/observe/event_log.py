@@ -1,4 +1,4 @@
-"""What happened beside the steps, as JSON lines in `events.jsonl`."""
+"""Events of a run, such as a changed plan, as JSON lines in `events.jsonl`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from paceline.observe.json_lines import LineWriter
 
 
 class EventLog:
-    """Writes events down; `trainer.listen(log.write)`. For rank 0, since every worker sees the same events.
-
-    A file that cannot be written is a warning and ends nothing.
-    """
+    """Writes events to a file, best effort: `trainer.listen(log.write)`. For rank 0, as all workers see the same."""
 
     def __init__(self, path: Path) -> None:
         self._lines = BestEffort(path, lambda: LineWriter(path), LineWriter.close)
 
     def write(self, event: Event) -> None:
-        """`time` is Unix time, so that events can be laid beside other programs' logs."""
+        """`time` is Unix time, for comparison with other programs' logs."""
         record = {"time": round(time(), 3), "step": event.step, "event": event.name, "details": dict(event.details)}
         self._lines.use(lambda lines: lines.write(record))
 

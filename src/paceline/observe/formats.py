@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Human-readable numbers, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import re
 from datetime import datetime
 
-# Of what a terminal obeys or does not show: controls but for tab and newline, marks that turn the direction of text,
-# line and paragraph separators, and bytes of file names that are no UTF-8.
+# Characters that control a terminal or are invisible: control characters except tab and newline, bidirectional marks,
+# line and paragraph separators, and surrogates from file names that are not UTF-8.
 _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
@@ -15,22 +15,22 @@ _PREFIXES = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def printable(text: str) -> str:
-    """Text from files, safe for a terminal: control characters as escapes, such as \\x1b and \\u202e."""
+    """Text from files, safe for a terminal: control characters become escapes, such as \\x1b and \\u202e."""
     return _UNPRINTABLE.sub(_escape, text)
 
 
 def one_line(text: str) -> str:
-    """The same for what stands in a line of its own, such as a name: it can begin no other line."""
+    """Like `printable`, also for newlines and tabs."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"  # JSON, which has no raw \x1b, stays JSON
+    return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"  # JSON contains no raw \x1b, so it stays valid
 
 
 def moment(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """Unix time as date and time; "?" where there is no such date."""
+    """Unix time as date and time; "?" for dates out of range."""
     try:
         return datetime.fromtimestamp(unix_time).strftime(form)
     except (OverflowError, ValueError, OSError):
@@ -64,7 +64,7 @@ def rate(value: float) -> str:
 
 
 def loss(value: float | None) -> str:
-    """Four digits that matter: "2.312", "0.04512", "3.1e-07", "nan"; "-" where there is none."""
+    """Four significant digits: "2.312", "0.04512", "3.1e-07", "nan"; "-" for None."""
     return "-" if value is None else f"{value:.4g}"
 
 

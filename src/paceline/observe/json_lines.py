@@ -1,9 +1,8 @@
-"""Files of JSON lines: appended by one process, read by others meanwhile, whole after a crash.
+"""Files of JSON lines: one process appends, others may read at the same time.
 
-A line is written by one system call, so a reader sees all of it or, while it is on its way, a piece without a newline
-at the end of the file. A process that is killed there leaves such a piece behind: readers pass over it, and the next
-writer cuts it off. JSON has no word for a number that is not finite; "NaN", "Infinity" and "-Infinity" stand for them
-as text, which every JSON reader takes, and are numbers again when read here.
+Each line is written by one system call. A process killed while writing leaves a line without a newline at the end of
+the file: readers skip it, and the next writer truncates it. JSON has no non-finite numbers: they are stored as the
+strings "NaN", "Infinity" and "-Infinity", and readers convert them back.
 """
 
 from __future__ import annotations
@@ -14,37 +13,35 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-
-_BLOCK_BYTES = 1 << 16
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_TAIL_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
-# A longer line was not written here.
+# Longer lines are skipped: no writer of this package produces them.
 MAX_LINE_BYTES = 16 << 20
 
 
 class LineWriter:
-    """Appends objects to a file, one line each. For one process at a time; the file is made if it is not there."""
+    """Appends objects to a file, one line each. Only one process may write; the file is created if missing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        _cut_torn_line(self._descriptor)
+        _truncate_torn_line(self._descriptor)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line, or nothing: what does not fit on the disk is taken back before the error is raised."""
+        """Append one line. If the disk is full, the partial line is removed before the error is raised."""
         if self._descriptor is None:
-            raise ValueError(f"{self.path} is closed: nothing can be written any more")
-        # What UTF-8 lacks, such as a byte of a file name, is an escape that JSON readers undo.
-        line = f"{to_json(record)}\n".encode("utf-8", "backslashreplace")
+            raise ValueError(f"{self.path} is closed: open a new LineWriter to append to it")
+        line = f"{to_json(record)}\n".encode()
         size = os.fstat(self._descriptor).st_size
         try:
             written = os.write(self._descriptor, line)
-            while written < len(line):  # the disk is full, as the next call says, or a signal came
+            while written < len(line):  # a full disk raises in the next call; a signal does not
                 written += os.write(self._descriptor, line[written:])
         except OSError as error:
-            with suppress(OSError):  # no file that can be cut, such as a device
+            with suppress(OSError):  # devices cannot be truncated
                 os.ftruncate(self._descriptor, size)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
@@ -56,170 +53,142 @@ class LineWriter:
 
 
 class LineReader:
-    """Reads a file that may still grow: each `read` returns the objects whose lines were added since the last.
+    """Reads a file that may still grow: each `blocks` or `read` continues after the last complete line.
 
-    `num_unreadable` counts the lines passed over because they hold no JSON object.
+    tail: start near the end of the file, in the middle of a line. num_unreadable: skipped lines, which contain no
+    JSON or are longer than `MAX_LINE_BYTES`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, tail: bool = False) -> None:
         self.path = path
         self.num_unreadable = 0
-        self._offset = 0
+        self._offset = max(0, path.stat().st_size - _TAIL_BYTES) if tail else 0
 
     def read(self) -> list[dict[str, Any]]:
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            added = file.read()
-        whole = added[: added.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        records = _parse(whole)
-        self.num_unreadable += whole.count(b"\n") - len(records)
+        """The objects of all new lines."""
+        records = []
+        for block in self.blocks():
+            objects = [value for value in block if isinstance(value, dict)]
+            self.num_unreadable += len(block) - len(objects)
+            records += objects
         return records
 
+    def blocks(self, containing: bytes = b"") -> Iterator[list[Any]]:
+        """The values of all new lines, about a megabyte at a time. containing: skip lines without these bytes."""
+        for text in self._lines():
+            if containing not in text:
+                continue
+            if containing:
+                text = b"".join(line for line in text.splitlines(keepends=True) if containing in line)
+            values = parse_lines(text)
+            self.num_unreadable += text.count(b"\n") - len(values)
+            yield values
 
-class Blocks:
-    """A file's lines as JSON values, a block of lines at a time. `num_unreadable`: those that are no JSON, or longer
-    than `MAX_LINE_BYTES`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.num_unreadable = 0
-
-    def parsed(self, containing: bytes = b"") -> Iterator[list[Any]]:
-        """Each block's values; of lines that do not contain these bytes, none."""
-        for lines in self._whole_lines():
-            if containing in lines:
-                if containing:
-                    lines = b"".join(line for line in lines.splitlines(keepends=True) if containing in line)
-                values = _parse_lines(lines)
-                readable = [value for value in values if value is not None]
-                self.num_unreadable += len(values) - len(readable)
-                yield readable
-
-    def _whole_lines(self) -> Iterator[bytes]:
+    def _lines(self) -> Iterator[bytes]:
+        """Complete lines, in blocks."""
         rest = b""
-        with self._path.open("rb") as file:
-            while block := file.read(_READ_BYTES):
+        with self.path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size  # the file may grow as fast as it is read
+            file.seek(self._offset)
+            while block := file.read(max(0, min(_READ_BYTES, size - file.tell()))):
                 end = block.rfind(b"\n") + 1
-                if end:
-                    yield rest + block[:end]
-                    rest = block[end:]
-                elif len(rest) + len(block) <= MAX_LINE_BYTES:
-                    rest += block
-                else:
-                    rest = block[:0]
-                    self.num_unreadable += 1
-                    _skip_line(file)
+                lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
+                if len(rest) > MAX_LINE_BYTES:  # its end will not be JSON either
+                    rest = b""
+                self._offset = file.tell() - len(rest)
+                if lines:
+                    yield lines
 
 
-def _skip_line(file: BinaryIO) -> None:
-    while block := file.read(_READ_BYTES):
-        if (end := block.find(b"\n")) >= 0:
-            file.seek(end + 1 - len(block), os.SEEK_CUR)
-            return
-
-
-def read_last_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in the last lines of a file, however long it is."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _BLOCK_BYTES))
-        ending = file.read()
-    return _parse(ending[: ending.rfind(b"\n") + 1])
+def parse_lines(text: bytes) -> list[Any]:
+    """The values of complete lines. Lines without JSON are left out."""
+    try:
+        # One call for all lines is several times faster than one call per line.
+        values = json.loads(b"[%s]" % text[:-1].replace(b"\n", b","))
+    except (ValueError, RecursionError):
+        values = []
+    if len(values) != text.count(b"\n"):
+        values = []
+        for line in text.split(b"\n")[:-1]:
+            with suppress(ValueError, RecursionError):
+                values.append(json.loads(line))
+    return [_restore(value) for value in values] if b'NaN"' in text or b'Infinity"' in text else values
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON that every reader takes. What JSON does not know becomes its number, if it is a scalar, or its text."""
+    """Standard JSON. Scalars of torch and NumPy become numbers, other unknown objects their `str`."""
     separators = (",", ":") if indent is None else None
     try:
         text = json.dumps(
-            value, ensure_ascii=False, allow_nan=False, default=_known_to_json, separators=separators, indent=indent
+            value, ensure_ascii=False, allow_nan=False, default=_to_plain, separators=separators, indent=indent
         )
-    except ValueError:  # something is not finite, which is rare
-        text = json.dumps(_spelled_out(value), ensure_ascii=False, separators=separators, indent=indent)
-    # What UTF-8 lacks, such as a byte of a path whose name is not UTF-8, is an escape that JSON readers undo.
+    except ValueError:  # contains a non-finite number
+        text = json.dumps(_spell_non_finite(value), ensure_ascii=False, separators=separators, indent=indent)
+    # Surrogates, from file names that are not UTF-8, become escapes that JSON readers decode.
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
-def _parse(text: bytes) -> list[dict[str, Any]]:
-    """The objects in whole lines; other lines are left out."""
-    records = _parse_lines(text)
-    if b'NaN"' in text or b'Infinity"' in text:
-        records = [_restored(record) for record in records]
-    return [record for record in records if isinstance(record, dict)]
-
-
-def _parse_lines(text: bytes) -> list[Any]:
-    """The value of each line, None for one that is no JSON."""
-    num_lines = text.count(b"\n")
+def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
+    """Replace a file atomically: readers see the old or the new content. sync: also after a power failure."""
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        # One call for all is several times faster than one for each.
-        records = json.loads(b"[%s]" % text[:-1].replace(b"\n", b","))
-    except (ValueError, RecursionError):
-        records = None
-    if records is None or len(records) != num_lines:
-        records = [_parse_one(line) for line in text.split(b"\n")[:-1]]
-    return list(records)
-
-
-def _parse_one(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _known_to_json(value: Any) -> Any:
-    """For scalars of torch and NumPy, and for whatever an event's details hold."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    try:
-        return value.item()
-    except (AttributeError, ValueError, RuntimeError):  # no scalar
-        return str(value)
-
-
-def _spelled_out(value: Any) -> Any:
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return value
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {str(key): _spelled_out(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_spelled_out(item) for item in value]
-    return value if value is None or isinstance(value, str | int) else _spelled_out(_known_to_json(value))
+        with temporary.open("wb") as file:
+            file.write(content)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a metric may have."""
-    return isinstance(value, float) or is_count(value) or (type(value) is int and 0 < -value < 1 << 63)
+    """Whether a metric may have this value: a float or a 64-bit integer."""
+    kind = type(value)
+    return kind is float or (kind is int and -(1 << 63) < value < 1 << 63) or isinstance(value, float)
 
 
 def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _restored(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    try:
+        return value.item()
+    except (AttributeError, ValueError, RuntimeError):  # not a scalar
+        return str(value)
+
+
+def _spell_non_finite(value: Any) -> Any:
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return value
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _spell_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_spell_non_finite(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else _spell_non_finite(_to_plain(value))
+
+
+def _restore(value: Any) -> Any:
     if isinstance(value, str):
-        return NOT_FINITE.get(value, value)
+        return _NON_FINITE.get(value, value)
     if isinstance(value, dict):
-        return {key: _restored(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_restored(item) for item in value]
-    return value
+        return {key: _restore(item) for key, item in value.items()}
+    return [_restore(item) for item in value] if isinstance(value, list) else value
 
 
-def _cut_torn_line(descriptor: int) -> None:
-    """Cut off what follows the last newline."""
+def _truncate_torn_line(descriptor: int) -> None:
+    """Remove the bytes after the last newline."""
     end = size = os.fstat(descriptor).st_size
-    while end:
-        start = max(0, end - _BLOCK_BYTES)
+    newline = -1
+    while end and newline < 0:
+        start = max(0, end - _TAIL_BYTES)
         newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
+        end = start + newline + 1
     if end != size:
         os.ftruncate(descriptor, end)

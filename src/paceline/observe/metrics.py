@@ -1,18 +1,22 @@
-"""A run's metrics: one JSON line per logged step, in `metrics.jsonl`.
+"""A run's metrics: `metrics.jsonl` has one JSON line per logged step.
 
     {"step": 40, "time": 12.5, "epoch": 0, "loss": 2.31, "lr": 0.001, "grad_norm": 0.8, "samples_per_s": 812.0,
      "tokens_per_s": 52100.0, "shares": [6, 2], "waiting": [0.01, 0.04], "eval": {"loss": 2.4}}
 
-`step` counts completed steps. `time` is seconds of training: the time between an interruption and the resumption is
-not in it. `shares` are micro-batches and `waiting` parts of the time (0 to 1), one per worker. A line holds what its
-writer knows: lines of the same step add up, the newer value of a name counts. `{"resumed_from": 30}` says that the run
-went on from step 30: what stands above it about later steps is superseded.
+`step` counts completed steps. `time` is seconds of training, without the time between a stop and a resume. `shares`
+(micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker. Several lines may describe one
+step: the newest number of each name counts. `{"resumed_from": 30}` means that the run was resumed from step 30:
+earlier lines about later steps are superseded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from operator import add
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -20,179 +24,274 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.observe.curves import RESUMED_FROM, read_curves
-from paceline.observe.json_lines import LineReader, LineWriter, is_count, is_number, read_last_lines
+from paceline.observe.json_lines import LineReader, LineWriter, is_count, is_number
 
-Row = dict[str, Any]
+RESUMED_FROM = "resumed_from"
+# A curve with more points is thinned while it is read.
+MAX_POINTS = 16_384
+_BUFFER_POINTS = 4 * MAX_POINTS
+
+Steps = npt.NDArray[np.int64]
+Values = npt.NDArray[np.float64]
 
 
 class MetricsWriter:
     """Appends metrics to a file; a `Logger`. For rank 0.
 
-    start_step: completed steps when the run starts or goes on. What the file says about later steps is superseded, and
-    its clock goes on from the newest line that counts.
+    start_step: completed steps when the run starts or is resumed. Existing lines about later steps are superseded, and
+    `time` continues from the newest remaining line.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
-        is_known = path.exists() and read_curves(path, lambda _: False).num_lines > 0
-        before_s = 0.0
-        if is_known:
-            times = read_curves(path, lambda name: name == "time", last_step=start_step).series("time")[1]
-            before_s = float(max(times, default=0.0))
+        before_s, is_resumed = 0.0, False
+        if path.exists():
+            curves = read_curves(path, lambda name: name == "time", last_step=start_step)
+            before_s = float(max(curves.series("time")[1], default=0.0))
+            is_resumed = curves.num_steps_read > 0
         self._lines = LineWriter(path)
-        self._began = monotonic() - before_s
-        if is_known:
+        self._start = monotonic() - before_s
+        if is_resumed:
             self._lines.write({RESUMED_FROM: start_step})
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """One line. Values are numbers, lists of one number per worker, or mappings such as `{"eval": {"loss": 2}}`."""
-        line = {"step": step, "time": round(monotonic() - self._began, 3), **values}
+        """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`."""
+        line = {"step": step, "time": round(monotonic() - self._start, 3), **values}
         self._lines.write(line | {"step": int(step)})
 
     def close(self) -> None:
         self._lines.close()
 
 
-@dataclass(frozen=True)
-class Metrics:
-    """What is known of a run's steps: `rows` in the order of their steps, one each.
+class Curve:
+    """The numbers of one name, by step. The newest number of a step counts.
 
-    `num_unreadable` counts lines that were passed over: a writer of another kind, or a damaged disk.
+    is_whole: keep all points. Otherwise a curve of more than `MAX_POINTS` points keeps the minimum and the maximum of
+    each interval of steps: the extremes and their steps are exact, and a plot looks the same.
     """
 
-    rows: Sequence[Row] = ()
-    num_unreadable: int = 0
+    def __init__(self, *, is_whole: bool = False) -> None:
+        self._is_whole = is_whole
+        self._steps = np.empty(0, np.int64)
+        self._values = np.empty(0)
+        self._added: list[tuple[Steps, Values]] = []
+        self._num_finite = 0
+        self._mean = 0.0
+
+    def add(self, steps: Sequence[int], values: Sequence[float]) -> None:
+        added = np.array(steps, np.int64), np.array(values, np.float64)
+        self._added.append(added)
+        finite = added[1][np.isfinite(added[1])]
+        if len(finite):
+            total = self._num_finite + len(finite)
+            # Divide before adding: a sum of numbers near 1e308 overflows.
+            self._mean = self._mean * (self._num_finite / total) + float(np.sum(finite / total))
+            self._num_finite = total
+        if not self._is_whole and sum(len(new) for new, _ in self._added) > _BUFFER_POINTS:
+            self._merge_added()
 
     @property
-    def last_step(self) -> int:
-        return int(self.rows[-1]["step"]) if self.rows else 0
+    def points(self) -> tuple[Steps, Values]:
+        """In the order of the steps."""
+        self._merge_added()
+        return self._steps, self._values
 
-    def names(self) -> list[str]:
-        """Everything there is a number of, `step` left out: "loss", "eval/loss", "shares/0"; by first appearance."""
-        found: dict[str, None] = {}
-        seen = set()
-        for row in self.rows:
-            if (shape := _shape(row)) not in seen:  # most rows are like another
-                seen.add(shape)
-                found.update(dict.fromkeys(name for name, _ in flat_items(row)))
-        found.pop("step", None)
-        return list(found)
+    @property
+    def mean(self) -> float | None:
+        """Of all finite values, including those that were thinned out; None without one."""
+        return self._mean if self._num_finite else None
 
-    def series(self, name: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """The steps that have a number of this name, and the numbers."""
-        steps, values = [], []
-        for row in self.rows:
-            value = _pick(row, name)
-            if is_number(value):
-                steps.append(row["step"])
-                values.append(value)
-        return np.array(steps, np.int64), np.array(values, np.float64)
-
-    def last(self, name: str) -> float | None:
-        """The newest number of this name."""
-        for row in reversed(self.rows):
-            value = _pick(row, name)
-            if is_number(value):
-                return float(value)
-        return None
+    def _merge_added(self) -> None:
+        if not self._added:
+            return
+        steps = np.concatenate([self._steps, *(steps for steps, _ in self._added)])
+        values = np.concatenate([self._values, *(values for _, values in self._added)])
+        self._added = []
+        order = np.argsort(steps, kind="stable")
+        steps, values = steps[order], values[order]
+        is_newest = np.append(np.diff(steps) != 0, True)
+        steps, values = steps[is_newest], values[is_newest]
+        if len(steps) > MAX_POINTS and not self._is_whole:
+            kept = _extremes(steps, values)
+            steps, values = steps[kept], values[kept]
+        self._steps, self._values = steps, values
 
 
 @dataclass
-class MetricsReader:
-    """Follows a file of metrics that may still be written."""
+class _WorkerSums:
+    """Per-worker sums over all lines with one world size. num_waiting: how many of them have `waiting`."""
 
-    path: Path
-    _rows: dict[int, Row] = field(default_factory=dict, init=False)
-    _num_strange: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self._lines = LineReader(self.path)
-
-    def poll(self) -> bool:
-        """Read what was added since the last call; whether that was anything."""
-        records = self._lines.read()
-        self.take(records)
-        return bool(records)
-
-    def take(self, records: Iterable[Row]) -> None:
-        """Lines that were read elsewhere."""
-        for record in records:
-            self._take(record)
-
-    @property
-    def metrics(self) -> Metrics:
-        rows = [self._rows[step] for step in sorted(self._rows)]
-        return Metrics(rows, self._lines.num_unreadable + self._num_strange)
-
-    def _take(self, record: Row) -> None:
-        step: Any = record.get("step", record.get(RESUMED_FROM))
-        if not is_count(step):
-            self._num_strange += 1
-        elif "step" in record:
-            earlier = self._rows.get(step)
-            self._rows[step] = record if earlier is None else _merged(earlier, record)
-        else:
-            self._rows = {known: row for known, row in self._rows.items() if known <= step}
+    shares: list[float]
+    waiting: list[float]
+    num_waiting: int = 0
 
 
-def read_metrics(path: Path) -> Metrics:
-    """All of a file's metrics, as they stand."""
-    reader = MetricsReader(path)
-    reader.poll()
-    return reader.metrics
+class Curves:
+    """The metrics of a file.
+
+    num_lines: lines about steps that count; num_steps_read: also those about superseded steps. num_unreadable: skipped
+    lines. last_step: 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        is_wanted: Callable[[str], bool] = lambda _: True,
+        is_whole: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        self._is_wanted = is_wanted
+        self._is_whole = is_whole
+        self.last_step = self.num_lines = self.num_steps_read = self.num_unreadable = 0
+        self._curves: dict[str, Curve | None] = {}
+        self._worker_sums: dict[int, _WorkerSums] = {}  # by number of workers
+        self._num_workers = 0
+
+    def names(self) -> list[str]:
+        """All names with a number except `step`, by first appearance: "loss", "eval/loss", "shares/0"."""
+        return [name for name in self._curves if "@" not in name]
+
+    def series(self, name: str) -> tuple[Steps, Values]:
+        """The steps with a number of this name, and the numbers. "samples_per_s@1": worker 1's throughput."""
+        return (self._curves.get(name) or Curve()).points
+
+    def mean(self, name: str) -> float | None:
+        return (self._curves.get(name) or Curve()).mean
+
+    def last(self, name: str) -> float | None:
+        """The number of the last step that has one."""
+        values = self.series(name)[1]
+        return float(values[-1]) if len(values) else None
+
+    def workers(self) -> list[tuple[float, float | None]]:
+        """Each worker's share of the micro-batches and its mean waiting, over the lines with the newest world size."""
+        if not self._num_workers:
+            return []
+        sums = self._worker_sums[self._num_workers]
+        total = sum(sums.shares) or 1.0
+        return [
+            (share / total, waited / sums.num_waiting if sums.num_waiting else None)
+            for share, waited in zip(sums.shares, sums.waiting, strict=True)
+        ]
+
+    def add(self, records: Sequence[dict[str, Any]]) -> None:
+        """Add lines, each with a valid step."""
+        steps = [record["step"] for record in records]
+        self.last_step = max(self.last_step, *steps, 0)
+        self.num_lines += len(records)
+        for name in dict.fromkeys(chain.from_iterable(records)):
+            if name != "step":
+                self._add_column(name, steps, [record.get(name) for record in records])
+        rates = [self._add_workers(record) for record in records]
+        for rank in range(max(map(len, rates), default=0)):
+            known = [i for i, rate in enumerate(rates) if rank < len(rate)]
+            self._add_column(f"samples_per_s@{rank}", [steps[i] for i in known], [rates[i][rank] for i in known])
+
+    def _add_column(self, name: str, steps: Sequence[int], values: Sequence[Any]) -> None:
+        kinds = set(map(type, values))
+        if kinds == {float} or (kinds <= {int, float} and all(map(is_number, values))):
+            if name not in self._curves:
+                self._curves[name] = Curve(is_whole=self._is_whole(name)) if self._is_wanted(name) else None
+            if (curve := self._curves[name]) is not None:
+                curve.add(steps, values)
+        elif kinds == {list} and len(set(map(len, values))) == 1:
+            for i, column in enumerate(zip(*values, strict=True)):
+                self._add_column(f"{name}/{i}", steps, column)
+        else:  # mixed types, or values that are missing in some lines
+            columns: dict[str, tuple[list[int], list[float]]] = {}
+            for step, value in zip(steps, values, strict=True):
+                for inner, number in flat_items({name: value}):
+                    column_steps, numbers = columns.setdefault(inner, ([], []))
+                    column_steps.append(step)
+                    numbers.append(number)
+            for inner, column in columns.items():
+                self._add_column(inner, *column)
+
+    def _add_workers(self, record: Mapping[str, Any]) -> list[float]:
+        """Add a line's shares and waiting; returns the throughput of each of several workers."""
+        shares, waiting = _numbers(record.get("shares")), _numbers(record.get("waiting"))
+        if not shares:
+            return []
+        self._num_workers = size = len(shares)
+        sums = self._worker_sums.setdefault(size, _WorkerSums([0.0] * size, [0.0] * size))
+        sums.shares = list(map(add, sums.shares, shares))
+        if len(waiting) == size:
+            sums.waiting = list(map(add, sums.waiting, waiting))
+            sums.num_waiting += 1
+        rate: Any = record.get("samples_per_s")
+        total = sum(shares)
+        return [rate * share / total for share in shares] if size > 1 and is_number(rate) and total > 0 else []
 
 
-def read_newest_metrics(path: Path) -> Metrics:
-    """Those at the end of the file, however long it is: for lists of many runs."""
-    reader = MetricsReader(path)
-    reader.take(read_last_lines(path))
-    return reader.metrics
+def read_metrics(path: Path) -> Curves:
+    """All metrics of a file, also of one that is still written."""
+    return read_curves(path, is_whole=lambda _: True)
 
 
-def flat_items(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """All numbers in there by flat name: "loss", "eval/loss", "shares/0". Scalars of torch and NumPy are numbers."""
+def read_curves(
+    path: Path,
+    is_wanted: Callable[[str], bool] = lambda _: True,
+    *,
+    is_whole: Callable[[str], bool] = lambda _: False,
+    last_step: int | None = None,
+    tail: bool = False,
+) -> Curves:
+    """A file's metrics, without superseded lines, in memory that does not depend on the file's length.
+
+    is_wanted: whether to keep the numbers of a name; for other names only the name is kept. is_whole: whether to keep
+    all points of a curve (16 bytes each). last_step: ignore later steps. tail: read only the end of the file.
+    """
+    resumes = LineReader(path, tail=tail).blocks(containing=f'"{RESUMED_FROM}"'.encode())
+    resumed_from = [record[RESUMED_FROM] for block in resumes for record in block if _is_resume(record)]
+    # The last step that counts, for the lines before each resume, and for those after the last one.
+    limits = list(accumulate([math.inf if last_step is None else last_step, *reversed(resumed_from)], min))[::-1]
+    curves, reader, segment = Curves(is_wanted, is_whole), LineReader(path, tail=tail), 0
+    for block in reader.blocks():
+        counted = []
+        for record in block:
+            if _is_resume(record):
+                segment += 1
+            elif not (isinstance(record, dict) and is_count(record.get("step"))):
+                curves.num_unreadable += 1
+            else:
+                curves.num_steps_read += 1
+                if record["step"] <= limits[min(segment, len(limits) - 1)]:
+                    counted.append(record)
+        curves.add(counted)
+    curves.num_unreadable += reader.num_unreadable
+    return curves
+
+
+def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers by flat name: "loss", "eval/loss", "shares/0". Scalars of torch and NumPy are numbers."""
     for name, value in values.items():
-        if isinstance(value, list | tuple):
-            value = {str(i): item for i, item in enumerate(value)}
-        if isinstance(value, Mapping):
-            yield from ((f"{name}/{inner}", number) for inner, number in flat_items(value))
-        elif (number := _number(value)) is not None:
-            yield name, number
+        if is_number(value):
+            yield prefix + name, value
+        elif isinstance(value, list | tuple):
+            yield from flat_items({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}/")
+        elif isinstance(value, Mapping):
+            yield from flat_items(value, f"{prefix}{name}/")
+        elif value is not None:
+            with suppress(AttributeError, ValueError, RuntimeError):  # not a scalar
+                if is_number(number := value.item()):
+                    yield prefix + name, number
 
 
-def _number(value: Any) -> float | None:
-    if not is_number(value):
-        try:
-            value = value.item()
-        except (AttributeError, ValueError, RuntimeError):  # no scalar
-            return None
-    return value if is_number(value) else None
+def _is_resume(record: Any) -> bool:
+    return isinstance(record, dict) and "step" not in record and is_count(record.get(RESUMED_FROM))
 
 
-def _pick(row: Row, name: str) -> Any:
-    """The value of a flat name. Most are no deeper than the row."""
-    value = row.get(name)
-    if value is not None or "/" not in name:
-        return value
-    head, _, rest = name.partition("/")
-    inner = row.get(head)
-    if isinstance(inner, dict):
-        return _pick(inner, rest)
-    if isinstance(inner, list) and rest.isdecimal() and int(rest) < len(inner):
-        return inner[int(rest)]
-    return None
+def _numbers(value: Any) -> list[float]:
+    """A list of numbers; empty for anything else."""
+    return value if isinstance(value, list) and all(map(is_number, value)) else []
 
 
-def _shape(value: Any) -> Any:
-    """The same for values that hold the same names."""
-    if type(value) is dict:
-        return tuple(value), tuple(map(_shape, value.values()))
-    return (list, *map(type, value)) if type(value) is list else type(value)
-
-
-def _merged(earlier: Row, later: Row) -> Row:
-    both = earlier | later
-    for name, value in earlier.items():
-        if isinstance(value, dict) and isinstance(later.get(name), dict):
-            both[name] = value | later[name]
-    return both
+def _extremes(steps: Steps, values: Values) -> npt.NDArray[np.intp]:
+    """The indices of the minimum and the maximum in each of MAX_POINTS / 2 - 1 equal intervals of steps."""
+    span = float(steps[-1]) - float(steps[0]) + 1.0
+    interval = ((steps - steps[0]) / span * (MAX_POINTS // 2 - 1)).astype(np.int64)
+    starts = np.flatnonzero(np.diff(interval, prepend=-1))
+    counts = np.diff(np.append(starts, len(steps)))
+    kept = [np.array([0, len(steps) - 1], np.intp)]
+    for sign in (1.0, -1.0):
+        ranked = np.where(np.isfinite(values), sign * values, np.inf)
+        is_lowest = np.flatnonzero(ranked == np.repeat(np.minimum.reduceat(ranked, starts), counts))
+        kept.append(is_lowest[np.flatnonzero(np.diff(interval[is_lowest], prepend=-1))])
+    return np.unique(np.concatenate(kept))

@@ -1,7 +1,7 @@
-"""How busy a worker keeps its process, its host and its GPU.
+"""CPU, memory and GPU utilization of a worker and its host.
 
-Read from the kernel's files and, where the package nvidia-ml-py is installed, from the driver. What cannot be read is
-None: nothing here ever fails a run.
+Read from /proc and, where the package nvidia-ml-py is installed, from the driver. Best effort: a value that cannot be
+read is None.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GpuReading = tuple[float | None, float | None]
 
 
 class SystemSampler:
-    """Samples for one worker. `whole_host`: the host's too, which one worker per host is enough for."""
+    """Samples for one worker. whole_host: sample the host too; one worker per host is enough for that."""
 
     def __init__(self, device: torch.device, *, whole_host: bool) -> None:
         self._whole_host = whole_host
@@ -27,16 +27,15 @@ class SystemSampler:
         self._last_host = _host_ticks() if whole_host else None
 
     def sample(self) -> list[float | None]:
-        """A value for each of `SAMPLED`; CPU use is that since the last sample."""
+        """A value for each of `SAMPLED`. CPU utilization is the mean since the previous sample."""
         host_cpu = self._host_cpu() if self._whole_host else None
         host_memory = _host_memory() if self._whole_host else None
         gpu, gpu_memory = self._read_gpu()
         return [self._cpu(), _process_memory(), host_cpu, host_memory, gpu, gpu_memory]
 
     def _cpu(self) -> float:
-        now = perf_counter(), process_time()
-        (then_s, used_then_s), self._last = self._last, now
-        return round(100 * (now[1] - used_then_s) / max(now[0] - then_s, 1e-9), 1)
+        (before_s, used_before_s), self._last = self._last, (perf_counter(), process_time())
+        return round(100 * (self._last[1] - used_before_s) / max(self._last[0] - before_s, 1e-9), 1)
 
     def _host_cpu(self) -> float | None:
         before, self._last_host = self._last_host, _host_ticks()
@@ -48,25 +47,23 @@ class SystemSampler:
 
 def _process_memory() -> float | None:
     try:
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return None
-    return resident_pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _host_ticks() -> tuple[int, int] | None:
-    """The kernel's ticks since it started: busy ones, and all."""
+    """The kernel's busy ticks and all ticks since boot."""
     try:
         with Path("/proc/stat").open() as file:
             ticks = [int(word) for word in file.readline().split()[1:9]]
-        idle_and_waiting = ticks[3] + ticks[4]
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle and waiting for I/O
     except (OSError, ValueError, IndexError):
         return None
-    return sum(ticks) - idle_and_waiting, sum(ticks)
 
 
 def _host_memory() -> float | None:
-    """What is in use and could not be given to somebody else."""
+    """Memory in use that cannot be reclaimed."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines[:3]}
@@ -83,14 +80,14 @@ def _gpu_reader(device: torch.device) -> Callable[[], GpuReading]:
 
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    except Exception:  # no package, no library, no permission, a device it does not know
+    except Exception:  # package, library, permission or device is missing
         return lambda: (None, float(torch.cuda.memory_reserved(device)))
     return lambda: _driver_reading(pynvml, handle)
 
 
 def _driver_reading(pynvml: Any, handle: Any) -> GpuReading:
     try:
-        use = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-        return use, float(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        utilization = float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+        return utilization, float(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
     except pynvml.NVMLError:
         return None, None

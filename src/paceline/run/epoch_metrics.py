@@ -1,10 +1,9 @@
-"""What an epoch comes to: its mean loss, the user's own numbers, and each worker's part in it."""
+"""Metrics of an epoch: mean loss, the user's scalars, each worker's share and speed."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from numbers import Number
@@ -14,7 +13,9 @@ from typing import Any
 import torch
 
 from paceline.comm.messages import gather
+from paceline.core.deferred import DeferredReader
 from paceline.run.assemble import Run
+from paceline.run.report import ratio
 from paceline.run.step.loop import StepRecord
 from paceline.run.step.planner import GPU_LAG_STEPS
 
@@ -23,11 +24,11 @@ from paceline.run.step.planner import GPU_LAG_STEPS
 class EpochMetrics:
     """One epoch of a run.
 
-    epoch: its number, from 0. step: optimizer steps done in the whole run. loss: the mean over the epoch's samples, as
-    each was before its update; NaN if none had weight. scalars: means of what train_fn returned beside the loss,
-    weighted like it. lr: the rate for the next step. wall_s: seconds it took.
-    shares: each worker's part of the epoch's micro-batches, by rank. samples_per_s: its speed while it computed; 0.0
-    until it was measured once.
+    epoch: its number, from 0. step: optimizer steps completed in the whole run. loss: the mean over the epoch's
+    samples, each before its update; NaN if none had weight. scalars: weighted means of the scalars that train_fn
+    returned with the loss. lr: the learning rate of the next step. wall_s: duration in seconds.
+    shares: each worker's fraction of the epoch's micro-batches, by rank. samples_per_s: each worker's speed while
+    computing; 0.0 until measured.
     """
 
     epoch: int
@@ -44,57 +45,54 @@ class EpochMetrics:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EpochMetrics:
-        """What `to_dict` gave, also after a way through JSON."""
+        """The inverse of `to_dict`, also after JSON has turned tuples into lists."""
         fields: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
         return cls(**fields)
 
 
 class Tally:
-    """Adds up epochs on one worker, one after the other; `end` puts all workers' parts together.
+    """Accumulates one worker's epochs, one after the other; `end` combines all workers.
 
-    Per epoch: `begin`; per micro-batch `note` its scalars; per completed step `add` its record; `end`.
+    Per epoch call `begin`, `note` per micro-batch, `add` per completed step, `end`.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._world = run.communicator.world
-        self._lag_steps = GPU_LAG_STEPS if self._world.device.type == "cuda" else 0
-        self._seconds = [0.0] * self._world.size  # per micro-batch, as last measured
+        # A GPU's numbers are read some steps late, without waiting for the device.
+        self._records = DeferredReader(self._read, GPU_LAG_STEPS if self._world.device.type == "cuda" else 0)
+        self._micro_batch_s = [0.0] * self._world.size  # as last measured
         self.begin()
 
     def begin(self) -> None:
         size = self._world.size
-        self._begun = perf_counter()
+        self._start = perf_counter()
+        self._records.clear()
         self._noted: list[tuple[dict[str, Any], float]] = []
-        self._unread: deque[StepRecord] = deque()
-        self._loss = [0.0, 0.0]  # weighted sum, and weight
-        self._scalars: dict[str, list[Any]] = {}  # likewise; the sums may be on the device
+        self._loss = [0.0, 0.0]  # weighted sum, weight
+        self._scalars: dict[str, list[Any]] = {}  # likewise; the sums may be device tensors
         self._counts = [0] * size
         self._measured_counts = [0] * size
         self._compute_s = [0.0] * size
 
     def note(self, scalars: Mapping[str, Any], weight: float) -> None:
-        """What train_fn said about one micro-batch. It counts when its step is completed."""
+        """Add one micro-batch's scalars from train_fn. They count when the step completes."""
         checked = {str(name): _checked(name, value) for name, value in scalars.items()}
         self._noted.append((checked, weight))
 
     def add(self, record: StepRecord) -> None:
-        # A step that exact mode repeated was noted once more each time: only the last time counts.
+        # When exact mode repeats a step, its micro-batches are noted again: only the last repetition counts.
         own_micro_batches = record.shares[self._world.rank]
         for scalars, weight in self._noted[-own_micro_batches:] if own_micro_batches else ():
             for name, value in scalars.items() if weight else ():
                 total = self._scalars.setdefault(name, [0.0, 0.0])
                 total[0], total[1] = total[0] + value * weight, total[1] + weight
         self._noted = []
-        # Its numbers may still be on their way from the device: nobody should wait for them.
-        self._unread.append(record)
-        while len(self._unread) > self._lag_steps:
-            self._take(self._unread.popleft())
+        self._records.add(record)
 
     def end(self, epoch: int) -> EpochMetrics:
-        """All workers together; the same result on each."""
-        while self._unread:
-            self._take(self._unread.popleft())
+        """Combine all workers. Collective; the result is the same on each."""
+        self._records.flush()
         loss = self._loss
         scalars = {name: [float(total), weight] for name, (total, weight) in self._scalars.items()}
         parts = [
@@ -107,28 +105,28 @@ class Tally:
             loss=_mean([part["loss"] for part in parts]),
             scalars={name: _mean([part["scalars"].get(name, [0.0, 0.0]) for part in parts]) for name in names},
             lr=self._run.loop.replica.learning_rate,
-            wall_s=perf_counter() - self._begun,
-            shares=tuple(_ratio(count, sum(self._counts)) for count in self._counts),
+            wall_s=perf_counter() - self._start,
+            shares=tuple(ratio(count, sum(self._counts)) for count in self._counts),
             samples_per_s=tuple(self._run.steps.micro_batch * self._speed(rank) for rank in range(len(self._counts))),
         )
 
     def _speed(self, rank: int) -> float:
-        """Micro-batches per second while it computed; the last known if it had none in this epoch."""
+        """Micro-batches per second while computing; the last known speed if it computed none in this epoch."""
         if self._measured_counts[rank]:
             return self._measured_counts[rank] / self._compute_s[rank]
-        return _ratio(1, self._seconds[rank])
+        return ratio(1, self._micro_batch_s[rank])
 
-    def _take(self, record: StepRecord) -> None:
+    def _read(self, record: StepRecord) -> None:
         loss_sum, weight = record.part_of(self._world.rank)
         self._loss[0] += loss_sum
         self._loss[1] += weight
         for rank, (count, timing) in enumerate(zip(record.shares, record.timings, strict=True)):
             self._counts[rank] += count
-            # Not every step brings a measurement: replicas that are averaged tell when they meet.
-            self._seconds[rank] = timing.micro_batch or self._seconds[rank]
-            if self._seconds[rank]:
+            # Not every step has a measurement: with averaging, workers report when they average.
+            self._micro_batch_s[rank] = timing.micro_batch or self._micro_batch_s[rank]
+            if self._micro_batch_s[rank]:
                 self._measured_counts[rank] += count
-                self._compute_s[rank] += count * self._seconds[rank]
+                self._compute_s[rank] += count * self._micro_batch_s[rank]
 
 
 def _checked(name: object, value: Any) -> Any:
@@ -143,7 +141,3 @@ def _checked(name: object, value: Any) -> Any:
 def _mean(parts: list[list[float]]) -> float:
     weight = sum(part[1] for part in parts)
     return sum(part[0] for part in parts) / weight if weight else math.nan
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0

@@ -16,7 +16,7 @@ from made_runs import make_run, row
 from paceline.cli.logs import picture as logs_picture
 from paceline.cli.logs.panels import Panel, make_panels, moving_mean, short_labels
 from paceline.cli.logs.text_plot import TextStyle, text_plot
-from paceline.observe.curves import MAX_POINTS
+from paceline.observe.metrics import MAX_POINTS
 from paceline.observe.run_files import RunFiles
 
 EVALUATED = {step: {"eval": {"loss": 1.0 * step, "accuracy": 0.5}} for step in (2, 4)}

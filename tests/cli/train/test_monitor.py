@@ -174,7 +174,7 @@ def test_a_disk_that_fills_up_during_the_run(project: Path, tmp_path: Path, monk
 def test_the_status_of_a_run_is_best_effort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = run_files.prepare_run_folder(tmp_path / "run")
     monkeypatch.setattr(Path, "replace", fail)
-    with pytest.warns(UserWarning, match=r"status.json cannot be written, training goes on: .*No space") as seen:  # noqa: SIM117
+    with pytest.warns(UserWarning, match=r"status.json cannot be written, training continues: .*No space") as seen:  # noqa: SIM117
         with run_files.running(files):
             pass
     assert len(seen) == 2  # at the beginning and at the end

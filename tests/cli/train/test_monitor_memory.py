@@ -55,6 +55,6 @@ def test_memory_does_not_grow_with_the_steps(log_every: int, tmp_path: Path, mon
     # Far less than one object per step.
     assert bytes_at[-1] - bytes_at[0] < (MEASURED_AT[-1] - MEASURED_AT[0]) * 40
     # What is added up early is not lost: the rates are over all steps since the last line.
-    last = read_metrics(files.metrics).rows[-1]
-    assert last["step"] == MEASURED_AT[-1]
-    assert last["samples_per_s"] > 0
+    metrics = read_metrics(files.metrics)
+    assert metrics.last_step == MEASURED_AT[-1]
+    assert (metrics.last("samples_per_s") or 0) > 0

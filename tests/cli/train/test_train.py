@@ -18,6 +18,7 @@ from paceline.cli.config import load_project
 from paceline.cli.main import main
 from paceline.cli.train.user_errors import UserFacingError
 from paceline.cli.train.worker import RunRequest, train
+from paceline.observe.json_lines import LineReader
 from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 
@@ -47,7 +48,7 @@ def test_a_run_from_its_beginning_to_its_resumption(
     assert sorted(path.name for path in files.ranks.iterdir()) == [
         f"rank-{rank}.{stream}" for rank in (0, 1) for stream in ("err", "out")
     ]
-    rows = read_metrics(files.metrics).rows
+    rows = [row for row in LineReader(files.metrics).read() if "loss" in row]
     assert [row["step"] for row in rows] == [1, 5, 10, 12]
     assert sum(rows[1]["shares"]) == 8  # four steps of two micro-batches
     # On one worker, to the end of the epochs: what a run on one worker that never stopped has.
@@ -91,7 +92,7 @@ def test_evaluation_stops_a_run_that_gets_no_better(tmp_path: Path) -> None:
         config, tmp_path / "run", "metrics=early_parts:worse_and_worse", "trainer.eval_every=2", "trainer.epochs=50",
         "trainer.early_stopping={patience: 3}",
     )  # fmt: skip
-    evaluations = [row["step"] for row in read_metrics(files.metrics).rows if "eval" in row]
+    evaluations = [row["step"] for row in LineReader(files.metrics).read() if "eval" in row]
     assert evaluations == [2, 4, 6, 8]
     assert complete_steps(files.checkpoints) == [8]
 
@@ -99,7 +100,7 @@ def test_evaluation_stops_a_run_that_gets_no_better(tmp_path: Path) -> None:
 def test_a_run_that_ends_between_two_evaluations_is_evaluated_at_its_end(tmp_path: Path) -> None:
     config = write_project(tmp_path, "final_parts")
     files = run_here(config, tmp_path / "run", "trainer.max_steps=13")
-    assert [row["step"] for row in read_metrics(files.metrics).rows if "eval" in row] == [10, 13]
+    assert [row["step"] for row in LineReader(files.metrics).read() if "eval" in row] == [10, 13]
 
 
 def test_a_run_that_diverges_ends_with_what_to_do(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_the_best_checkpoints_stay(tmp_path: Path) -> None:
         config, tmp_path / "run", "trainer.eval_every=4", "checkpoints.keep_last=1",
         "checkpoints.keep_best={metric: accuracy, count: 1, mode: max}",
     )  # fmt: skip
-    scores = {row["step"]: row["eval"]["accuracy"] for row in read_metrics(files.metrics).rows if "eval" in row}
+    scores = {row["step"]: row["eval"]["accuracy"] for row in LineReader(files.metrics).read() if "eval" in row}
     steps = complete_steps(files.checkpoints)
     assert steps[-1] == 20
     assert max(scores.values()) in {scores[step] for step in steps}
@@ -154,9 +155,7 @@ def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) ->
     run_here(config, tmp_path / "cut", "checkpoints.every_steps=6", "trainer.max_steps=12", "checkpoints.final=false")
     files = run_here(config, tmp_path / "cut", "checkpoints.every_steps=6", is_resumed=True)
     assert weights(files) == weights(whole)
-    of_both = [
-        {row["step"]: row["loss"] for row in read_metrics(f.metrics).rows if "loss" in row} for f in (whole, files)
-    ]
+    of_both = [dict(zip(*read_metrics(f.metrics).series("loss"), strict=True)) for f in (whole, files)]
     assert of_both[0][20] == of_both[1][20]
     assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
 
@@ -175,7 +174,7 @@ def test_with_averaging_no_loss_is_logged_before_the_first_average(tmp_path: Pat
     overrides = ("trainer.exact=false", "trainer.epochs=1", "loggers=[csv]", strategy)
     output, _ = pool.run(work, 2, config, files.root, overrides)
     assert "nan" not in output
-    rows = [row for row in read_metrics(files.metrics).rows if "lr" in row]
+    rows = [row for row in LineReader(files.metrics).read() if "lr" in row]
     assert ["loss" in row for row in rows] == [False, True, True]
     header, first, second, *_ = (line.split(",") for line in (files.root / "metrics.csv").read_text().splitlines())
     assert first[header.index("loss")] == ""

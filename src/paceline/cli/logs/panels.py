@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.cli.commands import CommandError
-from paceline.observe.curves import Curve, Curves, read_curves
+from paceline.observe.metrics import Curve, Curves, read_curves
 from paceline.observe.run_files import RunFiles
 
 Numbers = npt.NDArray[np.float64]
@@ -195,7 +195,7 @@ def _series(
 
 def _thinned(steps: Steps, values: Numbers) -> tuple[Steps, Numbers]:
     curve = Curve()
-    curve.add(steps, values)
+    curve.add(steps.tolist(), values.tolist())
     return curve.points
 
 

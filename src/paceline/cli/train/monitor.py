@@ -28,7 +28,7 @@ from paceline.observe.event_log import EventLog
 from paceline.observe.loggers.base import Loggers
 from paceline.observe.loggers.by_name import make_logger
 from paceline.observe.metrics import MetricsWriter
-from paceline.observe.progress import Progress, StepView
+from paceline.observe.progress import Progress
 from paceline.observe.rates import RateMeter, Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.run.control import ControlServer, end_at_once, socket_path
@@ -94,8 +94,14 @@ class Monitor:
             self._log(record)
         if is_shown:
             self._rates = rates = self._rates or self._meter.take()
-            view = (rates.samples_per_s, rates.tokens_per_s, record.shares, rates.waiting)
-            self._progress.show(StepView(record.step, _known(record.loss), *view))
+            self._progress.show(
+                record.step,
+                _known(record.loss),
+                samples_per_s=rates.samples_per_s,
+                tokens_per_s=rates.tokens_per_s,
+                shares=record.shares,
+                waiting=rates.waiting,
+            )
 
     def after_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         self._write(step, {"eval": dict(values)})

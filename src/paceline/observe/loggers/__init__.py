@@ -1,1 +1,1 @@
-"""Where metrics go beside the run's own file: tables, TensorBoard, tracking services."""
+"""Additional outputs for metrics: CSV tables, TensorBoard, tracking services."""

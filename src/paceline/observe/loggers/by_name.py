@@ -1,4 +1,4 @@
-"""Loggers by the names that project files use. JSON lines are not among them: every run writes those."""
+"""Loggers by name, for project files. `metrics.jsonl` is not among them: every run writes it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from paceline.observe.loggers.services import MlflowLogger, TensorBoardLogger, W
 from paceline.observe.run_files import RunFiles
 
 _MAKERS: dict[str, Callable[..., Logger]] = {
-    "csv": lambda files, start_step, _, **settings: CsvLogger(files.root / "metrics.csv", start_step, **settings),
-    "tensorboard": lambda files, start_step, _, **settings: TensorBoardLogger(
-        files.root / "tensorboard", start_step, **settings
-    ),
+    "csv": lambda files, step, _, **settings: CsvLogger(files.root / "metrics.csv", step, **settings),
+    "tensorboard": lambda files, step, _, **settings: TensorBoardLogger(files.root / "tensorboard", step, **settings),
     "wandb": lambda files, _, config, **settings: WandbLogger(files.root.name, config, **settings),
     "mlflow": lambda files, _, config, **settings: MlflowLogger(files.root.name, config, **settings),
 }
@@ -27,8 +25,8 @@ def make_logger(
 ) -> Logger:
     """A logger for the run in this folder.
 
-    start_step: completed steps when the run starts or goes on. config: the run's settings, for services that show them.
-    settings: those of the logger itself, such as project="stories" for "wandb".
+    start_step: completed steps when the run starts or is resumed. config: the run's settings, for services that show
+    them. settings: the logger's own, such as project="stories" for "wandb".
     """
     if name not in _MAKERS:
         nearest = get_close_matches(name, LOGGER_NAMES, n=1)

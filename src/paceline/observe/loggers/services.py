@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, Weights & Biases and MLflow. Their packages are imported only when one is made."""
+"""Loggers for TensorBoard, Weights & Biases and MLflow. Each imports its package when it is created."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from paceline.core.optional import optional
 
 
 class TensorBoardLogger:
-    """Event files in `folder`, which `tensorboard --logdir` shows. Steps behind `start_step` are purged."""
+    """Writes event files for `tensorboard --logdir`. Steps after `start_step` are purged."""
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
         optional("tensorboard", package="tensorboard", extra="tensorboard", user="its logger")
         module = import_module("torch.utils.tensorboard")
-        # purge_step is the first step that does not count any more.
-        self._writer = module.SummaryWriter(str(folder), purge_step=start_step + 1)
+        self._writer = module.SummaryWriter(str(folder), purge_step=start_step + 1)  # the first purged step
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -28,8 +27,20 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-class WandbLogger:
-    """A run of Weights & Biases, begun with the first numbers; one that is resumed goes on in the same.
+class _ServiceLogger:
+    """Remembers the service's run id in checkpoints, so that a resumed run continues the same service run."""
+
+    _id: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._id = state["id"]
+
+
+class WandbLogger(_ServiceLogger):
+    """Logs to Weights & Biases. The run is created by the first `log`.
 
     settings: for `wandb.init`, such as project, entity or mode="offline".
     """
@@ -38,7 +49,6 @@ class WandbLogger:
         self._module = optional("wandb", package="wandb", extra="wandb", user="its logger")
         self._settings = {"name": name, "config": dict(config or {}), **settings}
         self._run: Any = None
-        self._id: str | None = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._run is None:
@@ -51,17 +61,11 @@ class WandbLogger:
         if self._run is not None:
             self._run.finish()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._id}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._id = state["id"]
+class MlflowLogger(_ServiceLogger):
+    """Logs to MLflow. The run is created by the first `log`.
 
-
-class MlflowLogger:
-    """A run of MLflow, begun with the first numbers; one that is resumed goes on in the same.
-
-    config: logged as the run's parameters. tracking_uri, experiment: as MLflow takes them (default: its own).
+    config: logged as the run's parameters. tracking_uri, experiment: MLflow's settings of these names.
     """
 
     def __init__(
@@ -74,8 +78,7 @@ class MlflowLogger:
     ) -> None:
         module = optional("mlflow", package="mlflow", extra="mlflow", user="its logger")
         self._client = module.MlflowClient(tracking_uri=tracking_uri)
-        self._name, self._config, self._experiment = name, dict(config or {}), experiment
-        self._id: str | None = None
+        self._name, self._config, self._experiment = name, dict(config or {}), experiment or "Default"
         self._is_open = False
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -89,22 +92,13 @@ class MlflowLogger:
             self._is_open = False
             self._client.set_terminated(self._id)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"id": self._id}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._id = state["id"]
-
     def _open(self) -> None:
         if self._id is None:
-            self._id = self._client.create_run(self._experiment_id(), run_name=self._name).info.run_id
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+            self._id = self._client.create_run(str(experiment), run_name=self._name).info.run_id
             for key, value in self._config.items():
                 self._client.log_param(self._id, key, value)
         else:
             self._client.update_run(self._id, status="RUNNING")
         self._is_open = True
-
-    def _experiment_id(self) -> str:
-        name = self._experiment or "Default"
-        found = self._client.get_experiment_by_name(name)
-        return str(self._client.create_experiment(name) if found is None else found.experiment_id)

@@ -1,1 +1,1 @@
-"""What each worker did when: recorded while a run goes on, read and shown at any time."""
+"""Timelines: recorded during a run, read and exported at any time."""

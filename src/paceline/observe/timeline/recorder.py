@@ -1,7 +1,7 @@
-"""Recording what a worker's time goes into, without taking any of it.
+"""Recording a worker's timeline.
 
-The training thread only puts moments aside that were measured anyway. A thread writes them down once a second, with
-samples of the system: one line, by one system call, so that a process that is killed loses the last second and no more.
+The training thread only queues times that were measured anyway. A background thread writes them once a second, with
+samples of the system, as one line: a killed process loses at most the last second.
 """
 
 from __future__ import annotations
@@ -12,105 +12,91 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any, Protocol
+from typing import Any
 
-from paceline.core.events import Event, Events
+from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.observe.best_effort import describe, warn
 from paceline.observe.json_lines import LineWriter
 from paceline.observe.system_samples import SystemSampler
-from paceline.observe.timeline.condensing import condense_file
-from paceline.observe.timeline.layout import VERSION
+from paceline.observe.timeline.files import VERSION, condense_file
 
 INTERVAL_S = 1.0
 DEFAULT_MAX_BYTES = 16 << 20
-# What waits to be written while a disk does not answer; beyond that the oldest is given up.
-MAX_WAITING = 100_000
-NOTED_GARBAGE_S = 0.01
-# Not the folder's fault: the disk is full or fails, or the process has too many files open.
-_PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
+# Queued items while the disk does not respond; beyond this the oldest are dropped.
+MAX_QUEUED = 100_000
+# A full garbage collection that takes longer than this is recorded as an event.
+SLOW_COLLECTION_S = 0.01
+# Temporary failures, for which the folder need not be changed.
+_TEMPORARY = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
-class Recorder(Protocol):
-    """Takes what a worker measured. Times are those of `perf_counter`. Safe from any thread."""
-
-    def step(self, step: int, moments: Sequence[float]) -> None:
-        """A completed step, by its moments; `layout.kinds_between` says what lies between them."""
-
-    def span(self, kind: str, begin: float, end: float) -> None:
-        """Something beside the steps, one of `layout.KINDS`."""
-
-    def during(self, kind: str) -> AbstractContextManager[None]:
-        """The block is a span."""
-
-    def event(self, name: str, **details: Any) -> None: ...
-
-    def close(self) -> None:
-        """The worker leaves, because of an error if one is under way."""
-
-
-class NoTimeline:
-    """Nobody asked for a timeline."""
+class Recorder:
+    """Receives a worker's times, as `perf_counter` values, from any thread. The base class discards them."""
 
     def step(self, step: int, moments: Sequence[float]) -> None:
-        return
+        """A completed step; `files.kinds_between` defines what happens between its moments."""
 
     def span(self, kind: str, begin: float, end: float) -> None:
-        return
+        """Something outside of a step; one of `files.KINDS`."""
 
     def during(self, kind: str) -> AbstractContextManager[None]:
+        """Record the block as a span."""
         return nullcontext()
 
     def event(self, name: str, **details: Any) -> None:
-        return
+        """Something that happened now."""
 
     def close(self) -> None:
-        return
+        """The worker exits; if an exception is being handled, because of it."""
 
 
-class TimelineRecorder:
-    """Writes this worker's file in `folder`; a run that goes on adds to it. `events` are written down too.
+class NoTimeline(Recorder):
+    """Records nothing."""
 
-    The file never grows beyond `max_bytes`: what is long past is condensed. A disk that refuses ends the recording
-    with a warning, and not the run.
+
+class TimelineRecorder(Recorder):
+    """Writes this worker's file in `folder`, including `events`. A resumed run appends to it.
+
+    The file never exceeds `max_bytes`: old steps are condensed. A full disk is a warning and does not end the run.
     """
 
     def __init__(self, folder: Path, world: World, events: Events, *, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
         self._events = events
         self._max_bytes = max_bytes
-        self._waiting: deque[tuple[str, Any]] = deque(maxlen=MAX_WAITING)
+        self._queue: deque[tuple[str, Any]] = deque(maxlen=MAX_QUEUED)
         self._path = folder / f"rank-{world.rank}.jsonl"
-        self._lines: LineWriter | None = None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lines = LineWriter(self._path)
-        except OSError as error:
-            if error.errno not in _PASSING:
-                raise ValueError(
-                    f"timeline={str(folder)!r} cannot be written to ({error.strerror}): choose another folder"
-                ) from error
-            self._give_up(error)
+        self._lines = self._open(folder)
         self._sampler = SystemSampler(world.device, whole_host=world.local_rank == 0)
-        self._origin = self._sampled = perf_counter()
-        self._write({"session": _session(world, time())})
+        self._origin = self._sampled_at = perf_counter()
+        session = {
+            "version": VERSION,
+            "rank": world.rank,
+            "size": world.size,
+            "host": world.host,
+            "device": str(world.device),
+            "pid": os.getpid(),
+            "unix_time": round(time(), 6),
+        }
+        self._write(lambda: {"session": session})
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="paceline-timeline", daemon=True)
         self._thread.start()
-        events.listen(self._take_event)
-        self._collecting_since = self._origin
-        gc.callbacks.append(self._note_garbage)
+        events.listen(lambda event: self.event(event.name, **event.details))
+        self._collection_start = self._origin
+        gc.callbacks.append(self._note_collection)
 
     def step(self, step: int, moments: Sequence[float]) -> None:
-        self._waiting.append(("steps", (step, moments)))
+        self._queue.append(("steps", (step, moments)))
 
     def span(self, kind: str, begin: float, end: float) -> None:
         start = self._microseconds(begin)
-        self._waiting.append(("spans", [kind, self._events.step, start, self._microseconds(end) - start]))
+        self._queue.append(("spans", [kind, self._events.step, start, self._microseconds(end) - start]))
 
     @contextmanager
     def during(self, kind: str) -> Iterator[None]:
@@ -121,34 +107,29 @@ class TimelineRecorder:
             self.span(kind, begin, perf_counter())
 
     def event(self, name: str, **details: Any) -> None:
-        self._waiting.append(("events", [name, self._events.step, self._microseconds(perf_counter()), details]))
+        self._queue.append(("events", [name, self._events.step, self._microseconds(perf_counter()), details]))
 
     def close(self) -> None:
         if self._closing.is_set():
             return
         if error := sys.exception():
             text = str(error).strip().split("\n", 1)[0]
-            # A run that was asked to stop leaves by a SystemExit.
+            # A requested stop is a SystemExit.
             self.event("stop" if isinstance(error, SystemExit) else "fault", error=type(error).__name__, text=text)
-        gc.callbacks.remove(self._note_garbage)
+        gc.callbacks.remove(self._note_collection)
         self._closing.set()
         self._thread.join()
-        self._flush()
-        self._write({"end": self._microseconds(perf_counter())})
+        self._write(self._take_queue)
+        self._write(lambda: {"end": self._microseconds(perf_counter())})
         if self._lines is not None:
-            with suppress(OSError):
-                self._lines.close()
+            self._lines.close()
 
-    def _take_event(self, event: Event) -> None:
-        self.event(event.name, **event.details)
-
-    def _note_garbage(self, phase: str, info: dict[str, int]) -> None:
-        """A full collection stops the worker at a moment that nobody chose: one that took its time is an event."""
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] < 2:
             return
         if phase == "start":
-            self._collecting_since = perf_counter()
-        elif (seconds := perf_counter() - self._collecting_since) >= NOTED_GARBAGE_S:
+            self._collection_start = perf_counter()
+        elif (seconds := perf_counter() - self._collection_start) >= SLOW_COLLECTION_S:
             self.event("garbage collection", seconds=round(seconds, 3))
 
     def _microseconds(self, moment: float) -> int:
@@ -156,62 +137,48 @@ class TimelineRecorder:
 
     def _work(self) -> None:
         while not self._closing.wait(INTERVAL_S):
-            self._flush()
+            self._write(self._take_queue)
 
-    def _flush(self) -> None:
-        try:
-            self._write_block()
-            self._condense()
-        except Exception as error:
-            self._give_up(error)
-
-    def _write_block(self) -> None:
+    def _take_queue(self) -> dict[str, Any]:
         block: dict[str, list[Any]] = {}
-        for _ in range(len(self._waiting)):
-            name, item = self._waiting.popleft()
-            block.setdefault(name, []).append(self._encoded(*item) if name == "steps" else item)
-        block["samples"] = [self._sample()]
-        self._write(block)
+        for _ in range(len(self._queue)):
+            name, item = self._queue.popleft()
+            block.setdefault(name, []).append(self._encode(*item) if name == "steps" else item)
+        before, self._sampled_at = self._sampled_at, perf_counter()
+        seconds = round(self._sampled_at - before, 3)
+        block["samples"] = [[self._microseconds(self._sampled_at), seconds, *self._sampler.sample()]]
+        return block
 
-    def _encoded(self, step: int, moments: Sequence[float]) -> list[int]:
-        """Rounded before they are subtracted, so that the step's end is not off by the sum of its roundings."""
+    def _encode(self, step: int, moments: Sequence[float]) -> list[int]:
+        """Rounds before subtracting, so that rounding errors do not add up."""
         at = [int((moment - self._origin) * 1e6) for moment in moments]
         return [step, at[0], *(later - earlier for earlier, later in pairwise(at))]
 
-    def _sample(self) -> list[float | None]:
-        before, self._sampled = self._sampled, perf_counter()
-        values = self._sampler.sample()
-        return [self._microseconds(self._sampled), round(self._sampled - before, 3), *values]
+    def _open(self, folder: Path) -> LineWriter | None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return LineWriter(self._path)
+        except OSError as error:
+            if error.errno not in _TEMPORARY:
+                raise ValueError(
+                    f"timeline={str(folder)!r} cannot be written to ({error.strerror}): choose another folder"
+                ) from error
+            self._warn(error)
+            return None
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, make_record: Callable[[], dict[str, Any]]) -> None:
+        """Best effort: the first failure ends the timeline."""
         if self._lines is None:
             return
         try:
-            self._lines.write(record)
-        except Exception as error:
-            self._give_up(error)
-
-    def _condense(self) -> None:
-        if self._lines is not None and self._path.stat().st_size > self._max_bytes:
-            self._lines.close()
-            condense_file(self._path, self._max_bytes)
-            self._lines = LineWriter(self._path)
-
-    def _give_up(self, error: Exception) -> None:
-        warn(f"the timeline ends here, training goes on: {self._path}: {describe(error)}")
-        if self._lines is not None:
-            with suppress(OSError):
+            self._lines.write(make_record())
+            if self._path.stat().st_size > self._max_bytes:
+                condense_file(self._path, self._max_bytes)
                 self._lines.close()
-        self._lines = None
+                self._lines = LineWriter(self._path)
+        except Exception as error:
+            self._lines = None
+            self._warn(error)
 
-
-def _session(world: World, unix_time: float) -> dict[str, Any]:
-    return {
-        "version": VERSION,
-        "rank": world.rank,
-        "size": world.size,
-        "host": world.host,
-        "device": str(world.device),
-        "pid": os.getpid(),
-        "unix_time": round(unix_time, 6),
-    }
+    def _warn(self, error: Exception) -> None:
+        warn(f"{self._path} cannot be written, the timeline ends here, training continues: {describe(error)}")

@@ -1,4 +1,4 @@
-"""A run's timeline, read back: what each worker did when, in numbers and as files for others to show."""
+"""A recorded timeline: what each worker did when, as numbers and as files for viewers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from paceline.observe.timeline.lanes import SHOWN, Lane, Sample, Span, make_lanes
-from paceline.observe.timeline.sessions import Session, read_sessions, timeline_files
+from paceline.observe.timeline import export
+from paceline.observe.timeline.files import Session, read_sessions, timeline_files
+from paceline.observe.timeline.lanes import SHOWN, Lane, Sample, Span, Stretch, make_lanes
+from paceline.observe.worker_time import WorkerTime
 
-# A worker writes every second: one that was silent for longer is gone.
+# A worker writes every second: after this long without a write it is considered dead.
 SILENT_S = 30.0
-# While a worker does one of these it is not idle.
+# Activities during which a worker is not idle.
 BUSY = ("compute", "sync", "optimizer", "evaluation")
-# In a table that fits a terminal.
-_SHORT = {"optimizer": "optim", "checkpoint": "saving", "evaluation": "eval"}
+_SHORT_NAMES = {"optimizer": "optim", "checkpoint": "saving", "evaluation": "eval"}
+_USE_TEXTS = {
+    "gpu": "GPU {:.0f}%",
+    "gpu_memory": "GPU memory {:.2f} GB",
+    "cpu": "CPU {:.0f}% of a core",
+    "memory": "memory {:.2f} GB",
+    "host_cpu": "host CPU {:.0f}%",
+    "host_memory": "host memory {:.2f} GB",
+}
 
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """Something that happened: `time` in seconds since the timeline began, after `step` completed steps."""
+    """Something that happened. `time`: seconds since the timeline began; `step`: completed steps at that time."""
 
     name: str
     rank: int
@@ -34,7 +43,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True)
 class IdleGap:
-    """A time in which a worker had nothing to compute; `cause` is the kind that most of it went into."""
+    """A time in which a worker computed nothing. `cause`: the kind that most of it was spent on."""
 
     rank: int
     start: float
@@ -47,36 +56,30 @@ class IdleGap:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
-class WorkerTime:
-    """Where a worker's time went: `seconds` by kind, which add up to `total_s`.
+@dataclass(frozen=True, kw_only=True)
+class RecordedWorkerTime(WorkerTime):
+    """A worker's time by `SHOWN` kinds.
 
-    `use`: means of what was sampled, by name, such as "cpu" and "gpu" in percent. `writing_s`: checkpoints on their way
-    to the disk, behind the rest.
+    `use`: means of the system samples, such as "cpu" and "gpu" in percent. `writing_s`: checkpoints written to disk in
+    the background.
     """
 
-    rank: int
     host: str
     device: str
     num_steps: int
-    total_s: float
-    seconds: Mapping[str, float]
     writing_s: float
     use: Mapping[str, float]
-
-    def part(self, kind: str) -> float:
-        return self.seconds[kind] / self.total_s if self.total_s else 0.0
 
 
 @dataclass(frozen=True)
 class TimelineSummary:
-    """All workers' time; print it for a table."""
+    """All workers' time. `str` gives a table."""
 
     duration_s: float
-    workers: tuple[WorkerTime, ...]
+    workers: tuple[RecordedWorkerTime, ...]
 
     def __str__(self) -> str:
-        names = [_SHORT.get(kind, kind) for kind in SHOWN]
+        names = [_SHORT_NAMES.get(kind, kind) for kind in SHOWN]
         widths = [max(len(name) + 1, 7) for name in names]
         header = "worker   steps seconds" + "".join(map(str.rjust, names, widths))
         lines = [
@@ -84,14 +87,14 @@ class TimelineSummary:
             + "".join(f"{w.part(kind):>{width}.1%}" for kind, width in zip(SHOWN, widths, strict=True))
             for w in self.workers
         ]
-        uses = [f"rank {w.rank}, {w.host} {w.device}: {_use_text(w)}" for w in self.workers]
+        uses = [f"rank {w.rank}, {w.host} {w.device}: {_use_text(w.use)}" for w in self.workers]
         return "\n".join([header, *lines, "", *uses])
 
 
 class Timeline:
-    """Lanes of workers, by rank, on one clock; all times in seconds since `began`, which is Unix time.
+    """The workers' lanes, by rank, on one clock. Times are seconds since `began`, which is Unix time.
 
-    Also of a run that still goes on, or was broken off. `lanes` have the spans.
+    Also of a run that is still live or was killed. `lanes` contain the spans.
     """
 
     def __init__(self, name: str, began: float, lanes: Sequence[Lane], events: Sequence[TimelineEvent]) -> None:
@@ -102,7 +105,7 @@ class Timeline:
 
     @classmethod
     def load(cls, run_folder: str | PathLike[str]) -> Timeline:
-        """From a run's folder, or from the folder that was given as `timeline`."""
+        """Load from a run's folder, or from the folder that was given as `timeline`."""
         folder = Path(run_folder)
         files = timeline_files(folder)
         sessions = read_sessions(files)
@@ -118,64 +121,50 @@ class Timeline:
 
     @property
     def duration_s(self) -> float:
-        times = [time for lane in self.lanes for extent in lane.extents for time in extent]
-        return max(times) - min(times)
+        start, end = self._range
+        return end - start
+
+    @property
+    def _range(self) -> tuple[float, float]:
+        extents = [extent for lane in self.lanes for extent in lane.extents]
+        return min(start for start, _ in extents), max(end for _, end in extents)
 
     def between(self, first_step: int | None = None, last_step: int | None = None) -> Timeline:
-        """The part from one step to another, both included. Condensed stretches are taken whole."""
+        """The part from one step to another, both included. Condensed stretches are included as a whole."""
         first, last = first_step or 0, last_step if last_step is not None else 1 << 62
         if first > last:
             raise ValueError(f"from step {first} to step {last} there is nothing: choose a later end")
-        lanes = [_cut(lane, first, last) for lane in self.lanes]
-        if not any(lane.extents for lane in lanes):
+        cut = Timeline(self.name, self.began, [_cut(lane, first, last) for lane in self.lanes], ())
+        if not any(lane.extents for lane in cut.lanes):
             last_known = max((span.step for lane in self.lanes for span in lane.spans), default=0)
             raise ValueError(f"there is no step from {first} on: the timeline ends with step {last_known}")
-        start, end = (
-            min(extent[0] for lane in lanes for extent in lane.extents),
-            max(extent[1] for lane in lanes for extent in lane.extents),
-        )
-        return Timeline(self.name, self.began, lanes, [event for event in self.events if start <= event.time <= end])
+        start, end = cut._range
+        cut.events = tuple(event for event in self.events if start <= event.time <= end)
+        return cut
 
     def summary(self) -> TimelineSummary:
-        return TimelineSummary(self.duration_s, tuple(map(_time_of, self.lanes)))
+        return TimelineSummary(self.duration_s, tuple(map(_worker_time, self.lanes)))
 
     def idle_gaps(self, min_s: float = 1.0) -> list[IdleGap]:
-        """Where workers had nothing to compute for at least so long, the longest first."""
+        """Times of at least `min_s` seconds in which a worker computed nothing, the longest first."""
         gaps = [gap for lane in self.lanes for gap in _gaps(lane, min_s)]
         return sorted(gaps, key=lambda gap: -gap.seconds)
 
-    def to_json(self) -> str:
-        """Everything, as one object."""
-        from paceline.observe.timeline.tables import to_json
-
-        return to_json(self)
-
-    def to_csv(self) -> str:
-        """A row for every span, stretch, event and sample."""
-        from paceline.observe.timeline.tables import to_csv
-
-        return to_csv(self)
-
-    def to_chrome(self) -> str:
-        """Chrome's trace format, which ui.perfetto.dev and chrome://tracing open."""
-        from paceline.observe.timeline.chrome import to_chrome
-
-        return to_chrome(self)
-
-    def to_html(self) -> str:
-        """One page that needs nothing else."""
-        from paceline.observe.timeline.page import to_html
-
-        return to_html(self)
+    to_json = export.to_json
+    to_csv = export.to_csv
+    to_chrome = export.to_chrome
+    to_html = export.to_html
 
 
 def _events(sessions: Sequence[Session], lanes: Sequence[Lane], *, is_silent: bool) -> list[TimelineEvent]:
-    """What workers wrote down, and what their files show: starts, and ends that nobody had the time to write down."""
+    """Recorded events, starts, and sessions that ended without a record."""
     events = []
     for lane in lanes:
         own = [session for session in sessions if session.rank == lane.rank]
         for number, (session, (start, end)) in enumerate(zip(own, lane.extents, strict=True)):
-            events.append(TimelineEvent("restart" if number else "start", lane.rank, start, _first_step(session), {}))
+            first_rows = [row[0] for rows in (session.stretches, session.steps) for row in rows[:1]]
+            completed = max(first_rows[0] - 1, 0) if first_rows else 0
+            events.append(TimelineEvent("restart" if number else "start", lane.rank, start, completed, {}))
             events += [
                 TimelineEvent(name, lane.rank, start + at / 1e6, step, details)
                 for name, step, at, details in session.events
@@ -186,19 +175,13 @@ def _events(sessions: Sequence[Session], lanes: Sequence[Lane], *, is_silent: bo
     return sorted(events, key=lambda event: (event.time, event.rank))
 
 
-def _first_step(session: Session) -> int:
-    """How many steps were completed when it began."""
-    firsts = [row[0] for rows in (session.stretches, session.steps) for row in rows[:1]]
-    return max(firsts[0] - 1, 0) if firsts else 0
-
-
 def _cut(lane: Lane, first: int, last: int) -> Lane:
     spans = [span for span in lane.spans if first <= span.step <= last]
     stretches = [part for part in lane.stretches if part.last_step >= first and part.first_step <= last]
     extents = []
     for start, end in lane.extents:
-        inside = [(part.start, part.end) for part in spans if start <= part.start <= end]
-        inside += [(part.start, part.end) for part in stretches if start <= part.start <= end]
+        parts: list[Span | Stretch] = [*spans, *stretches]
+        inside = [(part.start, part.end) for part in parts if start <= part.start <= end]
         if inside:
             extents.append((min(begin for begin, _ in inside), max(until for _, until in inside)))
     return replace(
@@ -213,7 +196,7 @@ def _cut(lane: Lane, first: int, last: int) -> Lane:
     )
 
 
-def _time_of(lane: Lane) -> WorkerTime:
+def _worker_time(lane: Lane) -> RecordedWorkerTime:
     total_s = sum(end - start for start, end in lane.extents)
     seconds = dict.fromkeys(SHOWN, 0.0)
     for span in lane.spans:
@@ -222,9 +205,15 @@ def _time_of(lane: Lane) -> WorkerTime:
         for kind, value in stretch.seconds.items():
             seconds[kind] += value
     seconds["other"] = max(total_s - sum(seconds.values()), 0.0)
-    writing_s = sum(span.end - span.start for span in lane.writing)
-    return WorkerTime(
-        lane.rank, lane.host, lane.device, lane.num_steps, total_s, seconds, writing_s, _means(lane.samples)
+    return RecordedWorkerTime(
+        lane.rank,
+        total_s,
+        seconds,
+        host=lane.host,
+        device=lane.device,
+        num_steps=lane.num_steps,
+        writing_s=sum(span.end - span.start for span in lane.writing),
+        use=_means(lane.samples),
     )
 
 
@@ -265,18 +254,6 @@ def _cause(idle: Sequence[Span], start: float, end: float) -> str:
     return max(seconds, key=lambda kind: seconds[kind])
 
 
-def _use_text(worker: WorkerTime) -> str:
-    texts = {
-        "gpu": "GPU {:.0f}%",
-        "gpu_memory": "GPU memory {:.2f} GB",
-        "cpu": "CPU {:.0f}% of a core",
-        "memory": "memory {:.2f} GB",
-        "host_cpu": "host CPU {:.0f}%",
-        "host_memory": "host memory {:.2f} GB",
-    }
-    known = [
-        text.format(worker.use[name] / 1e9 if "memory" in name else worker.use[name])
-        for name, text in texts.items()
-        if name in worker.use
-    ]
-    return ", ".join(known) or "nothing was sampled"
+def _use_text(use: Mapping[str, float]) -> str:
+    known = {name: use[name] / 1e9 if "memory" in name else use[name] for name in _USE_TEXTS if name in use}
+    return ", ".join(_USE_TEXTS[name].format(value) for name, value in known.items()) or "nothing was sampled"

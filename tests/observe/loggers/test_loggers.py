@@ -94,7 +94,7 @@ def test_state_goes_to_the_logger_it_came_from() -> None:
 
 def test_state_that_a_logger_cannot_take_does_not_end_the_run() -> None:
     loggers = Loggers([Counting()])
-    with pytest.warns(UserWarning, match="Counting failed taking up its state and is switched off"):
+    with pytest.warns(UserWarning, match=r"Counting failed in load_state_dict\(\) and is disabled"):
         loggers.load_state_dict({"Counting": {}})
 
 

@@ -1,0 +1,170 @@
+"""Recording a timeline: what is written, failing disks, and whole runs."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+from models import mlp, vectors
+from torch.nn import functional
+
+import paceline as pl
+from paceline.core.events import Events
+from paceline.core.world import World
+from paceline.observe import system_samples
+from paceline.observe.json_lines import LineWriter
+from paceline.observe.timeline.recorder import TimelineRecorder
+from paceline.observe.timeline.timeline import Timeline
+
+
+def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
+    events = Events()
+    recorder = TimelineRecorder(tmp_path, World(), events)
+    begin = perf_counter()
+    moments = [0.0, 0.001, 0.002, 0.005, 0.045, 0.046, 0.047, 0.067, 0.068]
+    recorder.step(1, [begin + at for at in moments])
+    recorder.span("evaluation", begin + 0.1, begin + 0.35)
+    recorder.span("writing", begin + 0.1, begin + 0.9)
+    events.step = 1
+    events.emit("plan", shares=(4, 4))
+    recorder.close()
+    timeline = Timeline.load(tmp_path)
+    (worker,) = timeline.summary().workers
+    expected = {"data": 0.004, "compute": 0.04, "optimizer": 0.022, "evaluation": 0.25}  # alone, nothing is exchanged
+    assert {kind: worker.seconds[kind] for kind in expected} == pytest.approx(expected, abs=5e-6)
+    assert worker.seconds["sync"] == worker.seconds["wait"] == 0
+    assert sum(worker.seconds.values()) == pytest.approx(worker.total_s)
+    assert worker.writing_s == pytest.approx(0.8, abs=5e-6)
+    assert worker.num_steps == 1
+    assert [(e.name, e.step, dict(e.details)) for e in timeline.events] == [
+        ("start", 0, {}),
+        ("plan", 1, {"shares": [4, 4]}),
+    ]
+
+
+def test_a_thread_writes_while_the_run_goes_on_and_is_gone_afterwards(tmp_path: Path) -> None:
+    recorder = TimelineRecorder(tmp_path, World(), Events())
+    assert any(thread.name == "paceline-timeline" for thread in threading.enumerate())
+    recorder.close()
+    recorder.close()
+    assert not any(thread.name == "paceline-timeline" for thread in threading.enumerate())
+
+
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be written to .* choose another folder"):
+        TimelineRecorder(tmp_path / "file", World(), Events())
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = TimelineRecorder(tmp_path, World(), Events())
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(LineWriter, "write", refuse)
+    recorder.step(1, [perf_counter()] * 6)
+    with pytest.warns(
+        UserWarning, match=rf"{tmp_path / 'rank-0.jsonl'} cannot be written, the timeline ends here.*No space left"
+    ) as seen:
+        recorder.close()
+    assert len(seen) == 1
+    assert Timeline.load(tmp_path).lanes[0].num_steps == 0
+
+
+def test_what_a_system_does_not_tell_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = system_samples.SystemSampler(torch.device("cpu"), whole_host=True)
+    cpu, memory, host_cpu, host_memory, gpu, gpu_memory = sampler.sample()
+    assert cpu is not None
+    assert cpu >= 0
+    assert memory is not None
+    assert memory > 1e6
+    assert host_cpu is None or 0 <= host_cpu <= 100
+    assert host_memory is not None
+    assert gpu is gpu_memory is None
+    monkeypatch.setattr(system_samples, "Path", lambda name: tmp_path / "nothing" / name.lstrip("/"))
+    assert sampler.sample()[1:] == [None] * 5
+
+
+def test_a_garbage_collection_that_took_its_time_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = TimelineRecorder(tmp_path, World(), Events())
+    gc.collect(0)
+    monkeypatch.setattr("paceline.observe.timeline.recorder.SLOW_COLLECTION_S", 0.0)
+    gc.collect()
+    recorder.close()
+    gc.collect()
+    assert [event.name for event in Timeline.load(tmp_path).events] == ["start", "garbage collection"]
+
+
+# Whole runs
+
+
+def loss_of(model: Any, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch.x), batch.y)
+
+
+def train(folder: Path, *, delay: Any = None, **settings: Any) -> pl.Report:
+    """Two epochs of four steps, two micro-batches each."""
+    data = vectors(32)
+    settings = {"global_batch": 8, "micro_batch": 4, "shares": "equal", "quiet": True, **settings}
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, timeline=folder, **settings) as trainer:
+        trainer.every_epoch(1, lambda _: trainer.evaluate(data, loss_of))
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                if delay is not None:
+                    delay(trainer)
+                trainer.backward(loss_of(trainer.model, batch))
+                trainer.step()
+        return trainer.report()
+
+
+def test_a_run_with_all_that_can_happen_in_one(tmp_path: Path) -> None:
+    train(tmp_path / "timeline", checkpoints=pl.Checkpoints(tmp_path / "checkpoints", every_steps=4))
+    timeline = Timeline.load(tmp_path)
+    (lane,) = timeline.lanes
+    assert lane.num_steps == 8
+    count = {kind: sum(span.kind == kind for span in lane.spans) for kind in ("compute", "evaluation", "checkpoint")}
+    assert count == {"compute": 16, "evaluation": 2, "checkpoint": 2}
+    assert len(lane.writing) == 2
+    assert all(earlier.end <= later.start for earlier, later in zip(lane.spans, lane.spans[1:], strict=False))
+    names = [event.name for event in timeline.events if event.name != "garbage collection"]
+    assert names == ["start", "epoch begin", "plan", "epoch end", "epoch begin", "save", "epoch end", "save"]
+    (worker,) = timeline.summary().workers
+    assert sum(worker.seconds.values()) == pytest.approx(worker.total_s)
+
+
+def test_an_error_is_an_event(tmp_path: Path) -> None:
+    def fail(_: Any) -> None:
+        raise RuntimeError("no luck\ntoday")
+
+    with pytest.raises(RuntimeError, match="no luck"):
+        train(tmp_path, delay=fail)
+    fault = Timeline.load(tmp_path).events[-1]
+    assert (fault.name, dict(fault.details)) == ("fault", {"error": "RuntimeError", "text": "no luck"})
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train(None)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def slow_second_worker(folder: str) -> tuple[float, float]:
+    from time import sleep
+
+    report = train(Path(folder), delay=lambda trainer: sleep(0.02 * trainer.world.rank))
+    return report.workers[0].waiting_s, report.workers[1].waiting_s
+
+
+def test_the_fast_worker_is_seen_waiting_for_the_slow_one(pool: Any, tmp_path: Path) -> None:
+    waited_s = pool.run(slow_second_worker, 2, str(tmp_path))[0]
+    fast, slow = Timeline.load(tmp_path).summary().workers
+    # A step's exchange is reported with the next one, and the first is not: the timeline knows two more.
+    assert fast.seconds["wait"] >= waited_s[0] > 0
+    assert fast.seconds["wait"] > 0.05 > slow.seconds["wait"]
+    assert slow.seconds["compute"] > 8 * 0.02 > fast.seconds["compute"]
