@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import safetensors_file
 from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.files import DTYPE_NAMES, check_file, write_tensors
 from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder, unusable
-from paceline.checkpoint.hashed_file import FileRecord, HashingReader
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
-from paceline.checkpoint.reading import Checkpoint, inspect, verify
+from paceline.checkpoint.reader import Checkpoint, inspect, verify
 from paceline.cli.commands import (
     CommandError,
     add_command,
@@ -34,8 +33,6 @@ from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RunFiles
 
 WIDTH = 80
-# So much is read between two looks at the clock.
-READ_BYTES = 16 << 20
 PROGRESS_S = 0.2
 SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
@@ -307,22 +304,11 @@ def _problems(folder: Path) -> list[str]:
     problems = []
     for name, record in manifest.contents.files.items():
         try:
-            _check(folder / name, record, progress)
+            check_file(folder / name, record, progress.add)
         except CheckpointError as error:
             problems.append(str(error))
     progress.close()
     return problems
-
-
-def _check(path: Path, record: FileRecord, progress: _Progress) -> None:
-    scratch = memoryview(bytearray(min(READ_BYTES, record.size)))
-    with HashingReader(path) as file:
-        file.expect_size(record)
-        while left := file.size - file.position:
-            part = scratch[:left]
-            file.read_into(part)
-            progress.add(len(part))
-        file.expect(record)
 
 
 class _Progress:
@@ -374,7 +360,7 @@ def _write(path: Path, weights: Mapping[str, Any], form: str) -> None:
     unfinished = path.with_name(f".{path.name}.partial-{new_token()}")
     try:
         if form == "safetensors":
-            safetensors_file.write(unfinished, _storable(weights))
+            write_tensors(unfinished, _storable(weights))
         else:
             torch.save(dict(weights), unfinished)
         unfinished.replace(path)
@@ -384,7 +370,7 @@ def _write(path: Path, weights: Mapping[str, Any], form: str) -> None:
 
 def _storable(weights: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
     for name, value in weights.items():
-        if not isinstance(value, torch.Tensor) or value.dtype not in safetensors_file.DTYPE_NAMES:
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
             what = f"of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
             raise CommandError(f"{name!r} is {what}, which no safetensors file can hold: give --format torch")
     return weights

@@ -22,7 +22,7 @@ import pytest
 from disturbed import PACELINE_RUN, Disturbed, end, workers_of
 
 from paceline.checkpoint.folders import complete_steps
-from paceline.checkpoint.reading import verify
+from paceline.checkpoint.reader import verify
 from paceline.checkpoint.run_folder import MEMORY, memory_folder
 
 # Workers give up on one that is silent for so long; it is stopped for longer.

@@ -16,7 +16,7 @@ from worker_pool import WorkerPool, WorkersFailed
 import paceline as pl
 from paceline.checkpoint.errors import ReplicationError
 from paceline.checkpoint.folders import complete_steps
-from paceline.checkpoint.reading import verify
+from paceline.checkpoint.reader import verify
 
 BREAKS_AT = 7  # after checkpoints of steps 3 and 6
 
@@ -80,7 +80,7 @@ def test_a_full_disk_stops_the_run_with_path_cause_and_what_is_intact(disk: Path
     assert message.startswith(
         f"the checkpoint of step 9 was not saved in {disk}/run: No space left on device ({disk}/run"
     )
-    assert message.endswith(f"Intact is still {disk}/run/step-00000006")
+    assert message.endswith(f"The newest intact checkpoint is {disk}/run/step-00000006")
     check_intact(disk / "run", [3, 6])
 
 
@@ -89,10 +89,10 @@ def test_a_full_disk_is_a_warning_where_chosen_and_later_saves_succeed(
 ) -> None:
     assert train(disk / "run", "continue", lambda: fill(disk), (disk / "filler").unlink) == NUM_STEPS
     check_intact(disk / "run", [3, 6, 15, 18, 21, 22])
-    warnings = [record.getMessage() for record in caplog.records if "goes on without" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "continues without" in record.getMessage()]
     assert len(warnings) == 2
     assert f"step 9 was not saved in {disk}/run: No space left on device" in warnings[0]
-    assert warnings[0].endswith(f"Intact is still {disk}/run/step-00000006")
+    assert warnings[0].endswith(f"The newest intact checkpoint is {disk}/run/step-00000006")
 
 
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
@@ -230,7 +230,7 @@ def test_a_disk_that_fails_on_two_workers_stops_both(tmp_path: Path, pool: Worke
 
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
-    message = r"'8.bias' of component 'model' has values that are inf or NaN"
+    message = r"'8.bias' of component 'model' contains inf or NaN"
     with pytest.raises(pl.CheckpointError, match=message), setup(tmp_path, every_steps=1, final=False) as trainer:
         trainer.every(2, lambda _: trainer.model[8].bias.data.fill_(float("nan")))
         for batch in next(trainer.epochs(1)):

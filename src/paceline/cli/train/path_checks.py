@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.weights import checkpoint_at
+from paceline.checkpoint.reader import checkpoint_at
 from paceline.cli.config import ConfigError, Project
 from paceline.cli.config.errors import Problem, in_order
 from paceline.core.world import devices

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from paceline.checkpoint.policy import Decision
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.events import Events
@@ -26,6 +27,7 @@ from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
 from paceline.run.report import Account, Report
+from paceline.run.saving.stopping import Stopped
 from paceline.run.step.agreement import Agreement
 from paceline.run.step.backward import Backward
 from paceline.run.step.ema import Average
@@ -49,17 +51,23 @@ NO_STEP = Step((), 0, None, is_cut=False)  # before the first
 
 
 class Keeper(Protocol):
-    """Keeps the run's state safe, and ends the run when asked to: always between two steps, on all workers alike."""
+    """Saves and stops the run: between two steps, on all workers alike."""
 
     @property
-    def wish(self) -> float:
-        """What this worker asks all to do; it travels with the step's exchange. 0 for nothing."""
+    def requested(self) -> Decision:
+        """What this worker asks all workers to do. Sent with the step's exchange."""
 
     def observe(self, numbers: Numbers) -> None:
-        """What was exchanged in a step; called with every step in turn."""
+        """The numbers of a completed step; called for every step in order."""
 
-    def between_steps(self, loop: Loop) -> None:
-        """The next step is about to begin: the moment to save, or to leave by an exception."""
+    def decide(self, loop: Loop) -> Decision:
+        """What to do before the next step, equal on all workers."""
+
+    def save_due(self, loop: Loop) -> None:
+        """Carry out `Decision.SAVE`."""
+
+    def stop(self, loop: Loop) -> None:
+        """Carry out `Decision.STOP`. The loop then ends."""
 
 
 class Loop:
@@ -145,7 +153,7 @@ class Loop:
         begun_at: Position | None = None
         try:
             while self.position.epoch == epoch and not self.is_over:
-                self._keeper.between_steps(self)
+                self._save_or_stop()
                 self._collector.between_steps(self.position.step)
                 mine = self._begin_step()
                 if mine is None:
@@ -171,6 +179,14 @@ class Loop:
             # On several workers the step stays as it is until the others are told.
             if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
                 self.abandon()
+
+    def _save_or_stop(self) -> None:
+        decision = self._keeper.decide(self)
+        if decision is Decision.SAVE:
+            self._keeper.save_due(self)
+        elif decision is Decision.STOP:
+            self._keeper.stop(self)
+            raise Stopped(self.position.step)
 
     def abandon(self) -> None:
         """Drop the step that is under way, if one is."""
@@ -231,7 +247,7 @@ class Loop:
         self._is_open, self._is_last = False, True
         while self.position.epoch == self._left_epoch and not self.is_over:
             if not is_under_way:
-                self._keeper.between_steps(self)
+                self._save_or_stop()
                 mine = self._begin_step()
                 if mine is None:
                     break
@@ -420,7 +436,7 @@ class Loop:
     def _finish_step(self) -> StepRecord | None:
         position = self.position
         message = WorkerMessage(
-            self._stopwatch.send(), self._keeper.wish, self._agreement.digest(), self._requested_rate
+            self._stopwatch.send(), self._keeper.requested, self._agreement.digest(), self._requested_rate
         )
         self._requested_rate = None
         self._exchange.send(message)
