@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -446,3 +447,29 @@ def test_without_flushing_the_same_files_are_written(tmp_path: Path, monkeypatch
             writer.save(*job(5))
     files = [{path.name for path in (tmp_path / root / "step-00000005").iterdir()} for root in ("a", "b")]
     assert files[0] == files[1]
+
+
+def test_the_format_is_that_of_the_version_before(tmp_path: Path) -> None:
+    """Two workers of paceline 0.2.0 wrote `golden`: it loads, and the same state is stored in the same bytes."""
+    golden = Checkpoint(Path(__file__).parent / "golden" / "step-00000003")
+    assert verify(golden.folder) == []
+    old = golden.manifest
+    mixed = golden.load("mixed")
+    assert mixed["tuple"] == (1, 2.5, float("inf"))
+    assert same(mixed[3], torch.arange(4).to(torch.uint16))
+    assert mixed["numpy"][1].dtype == np.uint32
+
+    def worker(rank: int) -> None:
+        manifest = Manifest(3, configuration=old.configuration, position=old.position, metrics=old.metrics)
+        parts = {name: golden.load_own(name, world(rank, 2)) for name in old.contents.components}
+        saved = [Component(name, state, old.contents.components[name].pattern) for name, state in parts.items()]
+        save(tmp_path, (manifest, saved), world(rank, 2), num_shards=2, timeout_s=20)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(worker, range(2)))
+    new = Checkpoint(tmp_path / "step-00000003")
+    assert names(new.folder) == names(golden.folder)
+    for name in old.contents.files:
+        assert (new.folder / name).read_bytes() == (golden.folder / name).read_bytes(), name
+    same_header = {"created": old.created, "versions": old.versions}
+    assert replace(new.manifest, **same_header).render() == (golden.folder / "manifest.json").read_bytes()

@@ -21,7 +21,7 @@ from checkpoint_state import components, job, same, save, save_steps
 from paceline.checkpoint.folders import clean_up, complete_steps, step_folder
 from paceline.checkpoint.policy import Retention
 from paceline.checkpoint.reader import Checkpoint, verify
-from paceline.checkpoint.run_folder import RunLock
+from paceline.checkpoint.run_folder import run_lock
 from paceline.checkpoint.writer import AsyncWriter
 
 # Forked: starting a Python with torch anew takes seconds.
@@ -31,7 +31,7 @@ ROWS = 20_000
 
 def check_run(root: Path) -> list[int]:
     """What the next start finds: only complete checkpoints, each with its own step's state."""
-    with closing(RunLock(root)):
+    with run_lock(root):
         clean_up(root)
         steps = complete_steps(root)
         assert {path.name for path in root.iterdir()} == {".lock", *(step_folder(root, s).name for s in steps)}
@@ -45,7 +45,7 @@ def check_run(root: Path) -> list[int]:
 
 
 def write_for_ever(root: Path, first: int, connection: Connection) -> None:
-    with closing(RunLock(root)), closing(AsyncWriter(root, retention=Retention(last=2))) as writer:
+    with run_lock(root), closing(AsyncWriter(root, retention=Retention(last=2))) as writer:
         step = first
         while True:
             writer.save(*job(step, size=ROWS))

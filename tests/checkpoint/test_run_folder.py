@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from contextlib import closing
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from checkpoint_state import save_steps
 
 from paceline.checkpoint.errors import LockedError
 from paceline.checkpoint.folders import complete_steps, partial_folder
-from paceline.checkpoint.run_folder import IDENTIFIER_NAME, RunFolder, RunLock, memory_folder
+from paceline.checkpoint.run_folder import IDENTIFIER_NAME, RunFolder, memory_folder, run_lock
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 
@@ -88,10 +88,12 @@ def test_discarded_steps_are_moved_whole_into_numbered_folders(tmp_path: Path) -
 
 
 def test_a_lock_that_is_released_in_time_is_taken(tmp_path: Path) -> None:
-    holder = RunLock(tmp_path)
+    holder = ExitStack()
+    holder.enter_context(run_lock(tmp_path))
     releasing = threading.Timer(0.2, holder.close)
     releasing.start()
-    RunLock(tmp_path, timeout_s=20.0).close()
+    with run_lock(tmp_path, timeout_s=20.0):
+        pass
     releasing.join()
 
 
@@ -102,30 +104,22 @@ CONTEXT = multiprocessing.get_context("fork")
 
 def test_a_second_writer_is_kept_out_and_told_who_is_there(tmp_path: Path) -> None:
     with (
-        closing(RunLock(tmp_path)),
+        run_lock(tmp_path),
         pytest.raises(LockedError, match=rf"{tmp_path} is in use by process {os.getpid()} on \S+ since 20"),
     ):
-        RunLock(tmp_path)
-    RunLock(tmp_path).close()
-
-
-def test_closing_twice_is_harmless(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
-    lock.close()
-    with closing(RunLock(tmp_path)), pytest.raises(LockedError):
-        lock.close()
-        RunLock(tmp_path)
+        run_lock(tmp_path).__enter__()
+    with run_lock(tmp_path):
+        pass
 
 
 def hold(folder: Path, connection: Connection) -> None:
-    lock = RunLock(folder)
-    assert lock
-    # A data-loading process that outlives the worker for a while.
-    child = os.fork()
-    if child == 0:
+    with run_lock(folder):
+        # A data-loading process that outlives the worker for a while.
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        connection.send(child)
         signal.pause()
-    connection.send(child)
-    signal.pause()
 
 
 def test_a_killed_holder_holds_nothing_even_if_its_children_live(tmp_path: Path) -> None:
@@ -136,9 +130,10 @@ def test_a_killed_holder_holds_nothing_even_if_its_children_live(tmp_path: Path)
     child = here.recv()
     try:
         with pytest.raises(LockedError, match=f"in use by process {holder.pid} on"):
-            RunLock(tmp_path)
+            run_lock(tmp_path).__enter__()
         os.kill(holder.pid, signal.SIGKILL)
         holder.join()  # not with a time-out: that would wait for the child too
-        RunLock(tmp_path).close()
+        with run_lock(tmp_path):
+            pass
     finally:
         os.kill(child, signal.SIGKILL)

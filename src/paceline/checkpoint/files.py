@@ -63,7 +63,7 @@ def write_file(path: Path, contents: Iterable[bytes | memoryview], *, flush: boo
 
 def read_file(path: Path, limit_bytes: int, expected: FileRecord | None = None) -> bytes:
     """The content of a small file. A file larger than the limit is refused before it is read."""
-    with _open_regular(path, expected) as file:
+    with open_regular(path, expected) as file:
         if (size := os.fstat(file.fileno()).st_size) > limit_bytes:
             raise CheckpointError(f"{path} has {size} bytes, more than the limit of {limit_bytes} for such a file")
         content = file.readall()
@@ -74,7 +74,7 @@ def read_file(path: Path, limit_bytes: int, expected: FileRecord | None = None) 
 
 def check_file(path: Path, expected: FileRecord, on_bytes: Callable[[int], object] | None = None) -> None:
     """Raise unless the file's size and content are as recorded. Calls `on_bytes(count)` after each part read."""
-    with _open_regular(path, expected) as file:
+    with open_regular(path, expected) as file:
         _check_content(path, file, expected, on_bytes)
 
 
@@ -94,7 +94,7 @@ def read_tensors(path: Path, expected: FileRecord | None = None) -> dict[str, to
     """The tensors of a safetensors file, in memory of their own. With `expected` the file is checked before."""
     from safetensors import SafetensorError, safe_open
 
-    with _open_regular(path, expected) as checked:
+    with open_regular(path, expected) as checked:
         if expected is not None:
             _check_content(path, checked, expected)
         try:
@@ -134,7 +134,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 @contextmanager
-def _open_regular(path: Path, expected: FileRecord | None = None) -> Iterator[FileIO]:
+def open_regular(path: Path, expected: FileRecord | None = None) -> Iterator[FileIO]:
     """A regular file, of the expected size. Links are not followed, and a pipe does not block."""
     try:
         with FileIO(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:

@@ -11,9 +11,9 @@ import json
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("step", "world_size", "created", "versions", "configuration", "position", "metrics")
 
 
-class Pattern(Enum):
+class Pattern(StrEnum):
     """How workers share a component's state.
 
     REPLICATED is equal on all workers and stored once. GLOBAL is held by rank 0 alone. PER_RANK differs between
@@ -74,12 +74,7 @@ class Contents:
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        components = {
-            name: {"pattern": found.pattern.value, "parts": {part: list(names) for part, names in found.parts.items()}}
-            for name, found in self.components.items()
-        }
-        files = {name: {"size": record.size, "sha256": record.sha256} for name, record in self.files.items()}
-        return {"components": components, "files": files}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Contents:

@@ -7,13 +7,14 @@ import pickle
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.files import check_file, read_file, read_tensors
+from paceline.checkpoint.files import check_file, open_regular, read_file, read_tensors
 from paceline.checkpoint.folders import complete_steps, latest, step_folder, step_of, unusable
 from paceline.checkpoint.manifest import MANIFEST_NAME, WHOLE, Manifest
 from paceline.core.tree import unflatten
@@ -124,8 +125,11 @@ def read_weights(path: Path) -> Mapping[str, Any]:
     if path.is_dir():
         weights = checkpoint_at(path).load("model")
     else:
-        _check_regular(path)
-        weights = _read_safetensors(path) if path.suffix == ".safetensors" else _read_with_torch(path)
+        target = path.resolve()  # files in the cache of the Hugging Face hub are links
+        try:
+            weights = read_tensors(target) if path.suffix == ".safetensors" else _read_with_torch(target)
+        except CheckpointError as error:
+            raise CheckpointError(f"{str(error).replace(str(target), str(path))}: {_REMEDY}") from None
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(f"{path} holds a {type(weights).__name__}, not tensors by name: {_REMEDY}")
     if not any(isinstance(value, torch.Tensor) for value in weights.values()):
@@ -133,33 +137,17 @@ def read_weights(path: Path) -> Mapping[str, Any]:
     return weights
 
 
-def _check_regular(path: Path) -> None:
-    """Opening a pipe would block, and a device may be endless."""
-    try:
-        is_regular = stat.S_ISREG(path.stat().st_mode)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if not is_regular:
-        raise CheckpointError(f"{path} is not a regular file: {_REMEDY}")
-
-
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return read_tensors(path.resolve())  # files in the cache of the Hugging Face hub are links
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}: {_REMEDY}") from None
-
-
 def _read_with_torch(path: Path) -> Any:
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        with open_regular(path) as file:
+            found = torch.load(BufferedReader(file), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
     except Exception as error:  # any kind, depending on the file's bytes
         # torch's message explains how to run the code in a file, so it is not shown.
         has_code = isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower()
         reason = "holds pickled objects besides tensors" if has_code else "cannot be read by torch.load"
-        raise CheckpointError(f"{path} {reason}: {_REMEDY}") from None
+        raise CheckpointError(f"{path} {reason}") from None
     if isinstance(found, Mapping):
         return next((found[name] for name in _WRAPPERS if isinstance(found.get(name), Mapping)), found)
     return found

@@ -48,53 +48,53 @@ _IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 Location = Literal["disk", "memory"]
 
 
-class RunLock:
-    """The lock on `folder`, held until `close()`. Raises `LockedError` if another process holds it after `timeout_s`.
+_locked: set[FileIO] = set()
+
+
+@contextmanager
+def run_lock(folder: Path, *, timeout_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock on `folder`. Raises `LockedError` if another process holds it after `timeout_s`.
 
     The kernel releases the lock when the process ends, so a crash leaves no stale lock. Between machines it works where
     the shared file system forwards `flock`, as NFS (version 4, or 3 with its lock service) and Lustre mounted with
     `flock` do. With `localflock`, and on some FUSE file systems, it only excludes processes of the same machine.
     """
-
-    _held: set[FileIO] = set()  # noqa: RUF012
-
-    def __init__(self, folder: Path, *, timeout_s: float = 0.0) -> None:
-        self._file = FileIO(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
-        deadline = monotonic() + timeout_s
-        while not self._try_lock():
+    deadline = monotonic() + timeout_s
+    with FileIO(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+") as file:
+        while not _try_lock(file):
             if monotonic() >= deadline:
-                holder = self._file.read(1000).decode(errors="replace").strip()
-                self._file.close()
+                holder = file.read(1000).decode(errors="replace").strip()
                 raise LockedError(
                     f"{folder} is in use by {holder or 'another process'}: wait until that run has ended, stop it, or "
                     "choose another folder"
                 )
             sleep(_POLL_S)
-        self._held.add(self._file)
         since = datetime.now().astimezone().isoformat(timespec="seconds")
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
-
-    def _try_lock(self) -> bool:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+        _locked.add(file)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    def close(self) -> None:
-        self._held.discard(self._file)
-        self._file.close()
-
-    @classmethod
-    def _release_in_child(cls) -> None:
-        """A forked data-loading process must not keep the lock when its parent is gone."""
-        for file in cls._held:
-            file.close()
-        cls._held.clear()
+            yield
+        finally:
+            _locked.discard(file)
 
 
-os.register_at_fork(after_in_child=RunLock._release_in_child)
+def _try_lock(file: FileIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _release_in_child() -> None:
+    """A forked data-loading process must not keep the lock when its parent is gone."""
+    for file in _locked:
+        file.close()
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def writer_ranks(world: World, *, shared_disk: bool) -> range:
@@ -135,7 +135,7 @@ class RunFolder:
     def _open(self) -> str:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._locks.callback(RunLock(self.root, timeout_s=LOCK_TIMEOUT_S).close)
+            self._locks.enter_context(run_lock(self.root, timeout_s=LOCK_TIMEOUT_S))
             clean_up(self.root)
             return _identifier(self.root)
         except OSError as error:
@@ -207,7 +207,7 @@ class RunFolder:
             with suppress(CheckpointError, OSError):
                 if not self._owns_root:
                     # Held by the folder's owner until it has left, and by a new start of the run afterwards.
-                    self._locks.callback(RunLock(self.root, timeout_s=ABANDONED_LOCK_TIMEOUT_S).close)
+                    self._locks.enter_context(run_lock(self.root, timeout_s=ABANDONED_LOCK_TIMEOUT_S))
                 clean_up(self.root)
         self._locks.close()
 
