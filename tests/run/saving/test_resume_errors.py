@@ -96,7 +96,7 @@ def test_a_full_disk_is_a_warning_where_chosen_and_later_saves_succeed(
 
 
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_failed_saves_leave_no_partial_folders(disk: Path, pool: WorkerPool, num_workers: int, on_error: str) -> None:
     def main() -> int:
         return train(disk / "run", on_error, lambda: fill(disk))
@@ -175,7 +175,7 @@ def read_only(folder: Path) -> None:
     mount("-o", "remount,bind,ro", str(folder))
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_fresh_start_in_a_read_only_folder(disk: Path, pool: WorkerPool, num_workers: int) -> None:
     def main() -> None:
         setup(disk / "run")
@@ -193,7 +193,7 @@ def test_a_fresh_start_in_a_read_only_folder(disk: Path, pool: WorkerPool, num_w
         assert "choose a folder that this user can write to" in str(error)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_folder_whose_name_is_not_utf_8(tmp_path: Path, pool: WorkerPool, num_workers: int) -> None:
     root = tmp_path / os.fsdecode(b"caf\xe9")
 

@@ -128,7 +128,7 @@ def test_a_renamed_checkpoint_is_named_and_not_moved_while_in_use(root: Path, ca
     assert run(root, 6) == run(None, 6)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_all_workers_refuse_together(root: Path, pool: WorkerPool, num_workers: int) -> None:
     for step in (2, 4, 6):
         without_manifest(root / f"step-0000000{step}")

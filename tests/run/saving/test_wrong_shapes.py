@@ -165,7 +165,7 @@ def test_the_changes_above_are_what_is_refused(intact: Checkpoint, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("name", "change"), [("random", short), ("optimizer", without("lr", "param_groups", 0))])
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_all_workers_refuse_it(
     intact: Checkpoint, tmp_path: Path, pool: WorkerPool, num_workers: int, name: str, change: Change
 ) -> None:
