@@ -26,7 +26,7 @@ from typing import Literal
 
 from paceline.checkpoint.errors import CheckpointError, LockedError
 from paceline.checkpoint.files import flush_folder, write_file
-from paceline.checkpoint.folders import clean_up, complete_steps, move_aside, step_folder, unusable
+from paceline.checkpoint.folders import clean_up, complete_steps, move_aside, step_folder
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.private_folder import private_folder, why_not_private
@@ -177,10 +177,6 @@ class RunFolder:
     def _in_memory(self) -> list[int]:
         is_own = self._has_memory and why_not_private(self.memory) is None
         return complete_steps(self.memory) if is_own else []
-
-    def unusable(self) -> dict[str, str]:
-        """Entries of the folder on disk that look like checkpoints and are not, by path, with the reason."""
-        return {str(path): reason for path, reason in unusable(self.root).items()}
 
     def path(self, location: Location, step: int) -> Path:
         return step_folder(self.root if location == "disk" else self.memory, step)

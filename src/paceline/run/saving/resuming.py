@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.folders import unusable
 from paceline.checkpoint.reader import Checkpoint, checkpoint_at, read_weights
 from paceline.checkpoint.run_folder import RunFolder, raising_on_all_workers
 from paceline.comm.base import Communicator
@@ -239,7 +240,8 @@ def _find(
 
 def _common_checkpoints(folder: RunFolder, communicator: Communicator) -> tuple[list[Path], list[str]]:
     """The checkpoints that every worker sees, newest first and on disk before in memory; and the flaws of others."""
-    own = json.dumps({"found": folder.found(), "unusable": folder.unusable()})
+    flaws_here = {str(path): flaw for path, flaw in unusable(folder.root).items()}
+    own = json.dumps({"found": folder.found(), "unusable": flaws_here})
     workers = [json.loads(text) for text in gather(own, communicator)]
     seen = [{(location, step) for location, step in worker["found"]} for worker in workers]
     flaws = {path: flaw for worker in workers for path, flaw in worker["unusable"].items()}

@@ -18,17 +18,8 @@ from paceline.run.saving.state import listed, model_differences, python_state, s
 from paceline.run.step.replica import Replica, only_or_all
 
 # What torch's own optimizers keep in tensors of their parameter's shape.
-_LIKE_PARAMETER = (
-    "exp_avg",
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "exp_inf",
-    "momentum_buffer",
-    "square_avg",
-    "grad_avg",
-)
+_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
 _ENGINE: dict[str, Any] = {"position": {}, "loss_scale": None, "exchange": {}, "num_workers": 1, "planner": {}}
-_LOSS_SCALE = {"value": 1.0, "steps_since_change": 0}
 _OPTIMIZER: dict[str, Any] = {"state": {}, "param_groups": []}
 
 # Whether a generator takes a state can only be found out by trying, on a separate generator.
@@ -94,8 +85,6 @@ def _engine_problems(state: Any, step: int) -> list[str]:
             problems.append(f"engine: its position is at step {position.step}, the manifest says {step}")
     except (ValueError, TypeError) as error:
         problems.append(f"engine: {error}")
-    if state["loss_scale"] is not None:
-        problems += _mismatches("engine", state["loss_scale"], _LOSS_SCALE, "'loss_scale'")
     return problems
 
 

@@ -84,7 +84,7 @@ CASES: list[tuple[str, Change, str]] = [
     ("engine", put(None, "exchange"), "engine: 'exchange' is None, expected a dict"),
     ("engine", put("two", "num_workers"), "engine: 'num_workers' is 'two', expected a number"),
     ("engine", put(5, "planner"), "engine: 'planner' is 5, expected a dict"),
-    ("engine", put({"value": "x"}, "loss_scale"), "engine: 'loss_scale' has no 'steps_since_change'"),
+    ("engine", without("loss_scale"), "engine: it has no 'loss_scale'"),
     ("optimizer", lambda _: None, "optimizer: it is None, expected a dict"),
     (
         "optimizer",
