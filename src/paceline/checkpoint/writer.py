@@ -131,6 +131,7 @@ class AsyncWriter:
 
     def save(self, manifest: Manifest, components: Sequence[Component]) -> None:
         """Copy the state and write it in the background. Returns when the state may change. `manifest`: no contents."""
+        self._num_saves += 1  # first: it must be equal on all workers, also if one of them raises
         self.wait()
         shares = self._shares(components)
         tensors = _tensors_of(shares)
@@ -139,7 +140,6 @@ class AsyncWriter:
         for i, share in enumerate(shares):
             files = {file: {n: copy_of[id(t)] for n, t in held.items()} for file, held in share.tensors.items()}
             shares[i] = replace(share, tensors=files)
-        self._num_saves += 1
         partial = partial_folder(self._root, manifest.step, f"{self._token}{self._num_saves:x}")
         manifest = replace(manifest, world_size=self._world.size)
         self._pending = self._thread.submit(self._write, manifest, shares, partial, wait_for_copies)

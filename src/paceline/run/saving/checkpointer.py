@@ -212,6 +212,11 @@ class Checkpointer:
         every = self._settings.snapshot_every if self._settings else None
         return every is not None and loop.position.step - self._last_snapshot >= every
 
+    def _reset_requests(self, request: Decision) -> None:
+        """Requests sent so far are fulfilled."""
+        self._request, self._agreed = request, Decision.CONTINUE
+        self._unread.clear()
+
     # How
 
     def save_due(self, loop: Loop) -> None:
@@ -225,7 +230,7 @@ class Checkpointer:
     def stop(self, loop: Loop) -> None:
         """Carry out `Decision.STOP`: save the step, if the run has a folder. The loop then ends."""
         if not self._writers:
-            self._request = self._agreed = Decision.CONTINUE
+            self._reset_requests(Decision.CONTINUE)
             loop.synchronize()
             return
         self._has_failed |= self._writers[0].settle() is not None
@@ -283,9 +288,7 @@ class Checkpointer:
         self._write(self._writers[0], loop, metrics)
         self._last = _progress(loop)
         self._has_failed = False
-        self._request = Decision.STOP if self._request is Decision.STOP else Decision.CONTINUE
-        self._agreed = Decision.CONTINUE
-        self._unread.clear()
+        self._reset_requests(Decision.STOP if self._request is Decision.STOP else Decision.CONTINUE)
         self._run.events.emit("save", folder=str(step_folder(self._folder.root, self._last.step)))
 
     def _write(self, writer: AsyncWriter, loop: Loop, metrics: Mapping[str, float]) -> None:
