@@ -91,7 +91,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, flush: boo
 
 
 def read_tensors(path: Path, expected: FileRecord | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, in memory of their own. With `expected` the file is checked before."""
+    """The tensors of a safetensors file, copied into new memory. With `expected` the file is checked before."""
     from safetensors import SafetensorError, safe_open
 
     with open_regular(path, expected) as checked:

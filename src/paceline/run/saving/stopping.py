@@ -1,4 +1,4 @@
-"""Stops a run on request: the step is finished, the state saved, and the process exits with a code of its own."""
+"""Stops a run on request: the step is finished, the state saved, and the process exits with code 75."""
 
 from __future__ import annotations
 
