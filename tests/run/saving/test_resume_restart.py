@@ -128,6 +128,7 @@ def test_a_restart_without_progress_since_the_last_is_the_last(tmp_path: Path) -
     assert (tmp_path / "starts").read_text().splitlines() == ["None", f"{root}/step-00000004"]
 
 
+@pytest.mark.timeout(300)
 def test_torchrun_restarts_the_group_and_passes_a_signal_on(tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     alone.mkdir()
