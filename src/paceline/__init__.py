@@ -32,7 +32,7 @@ _HOMES = {
     "GradientError": "paceline.core.errors",
     "Handle": "paceline.api.handle",
     "MisuseError": "paceline.core.errors",
-    "NoProgressError": "paceline.run.saving.recovery",
+    "NoProgressError": "paceline.run.saving.resuming",
     "NonFiniteError": "paceline.core.errors",
     "PacelineError": "paceline.core.errors",
     "PerWorker": "paceline.data.sources.batches",
@@ -106,7 +106,7 @@ if TYPE_CHECKING:
     from paceline.run.manual.training_state import TrainingState as TrainingState
     from paceline.run.report import Report as Report
     from paceline.run.saving.options import Checkpoints as Checkpoints
-    from paceline.run.saving.recovery import NoProgressError as NoProgressError
+    from paceline.run.saving.resuming import NoProgressError as NoProgressError
     from paceline.run.saving.stopping import Stopped as Stopped
     from paceline.run.step.loop import StepRecord as StepRecord
     from paceline.sync.averaging.strategy import Averaging as Averaging

@@ -102,7 +102,7 @@ def test_checkpoints_hold_it_as_a_component(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="'ema' is taken"):
             trainer.register("ema", pl.EarlyStopping())
         train(trainer)
-    with pytest.raises(pl.CheckpointError, match="holds state of ema, which nobody registered"):
+    with pytest.raises(pl.CheckpointError, match="holds state of ema, which was not registered"):
         run(None, tmp_path)
     with setup(checkpoints=pl.Checkpoints(tmp_path), skip=["ema"]) as trainer:
         train(trainer, 2)

@@ -16,7 +16,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
-from paceline.checkpoint import safetensors_file
+from paceline.run.saving import export
 
 X, Y = vectors(16)
 
@@ -114,7 +114,7 @@ def test_an_old_file_is_whole_until_the_new_one_is(tmp_path: Path, monkeypatch: 
             raise OSError("the disk is full")
 
         with monkeypatch.context() as patch, pytest.raises(OSError, match="the disk is full"):
-            patch.setattr(safetensors_file, "write", fail_half_way)
+            patch.setattr(export, "write_tensors", fail_half_way)
             trainer.export(path)
         assert path.read_bytes() == old
         with path.open("rb") as reader:
@@ -134,14 +134,16 @@ class WithExtraState(nn.Linear):
 
 def test_what_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     with setup() as trainer:
-        with pytest.raises(ValueError, match=r"model.bin cannot be the file: give a path that ends in .safetensors"):
+        with pytest.raises(
+            ValueError, match=r"model.bin cannot be written: give the path of a file that ends in .safetensors"
+        ):
             trainer.export(tmp_path / "model.bin")
         (tmp_path / "folder.safetensors").mkdir()
-        with pytest.raises(ValueError, match=r"folder.safetensors cannot be the file"):
+        with pytest.raises(ValueError, match=r"folder.safetensors cannot be written"):
             trainer.export(tmp_path / "folder.safetensors")
     with (
         setup(lambda: WithExtraState(12, 4)) as trainer,
-        pytest.raises(TypeError, match=r"'_extra_state' in the model's state is a dict, which a .safetensors file"),
+        pytest.raises(TypeError, match=r"'_extra_state' is a dict, which a safetensors file cannot store"),
     ):
         trainer.export(tmp_path / "model.safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["folder.safetensors"]

@@ -333,7 +333,7 @@ def test_an_object_may_be_registered_in_a_run_that_is_not_saved() -> None:
         trainer.register("early_stopping", pl.EarlyStopping())
         with pytest.raises(ValueError, match="'early_stopping' is taken"):
             trainer.register("early_stopping", pl.EarlyStopping())
-        with pytest.raises(TypeError, match="'x' is a int without state_dict"):
+        with pytest.raises(TypeError, match="'x' is a int: it needs state_dict"):
             trainer.register("x", 3)  # type: ignore[arg-type]
         train(trainer)
         assert trainer.state_components() == {}

@@ -1,19 +1,18 @@
-"""Small states for the tests of checkpoints, and whether two states are the same to the last bit."""
+"""Small states for the tests of checkpoints, and saving without a run."""
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import wait
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from bitwise import same as same
 
-from paceline.checkpoint.manifest import Pattern
-from paceline.checkpoint.pieces import Component
-from paceline.checkpoint.saving import Job, save
-from paceline.checkpoint.writer import AsyncWriter
+from paceline.checkpoint.folders import step_folder
+from paceline.checkpoint.manifest import Manifest, Pattern
+from paceline.checkpoint.writer import AsyncWriter, Component
 from paceline.core.world import World
 
 
@@ -35,13 +34,24 @@ def components(seed: int = 0, rank: int = 0, size: int = 6) -> list[Component]:
     ]
 
 
+Job = tuple[Manifest, list[Component]]
+
+
 def job(step: int, seed: int | None = None, **more: Any) -> Job:
-    return Job(step, components(step if seed is None else seed, **more), {"lr": 0.1}, {"step": step})
+    """The arguments of `AsyncWriter.save`."""
+    manifest = Manifest(step, configuration={"lr": 0.1}, position={"step": step})
+    return manifest, components(step if seed is None else seed, **more)
+
+
+def save(root: Path, saved: Job, each: World | None = None, **options: Any) -> Path:
+    """Save and wait for it. In a world of several, each worker calls it in a thread of its own."""
+    with closing(AsyncWriter(root, each, **options)) as writer:
+        writer.save(*saved)
+    return step_folder(root, saved[0].step)
 
 
 def save_steps(root: Path, *steps: int) -> list[Path]:
-    folders = [save(root, job(step)) for step in steps]
-    return [folder for folder in folders if folder is not None]
+    return [save(root, job(step)) for step in steps]
 
 
 def world(rank: int, size: int, local_rank: int | None = None, local_size: int | None = None) -> World:
@@ -49,27 +59,7 @@ def world(rank: int, size: int, local_rank: int | None = None, local_size: int |
 
 
 def settled(writer: AsyncWriter) -> AsyncWriter:
-    """The writer, when what it writes is done or has failed and nobody was told yet."""
-    assert writer._under_way is not None
-    assert wait([writer._under_way], timeout=20).done
+    """The writer, when its save is done or has failed and nothing was reported yet."""
+    assert writer._pending is not None
+    assert wait([writer._pending], timeout=20).done
     return writer
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal in every type and bit."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        as_bytes = [t.resolve_conj().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t for t in (a, b)]
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*as_bytes)
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if isinstance(a, dict):
-        return same(list(a), list(b)) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, np.generic):
-        return a.tobytes() == b.tobytes()
-    if isinstance(a, float):
-        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
-    return bool(a == b)

@@ -148,11 +148,6 @@ def test_a_world_of_one_and_level_none_compare_nothing() -> None:
     assert outcomes([optimizer_state(), changed(one_value)], "none") == "same"
 
 
-def test_an_unknown_level_is_refused() -> None:
-    with pytest.raises(ValueError, match="level='deep': choose one of none, quick, tensor, full"):
-        check_replication("model", {}, "deep", SingleCommunicator(World()))  # type: ignore[arg-type]
-
-
 def compare_over_gloo() -> list[str]:
     communicator = connect(World.from_environment(), timeout_s=20)
     state = optimizer_state()

@@ -5,20 +5,19 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_state import components, job, same, settled, world
+from checkpoint_state import Job, components, job, same, settled, world
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import complete_steps
-from paceline.checkpoint.keep import Keep
-from paceline.checkpoint.manifest import Pattern
-from paceline.checkpoint.pieces import Component
-from paceline.checkpoint.reading import Checkpoint, verify
-from paceline.checkpoint.saving import Job
-from paceline.checkpoint.writer import AsyncWriter
+from paceline.checkpoint.manifest import Manifest, Pattern
+from paceline.checkpoint.policy import Retention
+from paceline.checkpoint.reader import Checkpoint, verify
+from paceline.checkpoint.writer import AsyncWriter, Component
 
 LARGE = 100_000
 
@@ -41,7 +40,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 def fail(writer: AsyncWriter, failing: Job) -> str:
     """The message of a save that fails, as a run that goes on would get it."""
-    writer.save(failing)
+    writer.save(*failing)
     error = settled(writer).poll()
     assert isinstance(error, CheckpointError)
     assert writer.poll() is None
@@ -49,50 +48,50 @@ def fail(writer: AsyncWriter, failing: Job) -> str:
 
 
 def test_a_full_disk_is_reported_and_does_not_stop_later_saves(disk: Path) -> None:
-    with AsyncWriter(disk) as writer:
-        writer.save(job(1))
+    with closing(AsyncWriter(disk)) as writer:
+        writer.save(*job(1))
         message = fail(writer, job(2, size=LARGE))
         start = (
             f"the checkpoint of step 2 was not saved in {disk}: No space left on device ({disk}/.step-00000002.partial"
         )
         assert message.startswith(start)
-        assert message.endswith(f"model.safetensors). Intact is still {disk}/step-00000001")
+        assert message.endswith(f"model.safetensors). The newest intact checkpoint is {disk}/step-00000001")
         assert {path.name for path in disk.iterdir()} == {"step-00000001"}
-        writer.save(job(3))
+        writer.save(*job(3))
     assert complete_steps(disk) == [1, 3]
     assert same(Checkpoint(disk / "step-00000003").load("model"), components(3)[0].state)
     assert verify(disk / "step-00000001") == []
 
 
 def test_a_read_only_disk_is_reported(disk: Path) -> None:
-    with AsyncWriter(disk) as writer:
-        writer.save(job(1))
+    with closing(AsyncWriter(disk)) as writer:
+        writer.save(*job(1))
         writer.wait()
         mount("-o", "remount,ro", str(disk))
         message = fail(writer, job(2))
         mount("-o", "remount,rw", str(disk))
         assert f"was not saved in {disk}: Read-only file system ({disk}/.step-00000002.partial-" in message
-        assert message.endswith(f"Intact is still {disk}/step-00000001")
-        writer.save(job(2))
+        assert message.endswith(f"The newest intact checkpoint is {disk}/step-00000001")
+        writer.save(*job(2))
     assert complete_steps(disk) == [1, 2]
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_reported_beside_the_one_saved(disk: Path) -> None:
-    with AsyncWriter(disk, keep=Keep(last=1)) as writer:
-        writer.save(job(1))
+    with closing(AsyncWriter(disk, retention=Retention(last=1))) as writer:
+        writer.save(*job(1))
         writer.wait()
         inside = disk / "step-00000001" / "model.json"
         mount("--bind", str(inside), str(inside))
         message = fail(writer, job(2))
         subprocess.run(["umount", "-l", str(next(disk.rglob("model.json")))], check=False)
-        assert f"step 2 was saved, but {disk}/step-00000001, which need not be kept, could not be deleted: " in message
+        assert f"step 2 was saved, but the outdated {disk}/step-00000001 could not be deleted: " in message
         assert verify(disk / "step-00000002") == []
 
 
 def test_a_vanished_folder_is_reported_and_not_made_again(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    with AsyncWriter(root) as writer:
-        writer.save(job(1))
+    with closing(AsyncWriter(root)) as writer:
+        writer.save(*job(1))
         writer.wait()
         shutil.rmtree(root)
         message = fail(writer, job(2))
@@ -103,7 +102,7 @@ def test_a_vanished_folder_is_reported_and_not_made_again(tmp_path: Path) -> Non
 
 def test_a_file_where_the_folder_should_be_is_reported(tmp_path: Path) -> None:
     root = tmp_path / "run"
-    with AsyncWriter(root) as writer:
+    with closing(AsyncWriter(root)) as writer:
         root.rmdir()
         root.write_text("x")
         assert f"was not saved in {root}: Not a directory" in fail(writer, job(1))
@@ -113,28 +112,28 @@ def hidden(root: Path) -> set[str]:
     return {path.name for path in root.iterdir() if path.name.startswith(".")}
 
 
-def not_finite(step: int, token: str) -> Job:
-    return Job(step, [Component("model", {"weight": torch.tensor([torch.nan])}, must_be_finite=True)], token=token)
+def not_finite(step: int) -> Job:
+    return Manifest(step), [Component("model", {"weight": torch.tensor([torch.nan])}, must_be_finite=True)]
 
 
 def test_the_part_of_a_worker_that_comes_late_to_a_failed_save_is_removed(tmp_path: Path) -> None:
     def part(step: int) -> Job:
-        return Job(step, [Component("random", {"seed": step}, Pattern.PER_RANK)], token=f"ab{step}")
+        return Manifest(step), [Component("random", {"seed": step}, Pattern.PER_RANK)]
 
-    with AsyncWriter(tmp_path, world(0, 2)) as first, AsyncWriter(tmp_path, world(1, 2)) as late:
-        assert "inf or NaN" in fail(first, not_finite(5, "ab5"))
+    with closing(AsyncWriter(tmp_path, world(0, 2))) as first, closing(AsyncWriter(tmp_path, world(1, 2))) as late:
+        assert "inf or NaN" in fail(first, not_finite(5))
         assert hidden(tmp_path) == set()
-        late.save(part(5))
+        late.save(*part(5))
         assert settled(late).poll() is None
-        assert hidden(tmp_path) == {".step-00000005.partial-ab5"}
+        assert hidden(tmp_path) == {".step-00000005.partial-01"}
         assert first.poll() is None  # as between any two steps
         assert hidden(tmp_path) == set()
-        late.save(part(6))
-        first.save(part(6))
+        late.save(*part(6))
+        first.save(*part(6))
         assert settled(first).poll() is None
         assert complete_steps(tmp_path) == [6]
-        assert "inf or NaN" in fail(first, not_finite(7, "ab7"))
-        late.save(part(7))
+        assert "inf or NaN" in fail(first, not_finite(7))
+        late.save(*part(7))
         late.wait()
     assert hidden(tmp_path) == set()
 
@@ -142,9 +141,10 @@ def test_the_part_of_a_worker_that_comes_late_to_a_failed_save_is_removed(tmp_pa
 def test_a_worker_without_room_to_say_why_it_failed_is_not_waited_for(disk: Path) -> None:
     """Only the second worker has something to write, and its part fills the disk."""
     large = {"noise": torch.zeros(LARGE * 4)}
-    with AsyncWriter(disk, world(0, 2), timeout_s=30.0) as first, AsyncWriter(disk, world(1, 2)) as second:
-        first.save(Job(5, [Component("random", {"seed": 1}, Pattern.PER_RANK)], token="ab"))
-        message = fail(second, Job(5, [Component("random", large, Pattern.PER_RANK)], token="ab"))
+    first, second = AsyncWriter(disk, world(0, 2), timeout_s=30.0), AsyncWriter(disk, world(1, 2))
+    with closing(first), closing(second):
+        first.save(Manifest(5), [Component("random", {"seed": 1}, Pattern.PER_RANK)])
+        message = fail(second, (Manifest(5), [Component("random", large, Pattern.PER_RANK)]))
         assert "No space left on device" in message
         error = settled(first).poll()
     assert "rank 1 could not write its part: No space left on device" in str(error)

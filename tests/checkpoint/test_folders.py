@@ -13,12 +13,11 @@ from paceline.checkpoint.folders import (
     complete_steps,
     delete,
     latest,
-    latest_common,
     make_visible,
     partial_folder,
     step_folder,
 )
-from paceline.checkpoint.reading import verify
+from paceline.checkpoint.reader import verify
 
 
 def test_latest_is_the_highest_complete_step(tmp_path: Path) -> None:
@@ -76,18 +75,3 @@ def test_delete_takes_a_checkpoint_away(tmp_path: Path) -> None:
     save_steps(tmp_path, 3, 4)
     delete(tmp_path, 3)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
-
-
-@pytest.mark.parametrize(
-    ("steps_by_node", "expected"),
-    [
-        ([[1, 2, 3]], 3),
-        ([[1, 2, 3], [1, 2]], 2),
-        ([[2, 3], [1, 2], [2, 4]], 2),
-        ([[1, 3], [2]], None),
-        ([[1], []], None),
-        ([[]], None),
-    ],
-)
-def test_nodes_resume_from_what_they_all_have(steps_by_node: list[list[int]], expected: int | None) -> None:
-    assert latest_common(steps_by_node) == expected

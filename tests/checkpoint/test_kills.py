@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -15,13 +16,12 @@ from time import sleep
 from typing import Any
 
 import pytest
-from checkpoint_state import components, job, same, save_steps
+from checkpoint_state import components, job, same, save, save_steps
 
 from paceline.checkpoint.folders import clean_up, complete_steps, step_folder
-from paceline.checkpoint.keep import Keep
-from paceline.checkpoint.lock import RunLock
-from paceline.checkpoint.reading import Checkpoint, verify
-from paceline.checkpoint.saving import save
+from paceline.checkpoint.policy import Retention
+from paceline.checkpoint.reader import Checkpoint, verify
+from paceline.checkpoint.run_folder import run_lock
 from paceline.checkpoint.writer import AsyncWriter
 
 # Forked: starting a Python with torch anew takes seconds.
@@ -31,7 +31,7 @@ ROWS = 20_000
 
 def check_run(root: Path) -> list[int]:
     """What the next start finds: only complete checkpoints, each with its own step's state."""
-    with RunLock(root):
+    with run_lock(root):
         clean_up(root)
         steps = complete_steps(root)
         assert {path.name for path in root.iterdir()} == {".lock", *(step_folder(root, s).name for s in steps)}
@@ -45,10 +45,10 @@ def check_run(root: Path) -> list[int]:
 
 
 def write_for_ever(root: Path, first: int, connection: Connection) -> None:
-    with RunLock(root), AsyncWriter(root, keep=Keep(last=2)) as writer:
+    with run_lock(root), closing(AsyncWriter(root, retention=Retention(last=2))) as writer:
         step = first
         while True:
-            writer.save(job(step, size=ROWS))
+            writer.save(*job(step, size=ROWS))
             connection.send(step)
             step += 1
 
@@ -117,8 +117,8 @@ def die_before(number: int, root: Path) -> None:
 
 def save_and_die(root: Path, step: int, number: int) -> None:
     die_before(number, root)
-    with AsyncWriter(root, keep=Keep(last=1)) as writer:
-        writer.save(job(step, size=ROWS))
+    with closing(AsyncWriter(root, retention=Retention(last=1))) as writer:
+        writer.save(*job(step, size=ROWS))
 
 
 @pytest.mark.parametrize("step", [2, 1], ids=["a new step", "the same step again"])

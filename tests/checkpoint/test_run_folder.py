@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import threading
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from checkpoint_state import job, save_steps, world
+from checkpoint_state import save_steps
 
-from paceline.checkpoint.errors import CheckpointError, LockedError
-from paceline.checkpoint.folders import complete_steps, partial_folder, set_aside
-from paceline.checkpoint.lock import RunLock
-from paceline.checkpoint.pieces import Disk
-from paceline.checkpoint.run_folder import IDENTIFIER_NAME, RunFolder, memory_folder
-from paceline.checkpoint.saving import save
-from paceline.checkpoint.writer import AsyncWriter
+from paceline.checkpoint.errors import LockedError
+from paceline.checkpoint.folders import complete_steps, partial_folder
+from paceline.checkpoint.run_folder import IDENTIFIER_NAME, RunFolder, memory_folder, run_lock
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 
 
 def opened(root: Path, *, with_memory: bool = False) -> RunFolder:
-    return RunFolder(root, SingleCommunicator(World()), Disk.SHARED, with_memory=with_memory)
+    return RunFolder(root, SingleCommunicator(World()), with_memory=with_memory)
 
 
 def test_opening_cleans_up_and_keeps_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.checkpoint.run_folder.LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("paceline.checkpoint.run_folder.LOCK_TIMEOUT_S", 0.0)
     save_steps(tmp_path, 1, 2)
     partial_folder(tmp_path, 3, "12ab").mkdir()
     folder = opened(tmp_path)
@@ -57,7 +58,7 @@ def test_snapshots_are_found_beside_checkpoints_and_those_of_an_earlier_run_are_
         save_steps(tmp_path, 4)
         assert folder.found() == [("disk", 4), ("memory", 5)]
         assert folder.path("memory", 5) == folder.memory / "step-00000005"
-        assert folder.forget([4, 5]) == tmp_path / "set-aside-1"
+        assert folder.discard([4, 5]) == tmp_path / "set-aside-1"
         assert folder.found() == []
         folder.close()
         (tmp_path / IDENTIFIER_NAME).unlink()
@@ -73,41 +74,66 @@ def test_folders_in_memory_are_named_by_place_and_run(tmp_path: Path) -> None:
     assert memory_folder(tmp_path / "x" / ".." / "a", "1") == memory_folder(tmp_path / "a", "1")
 
 
-def test_set_aside_moves_whole_checkpoints_and_numbers_its_folders(tmp_path: Path) -> None:
+def test_discarded_steps_are_moved_whole_into_numbered_folders(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
-    assert set_aside(tmp_path, []) is None
-    assert set_aside(tmp_path, [2, 3]) == tmp_path / "set-aside-1"
+    folder = opened(tmp_path)
+    assert folder.discard([]) is None
+    assert folder.discard([2, 3]) == tmp_path / "set-aside-1"
     save_steps(tmp_path, 2)
-    assert set_aside(tmp_path, [2]) == tmp_path / "set-aside-2"
+    assert folder.discard([2]) == tmp_path / "set-aside-2"
+    folder.close()
     assert complete_steps(tmp_path) == [1]
     assert complete_steps(tmp_path / "set-aside-1") == [2, 3]
     assert complete_steps(tmp_path / "set-aside-2") == [2]
 
 
 def test_a_lock_that_is_released_in_time_is_taken(tmp_path: Path) -> None:
-    holder = RunLock(tmp_path)
+    holder = ExitStack()
+    holder.enter_context(run_lock(tmp_path))
     releasing = threading.Timer(0.2, holder.close)
     releasing.start()
-    with RunLock(tmp_path, patience_s=20.0):
+    with run_lock(tmp_path, timeout_s=20.0):
         pass
     releasing.join()
 
 
-def test_a_worker_that_leaves_does_not_wait_for_anothers_part(tmp_path: Path) -> None:
-    writer = AsyncWriter(tmp_path, world(0, 2))
-    writer.save(job(5))
-    writer.abandon()
-    with pytest.raises(CheckpointError, match="the run ended before rank 1 had written its part"):
-        writer.close()
-    assert complete_steps(tmp_path) == []
+# The lock
+
+CONTEXT = multiprocessing.get_context("fork")
 
 
-def test_without_flushing_the_same_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").mkdir()
-    save(tmp_path / "a", job(5))
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", lambda _: pytest.fail("the disk was waited for"))
-        with AsyncWriter(tmp_path / "b", flush=False) as writer:
-            writer.save(job(5))
-    files = [{path.name for path in (tmp_path / root / "step-00000005").iterdir()} for root in ("a", "b")]
-    assert files[0] == files[1]
+def test_a_second_writer_is_kept_out_and_told_who_is_there(tmp_path: Path) -> None:
+    with (
+        run_lock(tmp_path),
+        pytest.raises(LockedError, match=rf"{tmp_path} is in use by process {os.getpid()} on \S+ since 20"),
+    ):
+        run_lock(tmp_path).__enter__()
+    with run_lock(tmp_path):
+        pass
+
+
+def hold(folder: Path, connection: Connection) -> None:
+    with run_lock(folder):
+        # A data-loading process that outlives the worker for a while.
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        connection.send(child)
+        signal.pause()
+
+
+def test_a_killed_holder_holds_nothing_even_if_its_children_live(tmp_path: Path) -> None:
+    here, there = CONTEXT.Pipe()
+    holder = CONTEXT.Process(target=hold, args=(tmp_path, there))
+    holder.start()
+    assert here.poll(20)
+    child = here.recv()
+    try:
+        with pytest.raises(LockedError, match=f"in use by process {holder.pid} on"):
+            run_lock(tmp_path).__enter__()
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.join()  # not with a time-out: that would wait for the child too
+        with run_lock(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.weights import read_weights
+from paceline.checkpoint.reader import read_weights
 
 
 class Touching:
@@ -87,7 +87,7 @@ def test_a_file_that_is_no_weights_is_refused_by_name(tmp_path: Path, kind: str,
         read_weights(path)
     message = str(caught.value)
     assert message.startswith(f"{path} ")
-    assert "give a checkpoint, a .safetensors file, or a state_dict that torch.save wrote" in message
+    assert "give a checkpoint, a .safetensors file, or a state_dict written by torch.save" in message
     assert len(message) < 500
     assert "\n" not in message
     assert "weights_only" not in message
@@ -131,11 +131,11 @@ def dead_link(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda _: None, "cannot be opened: No such file or directory"),
-        (dead_link, "cannot be opened: No such file or directory"),
+        (lambda _: None, "cannot be read: No such file or directory"),
+        (dead_link, "cannot be read: No such file or directory"),
         (make_pipe, "is not a regular file"),
         (link_to_a_device, "is not a regular file"),
-        (Path.mkdir, "is neither a checkpoint nor a folder with checkpoints in it"),
+        (Path.mkdir, "is neither a checkpoint nor a folder with checkpoints"),
     ],
 )
 def test_what_is_no_file_is_refused_at_once(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from made_runs import make_run
 from safetensors.torch import load_file
 
 from paceline.checkpoint.folders import step_folder
-from paceline.checkpoint.manifest import Pattern
-from paceline.checkpoint.pieces import Component
-from paceline.checkpoint.saving import Job, save
+from paceline.checkpoint.manifest import Manifest, Pattern
+from paceline.checkpoint.writer import AsyncWriter, Component
 from paceline.cli.main import main
 from paceline.observe.run_files import RunFiles
 
@@ -33,14 +33,14 @@ def model_state() -> dict[str, Any]:
 
 
 def save_step(root: Path, step: int, state: dict[str, Any] | None = None, **job: Any) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
     components = [
         Component("model", model_state() if state is None else state),
         Component("ema", {"embed.weight": WEIGHT + 1, "half": WEIGHT + 0.5}),
         Component("random", {"seed": 5}, Pattern.PER_RANK),
     ]
     usual = {"configuration": {"global_batch": 16, "optimizer": "AdamW"}, "position": {"epoch": 2, "micro_batch": 7}}
-    save(root, Job(step, components, **(usual | job)))
+    with closing(AsyncWriter(root)) as writer:
+        writer.save(Manifest(step, **(usual | job)), components)
     return step_folder(root, step)
 
 

@@ -23,7 +23,7 @@ from in_process import Ended, invoke
 from made_runs import make_run
 
 from paceline.checkpoint.folders import complete_steps
-from paceline.checkpoint.reading import verify
+from paceline.checkpoint.reader import verify
 from paceline.observe.run_files import RunFiles, read_status, running
 from paceline.run.control import ControlServer, socket_path
 

@@ -15,6 +15,7 @@ from paceline.api.ddp_config import DdpConfig
 from paceline.api.heads import Calling, Head, PlainModel, weight_fn_of
 from paceline.api.summary import announce, is_quiet
 from paceline.checkpoint.manifest import Pattern
+from paceline.checkpoint.policy import Decision
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
@@ -31,12 +32,10 @@ from paceline.run.evaluation import collect
 from paceline.run.evaluation.evaluate import evaluate
 from paceline.run.evaluation.predict import predict
 from paceline.run.report import Report
-from paceline.run.saving.checkpointer import SAVE, STOP
 from paceline.run.saving.export import export_weights, save_pretrained
 from paceline.run.saving.options import Checkpoints
-from paceline.run.saving.recovery import Resume, Start
-from paceline.run.saving.resuming import HasState
-from paceline.run.saving.state import plain_model
+from paceline.run.saving.resuming import Resume, ResumeOptions
+from paceline.run.saving.state import HasState, plain_model
 from paceline.run.step.gc_policy import GarbageCollection
 from paceline.run.step.loop import Loop, StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, only_or_all
@@ -276,7 +275,7 @@ class Trainer:
             weight_fn=weight_fn,
             collate_fn=adopted.collate_fn,
             checkpoints=checkpoints,
-            start=Start(resume, init_from, tuple(allow), tuple(skip)),
+            start=ResumeOptions(resume, init_from, tuple(allow), tuple(skip)),
             ema=ema,
             timeline=None if timeline is None else Path(timeline),
             train_mode=train_mode,
@@ -687,14 +686,14 @@ class Trainer:
 
     def request_save(self) -> None:
         """Have all workers save after one of the next steps. From any worker and any thread."""
-        self._run.keeper.ask(SAVE)
+        self._run.keeper.request(Decision.SAVE)
 
     def request_stop(self) -> None:
         """Have all workers leave by `Stopped` after one of the next steps. From any worker and any thread.
 
         A run with checkpoints is saved before that. Replicas that are averaged stop where they meet, all being equal.
         """
-        self._run.keeper.ask(STOP)
+        self._run.keeper.request(Decision.STOP)
 
     def close(self) -> None:
         """End the run: a last checkpoint, unless an error is under way; then release what the run holds.

@@ -1,1 +1,1 @@
-"""Saving a run's state so that it survives anything, and reading it back without running code."""
+"""Writes and reads checkpoints: folders of safetensors and JSON files that become visible when they are complete."""

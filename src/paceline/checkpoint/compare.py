@@ -1,11 +1,11 @@
-"""Whether state that must be the same on every worker is: all of it, and told to all workers alike.
+"""Checks that state that must be equal on all workers is equal.
 
-`check_replication` is called by every worker, at the same point. It compares each worker's state with rank 0's:
+Every worker calls `check_replication` at the same point. It compares each worker's state with rank 0's:
 
-- "none": nothing.
-- "quick": the structure (names, shapes, dtypes and every plain value), and a few values of each tensor.
+- "none": not at all.
+- "quick": the structure (names, shapes, dtypes and all plain values), and a few values of each tensor.
 - "tensor": the structure, and a checksum of each tensor.
-- "full": the structure, and every value of each tensor; says how large the largest difference is.
+- "full": the structure, and every value of each tensor; reports the largest difference.
 
 If any worker differs, all raise the same `ReplicationError`, which names the tensors and the ranks.
 """
@@ -15,16 +15,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from paceline.checkpoint.errors import ReplicationError
-from paceline.checkpoint.safetensors_file import bytes_of
-from paceline.checkpoint.tree import flatten
+from paceline.checkpoint.files import bytes_of
 from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0, gather
+from paceline.core.tree import flatten
 
 Level = Literal["none", "quick", "tensor", "full"]
 
@@ -34,22 +34,19 @@ _FINGERPRINT_BYTES = 16
 
 
 def check_replication(name: str, state: Any, level: Level, communicator: Communicator) -> None:
-    """Raise on every worker if any worker's `state` differs from rank 0's. `name` is what messages call it."""
-    if level not in get_args(Level):
-        raise ValueError(f"level={level!r}: choose one of {', '.join(get_args(Level))}")
+    """Raise on all workers if any worker's `state` differs from rank 0's. `name` is its name in messages."""
     if level == "none" or communicator.world.size == 1:
         return
     tensors = flatten(state, name).tensors
-    _raise_together(name, _compare_outlines(_outline(state, name, tensors), communicator), communicator)
+    _raise_on_all_workers(name, _compare_outlines(_outline(state, name, tensors), communicator), communicator)
     if level == "full":
         difference = _compare_values(tensors, communicator)
     else:
         difference = _compare_fingerprints(tensors, SAMPLES_PER_TENSOR if level == "quick" else None, communicator)
-    _raise_together(name, difference, communicator)
+    _raise_on_all_workers(name, difference, communicator)
 
 
-def _raise_together(name: str, difference: str, communicator: Communicator) -> None:
-    """Share what each worker found; all raise, or none."""
+def _raise_on_all_workers(name: str, difference: str, communicator: Communicator) -> None:
     found = {rank: text for rank, text in enumerate(gather(difference, communicator)) if text}
     if found:
         details = "; ".join(f"on rank {rank} {text}" for rank, text in found.items())
@@ -59,7 +56,7 @@ def _raise_together(name: str, difference: str, communicator: Communicator) -> N
 
 
 def _outline(state: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Everything but the tensors' values, in lines."""
+    """Everything except the tensors' values, as lines."""
     shapes = [f"tensor {name} is {tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors.items()]
     return [*shapes, *_plain_values(state, name)]
 
@@ -83,17 +80,11 @@ def _compare_outlines(own: list[str], communicator: Communicator) -> str:
 def _compare_fingerprints(
     tensors: Mapping[str, torch.Tensor], num_samples: int | None, communicator: Communicator
 ) -> str:
-    """Which tensors' fingerprints, of some or all of their values, are not those of rank 0."""
+    """The tensors whose fingerprints, of some or all values, differ from rank 0's."""
     own = [_fingerprint(tensor, num_samples) for tensor in tensors.values()]
     theirs = from_rank_0(b"".join(own), communicator)
-    starts = range(0, len(theirs), _FINGERPRINT_BYTES)
-    return _named(
-        [
-            repr(name)
-            for name, mine, start in zip(tensors, own, starts, strict=True)
-            if mine != theirs[start : start + _FINGERPRINT_BYTES]
-        ]
-    )
+    parts = [theirs[start : start + _FINGERPRINT_BYTES] for start in range(0, len(theirs), _FINGERPRINT_BYTES)]
+    return _named([repr(name) for name, mine, other in zip(tensors, own, parts, strict=True) if mine != other])
 
 
 def _fingerprint(tensor: torch.Tensor, num_samples: int | None) -> bytes:
@@ -104,7 +95,7 @@ def _fingerprint(tensor: torch.Tensor, num_samples: int | None) -> bytes:
 
 
 def _compare_values(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> str:
-    """Which tensors are not rank 0's to the last bit, and by how much. Takes memory for one more tensor at a time."""
+    """The tensors that are not bitwise equal to rank 0's, largest difference first. Copies one tensor at a time."""
     differences = {}
     for name, tensor in tensors.items():
         own = tensor.to(communicator.world.device).contiguous()

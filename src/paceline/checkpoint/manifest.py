@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds, who shares it, and what every file must be.
+"""The manifest: what a checkpoint holds, how workers share it, and the size and SHA-256 of each file.
 
-It is a JSON file whose bytes are a function of its content and which ends with the SHA-256 of the rest, so that any
-change, also one that leaves the JSON's meaning alone, shows.
+It is a JSON file that ends with the SHA-256 of the rest. Its bytes are a function of its content, so any change is
+detected, even one that does not change the meaning of the JSON.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ import json
 import platform
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.hashed_file import FileRecord
-from paceline.checkpoint.tree import flatten, unflatten
+from paceline.checkpoint.files import FileRecord
+from paceline.core.tree import flatten, unflatten
+from paceline.core.world import World
 
 FORMAT = "paceline-checkpoint"
 FORMAT_VERSION = 1
 
 MANIFEST_NAME = "manifest.json"
-# The part of a component that exists once, whoever wrote it.
+# The part name of a component that is stored once.
 WHOLE = "whole"
 
 COMPONENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,99}")
@@ -38,11 +39,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = ("step", "world_size", "created", "versions", "configuration", "position", "metrics")
 
 
-class Pattern(Enum):
+class Pattern(StrEnum):
     """How workers share a component's state.
 
-    REPLICATED is the same on every worker and stored once. GLOBAL is one state for the whole world, which rank 0
-    holds. PER_RANK is every worker's own, PER_NODE every node's own, held by the node's first worker.
+    REPLICATED is equal on all workers and stored once. GLOBAL is held by rank 0 alone. PER_RANK differs between
+    workers. PER_NODE differs between nodes and is held by the first worker of each.
     """
 
     REPLICATED = "REPLICATED"
@@ -50,10 +51,16 @@ class Pattern(Enum):
     PER_RANK = "PER_RANK"
     PER_NODE = "PER_NODE"
 
+    def part_of(self, world: World) -> str:
+        """The part that belongs to this worker. A node is named after the rank of its first worker."""
+        if self is Pattern.PER_RANK:
+            return f"rank-{world.rank}"
+        return f"node-{world.rank - world.local_rank}" if self is Pattern.PER_NODE else WHOLE
+
 
 @dataclass(frozen=True)
 class ComponentFiles:
-    """A component's files by part: `whole`, or `rank-3`, or `node-4`."""
+    """A component's file names by part: `whole`, or `rank-3`, or `node-4`."""
 
     pattern: Pattern
     parts: Mapping[str, tuple[str, ...]]
@@ -61,46 +68,41 @@ class ComponentFiles:
 
 @dataclass(frozen=True)
 class Contents:
-    """The components of a checkpoint, or of one worker's share of it, and what every file must be."""
+    """The components of a checkpoint, or of one worker's share of it, and the record of each file."""
 
-    components: Mapping[str, ComponentFiles]
-    files: Mapping[str, FileRecord]
+    components: Mapping[str, ComponentFiles] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        components = {
-            name: {"pattern": found.pattern.value, "parts": {part: list(names) for part, names in found.parts.items()}}
-            for name, found in self.components.items()
-        }
-        files = {name: {"size": record.size, "sha256": record.sha256} for name, record in self.files.items()}
-        return {"components": components, "files": files}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Contents:
-        """Raises ValueError, KeyError, TypeError or AttributeError for anything `to_json` cannot have given."""
+        """Raises ValueError, KeyError, TypeError or AttributeError for anything that `to_json` did not return."""
         return cls(_parse_components(found), _parse_files(found["files"]))
 
-
-def joined(shares: Iterable[Contents]) -> Contents:
-    """What several workers wrote, as one. A part whose files several wrote has them all."""
-    components: dict[str, ComponentFiles] = {}
-    files: dict[str, FileRecord] = {}
-    for share in shares:
-        files.update(share.files)
-        for name, found in share.components.items():
-            parts = dict(components[name].parts) if name in components else {}
-            for part, names in found.parts.items():
-                parts[part] = (*parts.get(part, ()), *names)
-            components[name] = ComponentFiles(found.pattern, parts)
-    return Contents(components, files)
+    @classmethod
+    def merge(cls, shares: Iterable[Contents]) -> Contents:
+        """The shares of several workers as one. A part written by several workers has the files of all."""
+        components: dict[str, ComponentFiles] = {}
+        files: dict[str, FileRecord] = {}
+        for share in shares:
+            files.update(share.files)
+            for name, found in share.components.items():
+                parts = dict(components[name].parts) if name in components else {}
+                for part, names in found.parts.items():
+                    parts[part] = (*parts.get(part, ()), *names)
+                components[name] = ComponentFiles(found.pattern, parts)
+        return cls(components, files)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says about itself. `configuration`, `position` and `metrics` are the caller's."""
+    """The description of a checkpoint. `configuration`, `position` and `metrics` are plain values of the caller's."""
 
     step: int
-    world_size: int
-    contents: Contents
+    world_size: int = 1
+    contents: Contents = field(default_factory=Contents)
     configuration: Mapping[str, Any] = field(default_factory=dict)
     position: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -113,13 +115,13 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes) -> Manifest:
-        """The manifest with these bytes; anything but what `render` gave is an error that says what is wrong."""
+        """The manifest that `render` returned these bytes for. For other bytes, raises an error with the cause."""
         try:
             found = json.loads(content)
             _check_version(found)
             _check_digest(found, content)
             values = unflatten({name: found[name] for name in _FIELDS}, {})
-            return cls(contents=Contents.from_json(found), **_checked(values))
+            return cls(contents=Contents.from_json(found), **_check_types(values))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"is damaged: {type(error).__name__}: {error}") from None
 
@@ -131,12 +133,8 @@ def library_versions() -> dict[str, str]:
         own = version("paceline")
     except PackageNotFoundError:
         own = "unknown"
-    return {
-        "paceline": own,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+    torch_version, python = str(torch.__version__), platform.python_version()
+    return {"paceline": own, "torch": torch_version, "python": python, "numpy": np.__version__}
 
 
 def _render(content: dict[str, Any]) -> bytes:
@@ -158,7 +156,7 @@ def _check_version(found: dict[str, Any]) -> None:
             "read it with a newer paceline"
         )
     if version != FORMAT_VERSION:
-        raise ValueError(f"its format version is {version!r}, which never was one")
+        raise ValueError(f"its format version is {version!r}, which does not exist")
 
 
 def _check_digest(found: dict[str, Any], content: bytes) -> None:
@@ -171,7 +169,7 @@ def _check_digest(found: dict[str, Any], content: bytes) -> None:
         )
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
+def _check_types(values: dict[str, Any]) -> dict[str, Any]:
     for name in ("step", "world_size"):
         if type(values[name]) is not int or values[name] < 0:
             raise ValueError(f"{name} is {values[name]!r}, not a count")
@@ -185,12 +183,11 @@ def _parse_components(found: Mapping[str, Any]) -> dict[str, ComponentFiles]:
     components = {}
     unclaimed = set(found["files"])
     for name, entry in found["components"].items():
-        if not COMPONENT_NAME.fullmatch(name) or not all(_PART_NAME.fullmatch(part) for part in entry["parts"]):
-            raise ValueError(f"component {name!r} has parts {list(entry['parts'])}")
-        components[name] = ComponentFiles(
-            Pattern(entry["pattern"]), {part: tuple(names) for part, names in entry["parts"].items()}
-        )
-        for names in components[name].parts.values():
+        parts = {part: tuple(names) for part, names in entry["parts"].items()}
+        if not COMPONENT_NAME.fullmatch(name) or not all(map(_PART_NAME.fullmatch, parts)):
+            raise ValueError(f"component {name!r} has parts {list(parts)}")
+        components[name] = ComponentFiles(Pattern(entry["pattern"]), parts)
+        for names in parts.values():
             if not unclaimed.issuperset(names):
                 raise ValueError(f"component {name!r} has files {sorted(set(names) - unclaimed)} that are not its own")
             unclaimed.difference_update(names)
@@ -202,7 +199,7 @@ def _parse_components(found: Mapping[str, Any]) -> dict[str, ComponentFiles]:
 def _parse_files(found: Mapping[str, Any]) -> dict[str, FileRecord]:
     files = {name: FileRecord(**record) for name, record in found.items()}
     for name, record in files.items():
-        # A name is a name in this folder: nothing in the manifest may lead elsewhere.
+        # Only names inside this folder: the manifest must not lead to another one.
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
             raise ValueError(f"it lists a file {name!r}")
         if type(record.size) is not int or record.size < 0 or not _SHA256.fullmatch(record.sha256):

@@ -1,78 +1,141 @@
-"""A run's folders: the one on disk that the user chose, and one in memory for snapshots that a restart finds.
+"""A run's folders: the one on disk that the user chose, and one in /dev/shm for snapshots, both locked for one run.
 
-The folder in memory lies under /dev/shm on every node and outlives the workers, not the machine. Its name holds the
-path of the run's folder and an identifier that lies in it: a run that is begun anew after its folder was deleted does
-not find the snapshots of the one before. Others can compute the name and make the folder first: it is looked at only
-if it is this user's own and closed to everybody else.
+The folder in /dev/shm outlives the workers, but not the machine. Its name contains a hash of the run folder's path and
+an identifier stored in the run folder: a new run at the same path does not find the snapshots of a deleted one. Other
+users can compute the name and create the folder first, so it is used only if it belongs to this user and is closed to
+others.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from io import FileIO
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Literal
 
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import clean_up, complete_steps, set_aside, step_folder, unusable
-from paceline.checkpoint.hashed_file import flush_folder, write_file
-from paceline.checkpoint.lock import RunLock
-from paceline.checkpoint.pieces import Disk, writers
+from paceline.checkpoint.errors import CheckpointError, LockedError
+from paceline.checkpoint.files import flush_folder, write_file
+from paceline.checkpoint.folders import clean_up, complete_steps, move_aside, step_folder
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.private_folder import private_folder, why_not_private
+from paceline.core.world import World
 
 logger = logging.getLogger("paceline")
 
 MEMORY = Path("/dev/shm")
 IDENTIFIER_NAME = ".run-id"
-# How long the lock of a run that was just killed may take to be released.
-LOCK_PATIENCE_S = 10.0
-
-# How long a worker that leaves waits for the lock, to remove what was being saved: the owner may just be leaving too.
-ABANDONED_PATIENCE_S = 0.5
+LOCK_NAME = ".lock"
+# How long to wait for the lock of a run that was just killed.
+LOCK_TIMEOUT_S = 10.0
+# How long a worker that leaves after an error waits for the lock, to clean up: the owner may be leaving too.
+ABANDONED_LOCK_TIMEOUT_S = 0.5
+_POLL_S = 0.1
 
 _IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 
-Where = Literal["disk", "memory"]
+Location = Literal["disk", "memory"]
+
+
+_locked: set[FileIO] = set()
+
+
+@contextmanager
+def run_lock(folder: Path, *, timeout_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock on `folder`. Raises `LockedError` if another process holds it after `timeout_s`.
+
+    The kernel releases the lock when the process ends, so a crash leaves no stale lock. Between machines it works where
+    the shared file system forwards `flock`, as NFS (version 4, or 3 with its lock service) and Lustre mounted with
+    `flock` do. With `localflock`, and on some FUSE file systems, it only excludes processes of the same machine.
+    """
+    deadline = monotonic() + timeout_s
+    with FileIO(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+") as file:
+        while not _try_lock(file):
+            if monotonic() >= deadline:
+                holder = file.read(1000).decode(errors="replace").strip()
+                raise LockedError(
+                    f"{folder} is in use by {holder or 'another process'}: wait until that run has ended, stop it, or "
+                    "choose another folder"
+                )
+            sleep(_POLL_S)
+        since = datetime.now().astimezone().isoformat(timespec="seconds")
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+        _locked.add(file)
+        try:
+            yield
+        finally:
+            _locked.discard(file)
+
+
+def _try_lock(file: FileIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _release_in_child() -> None:
+    """A forked data-loading process must not keep the lock when its parent is gone."""
+    for file in _locked:
+        file.close()
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def writer_ranks(world: World, *, shared_disk: bool) -> range:
+    """The ranks that write into this worker's run folder. The first of them publishes checkpoints."""
+    if shared_disk:
+        return range(world.size)
+    first = world.rank - world.local_rank
+    return range(first, first + world.local_size)
 
 
 class RunFolder:
-    """The folders, locked for this run until `close`. Every worker of the world makes one, at the same point.
+    """The folders, locked until `close`. Every worker creates one, at the same point.
 
-    `with_memory`: the run keeps snapshots, so those of an earlier start count. Without, what it left is removed.
+    `shared_disk`: all workers see the same folder; otherwise each node has one. `with_memory`: the run takes snapshots,
+    so those of an earlier start count; otherwise leftover snapshots are removed.
     """
 
-    def __init__(self, root: Path, communicator: Communicator, disk: Disk, *, with_memory: bool = False) -> None:
+    def __init__(
+        self, root: Path, communicator: Communicator, *, shared_disk: bool = True, with_memory: bool = False
+    ) -> None:
         world = communicator.world
         self.root = root
         self._communicator = communicator
         self._has_memory = with_memory
-        self._owns_root = world.rank == writers(world, disk)[0]
+        self._owns_root = world.rank == writer_ranks(world, shared_disk=shared_disk)[0]
         self._owns_memory = world.local_rank == 0
-        self._held = ExitStack()
+        self._locks = ExitStack()
         with ExitStack() as undo:
             undo.callback(self.close)
-            identifier = ""
-            with failing_together(communicator):
-                if self._owns_root:
-                    identifier = self._open()
+            with raising_on_all_workers(communicator):
+                identifier = self._open() if self._owns_root else ""
             self.memory = memory_folder(root, decided_by_rank_0(lambda: identifier, communicator))
-            with failing_together(communicator):
+            with raising_on_all_workers(communicator):
                 if self._owns_memory:
-                    self._tidy_memory()
+                    self._clean_memory()
             undo.pop_all()
 
     def _open(self) -> str:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._held.enter_context(RunLock(self.root, patience_s=LOCK_PATIENCE_S))
+            self._locks.enter_context(run_lock(self.root, timeout_s=LOCK_TIMEOUT_S))
             clean_up(self.root)
             return _identifier(self.root)
         except OSError as error:
@@ -81,10 +144,10 @@ class RunFolder:
                 "that this user can write to"
             ) from error
 
-    def _tidy_memory(self) -> None:
-        """Remove the snapshots that no longer count, and check the folder of those that do. Only ever our own."""
-        place = self.memory.name.rpartition("-")[0]
-        for folder in MEMORY.glob(f"{place}-*"):
+    def _clean_memory(self) -> None:
+        """Remove stale snapshots, and check the folder of the others. Folders of other users are not touched."""
+        prefix = self.memory.name.rpartition("-")[0]
+        for folder in MEMORY.glob(f"{prefix}-*"):
             is_current = folder == self.memory
             if reason := why_not_private(folder):
                 if is_current and self._has_memory:
@@ -93,81 +156,80 @@ class RunFolder:
                         "memory (snapshot_every=None)"
                     )
                 logger.warning("%s is not used: %s", folder, reason)
-            elif not is_current or not self._has_memory:
+            elif is_current and self._has_memory:
+                clean_up(folder)
+            else:
                 if is_current and complete_steps(folder):
                     logger.warning("the snapshots in %s are removed: snapshot_every=None", folder)
                 shutil.rmtree(folder, ignore_errors=True)
-            else:
-                clean_up(folder)
 
     def make_memory(self) -> None:
-        """For the snapshots to come. Every worker calls it, and returns when the folder is there."""
-        assert self._has_memory
-        with failing_together(self._communicator):
+        """Create the folder for snapshots. Called by every worker; returns when it exists."""
+        with raising_on_all_workers(self._communicator):
             if self._owns_memory:
                 private_folder(self.memory)
 
-    def found(self) -> list[tuple[Where, int]]:
-        """The checkpoints that this worker sees."""
-        on_disk: list[tuple[Where, int]] = [("disk", step) for step in complete_steps(self.root)]
+    def found(self) -> list[tuple[Location, int]]:
+        """The checkpoints and snapshots that this worker sees."""
+        on_disk: list[tuple[Location, int]] = [("disk", step) for step in complete_steps(self.root)]
         return on_disk + [("memory", step) for step in self._in_memory()]
 
     def _in_memory(self) -> list[int]:
         is_own = self._has_memory and why_not_private(self.memory) is None
         return complete_steps(self.memory) if is_own else []
 
-    def unusable(self) -> dict[str, str]:
-        """What looks like a checkpoint in the folder on disk and is none, by its path, with the reason."""
-        return {str(path): reason for path, reason in unusable(self.root).items()}
+    def path(self, location: Location, step: int) -> Path:
+        return step_folder(self.root if location == "disk" else self.memory, step)
 
-    def path(self, where: Where, step: int) -> Path:
-        return step_folder(self.root if where == "disk" else self.memory, step)
+    def discard(self, steps: Iterable[int]) -> Path | None:
+        """Delete the snapshots of these steps, and move their checkpoints on disk aside; returns where to.
 
-    def forget(self, steps: Iterable[int]) -> Path | None:
-        """These steps are not to be found any more: moved aside on disk (returns where to), deleted in memory."""
-        gone = set(steps)
+        The highest goes first, so an interruption leaves the lower ones visible.
+        """
+        unwanted = set(steps)
         if self._owns_memory:
-            for step in gone.intersection(self._in_memory()):
+            for step in unwanted.intersection(self._in_memory()):
                 shutil.rmtree(step_folder(self.memory, step))
-        return set_aside(self.root, gone.intersection(complete_steps(self.root))) if self._owns_root else None
+        on_disk = sorted(unwanted.intersection(complete_steps(self.root)), reverse=True) if self._owns_root else []
+        return move_aside(self.root, [step_folder(self.root, step) for step in on_disk]) if on_disk else None
 
     def remove_memory(self) -> None:
         if self._owns_memory and why_not_private(self.memory) is None:
             shutil.rmtree(self.memory, ignore_errors=True)
 
     def close(self, *, is_abandoned: bool = False) -> None:
-        """`is_abandoned`: this worker leaves as after an error. The last one to do so removes what was being saved."""
+        """Release the lock. `is_abandoned`: after an error; the last worker to leave removes unfinished saves."""
         if is_abandoned:
             with suppress(CheckpointError, OSError):
                 if not self._owns_root:
-                    # Had by whoever owns the folder until it has left, and then by a new start of the run.
-                    self._held.enter_context(RunLock(self.root, patience_s=ABANDONED_PATIENCE_S))
+                    # Held by the folder's owner until it has left, and by a new start of the run afterwards.
+                    self._locks.enter_context(run_lock(self.root, timeout_s=ABANDONED_LOCK_TIMEOUT_S))
                 clean_up(self.root)
-        self._held.close()
+        self._locks.close()
 
 
 def memory_folder(root: Path, identifier: str) -> Path:
-    place = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
-    return MEMORY / f"paceline-{place}-{identifier}"
+    path_hash = hashlib.sha256(os.fsencode(root.resolve())).hexdigest()[:16]
+    return MEMORY / f"paceline-{path_hash}-{identifier}"
 
 
 def _identifier(root: Path) -> str:
-    """What tells this run from another in the same place: made once, kept from resumption to resumption."""
+    """Distinguishes this run from others at the same path. Created once and kept when the run is resumed."""
     path = root / IDENTIFIER_NAME
     if path.is_file() and _IDENTIFIER.fullmatch(found := path.read_text(errors="replace").strip()):
         return found
-    made = secrets.token_hex(8)
+    created = secrets.token_hex(8)
     unfinished = path.with_name(f"{IDENTIFIER_NAME}.new")
     unfinished.unlink(missing_ok=True)
-    write_file(unfinished, f"{made}\n".encode())
+    write_file(unfinished, [f"{created}\n".encode()])
     unfinished.replace(path)
     flush_folder(root)
-    return made
+    return created
 
 
 @contextmanager
-def failing_together(communicator: Communicator) -> Iterator[None]:
-    """Workers leave the block together; a `CheckpointError` or `OSError` of one of them is raised on every worker."""
+def raising_on_all_workers(communicator: Communicator) -> Iterator[None]:
+    """All workers leave the block together. A `CheckpointError` or `OSError` of one of them is raised on all."""
     own: CheckpointError | None = None
     try:
         yield
@@ -175,9 +237,9 @@ def failing_together(communicator: Communicator) -> Iterator[None]:
         own = error
     except OSError as error:
         own = CheckpointError(str(error))
-    told = gather("" if own is None else str(own), communicator)
+    messages = gather("" if own is None else str(own), communicator)
     if own is not None:
         raise own
-    for rank, text in enumerate(told):
-        if text:
-            raise CheckpointError(f"on rank {rank}: {text}")
+    for rank, message in enumerate(messages):
+        if message:
+            raise CheckpointError(f"on rank {rank}: {message}")

@@ -1,186 +1,402 @@
-"""Saving beside the training: the step waits for a copy of the state, the disk for nobody.
+"""Writes checkpoints in the background: training waits for a copy of the state in host memory, not for the disk.
 
-Lifecycle. `save` copies the state into host memory and returns; a thread writes, makes the checkpoint visible and
-deletes what need not be kept. One save is under way at a time: the next one waits for it, or is skipped. A save that
-failed is reported once: by `poll` or `settle`, for who wants to go on, or as an exception of the next `save`, `wait`
-or `close`. Who leaves because of an error calls `abandon` before `close`.
+Each worker writes its share of a checkpoint into one hidden folder and leaves a record of it there. The first worker
+waits for the others' records, writes the manifest and renames the folder. No message is exchanged, so writing overlaps
+with training.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from threading import Event
+from time import monotonic
+from typing import Any
 
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import complete_steps, delete, partial_folder, step_folder
-from paceline.checkpoint.host_copy import HostCopy
-from paceline.checkpoint.keep import Keep, Saved, to_delete
-from paceline.checkpoint.pieces import Component, Disk, Piece, pieces_of
-from paceline.checkpoint.reading import inspect
-from paceline.checkpoint.saving import DEFAULT_TIMEOUT_S, Job, Manner, save_pieces
+from paceline.checkpoint.files import FileRecord, flush_folder, write_file, write_tensors
+from paceline.checkpoint.folders import complete_steps, delete, make_visible, move_aside, partial_folder, step_folder
+from paceline.checkpoint.manifest import (
+    COMPONENT_NAME,
+    MANIFEST_NAME,
+    WHOLE,
+    ComponentFiles,
+    Contents,
+    Manifest,
+    Pattern,
+)
+from paceline.checkpoint.policy import Retention, SavedStep, steps_to_delete
+from paceline.checkpoint.reader import inspect, newest_intact
+from paceline.checkpoint.run_folder import writer_ranks
+from paceline.checkpoint.staging import HostStaging
+from paceline.core.tree import flatten
 from paceline.core.world import World
+
+logger = logging.getLogger("paceline")
+
+DEFAULT_TIMEOUT_S = 600.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Component:
+    """State that is saved under a name. Every worker passes the same components.
+
+    `state` is a tree of tensors and plain values (see `core.tree`), such as a `state_dict()`. With `must_be_finite`, a
+    checkpoint with an inf or NaN in one of its floating-point tensors is not written.
+    """
+
+    name: str
+    state: Any
+    pattern: Pattern = Pattern.REPLICATED
+    must_be_finite: bool = False
+
+    def __post_init__(self) -> None:
+        if not COMPONENT_NAME.fullmatch(self.name) or f"{self.name}.json" == MANIFEST_NAME:
+            raise ValueError(
+                f"component name {self.name!r} cannot be a file name: use at most 100 letters, digits, - and _, and "
+                "not 'manifest'"
+            )
+
+
+@dataclass(frozen=True)
+class Share:
+    """The files that one worker writes for one component: JSON values and tensors, by file name."""
+
+    component: Component
+    part: str
+    texts: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class AsyncWriter:
-    """Writes one worker's part of checkpoints into the run folder `root`. Every worker of the world has one."""
+    """Writes one worker's share of checkpoints into the run folder `root`. Every worker of the world has one.
+
+    `save` copies the state and returns; a thread writes it, publishes the checkpoint and deletes those that `retention`
+    does not keep. One save runs at a time: the next one waits for it. A failure is reported once: returned by `poll` or
+    `settle`, or raised by the next `save`, `wait` or `close`. After an error elsewhere, call `abandon` before `close`.
+
+    `token` must be equal on all workers. `shared_disk`: all workers write into one folder; otherwise each node has its
+    own, which holds all replicated state and what belongs to that node. `num_shards`: how many workers write the
+    tensors of replicated components. `flush`: wait for the disk.
+    """
 
     def __init__(
         self,
         root: Path,
         world: World | None = None,
         *,
-        disk: Disk = Disk.SHARED,
+        token: str = "0",
+        shared_disk: bool = True,
         num_shards: int = 1,
-        keep: Keep | None = None,
+        retention: Retention | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         flush: bool = True,
     ) -> None:
         self._root = root
-        self._manner = Manner(world or World(), disk, timeout_s, flush)
+        self._world = world or World()
+        self._token = token
+        self._num_saves = 0
+        self._ranks = writer_ranks(self._world, shared_disk=shared_disk)
         self._num_shards = num_shards
-        self._keep = keep or Keep()
-        self._copy = HostCopy()
+        self._retention = retention or Retention()
+        self._timeout_s = timeout_s
+        self._flush = flush
+        self._is_abandoned = Event()
+        self._staging = HostStaging()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
-        self._under_way: futures.Future[None] | None = None
-        # Folders of saves that failed, into which another worker may still write.
+        self._pending: futures.Future[None] | None = None
+        # Folders of failed saves, into which another worker may still write.
         self._failed: list[Path] = []
         root.mkdir(parents=True, exist_ok=True)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is still being written."""
-        return self._under_way is not None and not self._under_way.done()
+        """Whether a save is being written."""
+        return self._pending is not None and not self._pending.done()
 
-    def prepare(self, components: Sequence[Component]) -> None:
-        """Get the memory for saves of these components, behind the training. Without it the first save is slower."""
+    def reserve(self, components: Sequence[Component]) -> None:
+        """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
-        self._under_way = self._thread.submit(self._copy.reserve, _tensors_of(self._pieces(components)))
+        self._pending = self._thread.submit(self._staging.reserve, _tensors_of(self._shares(components)))
 
-    def save(self, job: Job, *, skip_if_busy: bool = False) -> bool:
-        """Copy the state and have it written. Returns when the state may change again.
-
-        While an earlier save is being written this waits for it; with `skip_if_busy` it does nothing and returns
-        False. Workers must skip together: let rank 0 decide by `is_busy`, and tell the others.
-        """
-        if skip_if_busy and self.is_busy:
-            return False
+    def save(self, manifest: Manifest, components: Sequence[Component]) -> None:
+        """Copy the state and write it in the background. Returns when the state may change. `manifest`: no contents."""
+        self._num_saves += 1  # first: it must be equal on all workers, also if one of them raises
         self.wait()
-        pieces = self._pieces(job.components)
-        tensors = _tensors_of(pieces)
-        copies, wait_for_copies = self._copy.take(tensors)
+        shares = self._shares(components)
+        tensors = _tensors_of(shares)
+        copies, wait_for_copies = self._staging.copy(tensors)
         copy_of = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
-        copied = [
-            replace(
-                piece, tensors={f: {n: copy_of[id(t)] for n, t in held.items()} for f, held in piece.tensors.items()}
-            )
-            for piece in pieces
-        ]
-        self._under_way = self._thread.submit(self._write, job, copied, wait_for_copies)
-        return True
+        for i, share in enumerate(shares):
+            files = {file: {n: copy_of[id(t)] for n, t in held.items()} for file, held in share.tensors.items()}
+            shares[i] = replace(share, tensors=files)
+        partial = partial_folder(self._root, manifest.step, f"{self._token}{self._num_saves:x}")
+        manifest = replace(manifest, world_size=self._world.size)
+        self._pending = self._thread.submit(self._write, manifest, shares, partial, wait_for_copies)
 
     def poll(self) -> CheckpointError | None:
-        """Why the last save failed, once; None if it did not, or is still being written. Does not wait."""
+        """The error of the last save, once; None if it succeeded or is being written. Does not wait."""
         if self.is_busy:
             return None
         self._remove_failed()
-        if self._under_way is None:
+        if self._pending is None:
             return None
-        ended, self._under_way = self._under_way, None
-        error = ended.exception()
+        done, self._pending = self._pending, None
+        error = done.exception()
         if error is not None and not isinstance(error, CheckpointError):
             raise error
         return error
 
     def settle(self) -> CheckpointError | None:
-        """Wait until nothing is being written any more, and return why the last save failed, if nobody was told."""
-        if self._under_way is not None:
-            futures.wait([self._under_way])
+        """Wait until nothing is being written, and return the error of the last save if it was not reported yet."""
+        if self._pending is not None:
+            futures.wait([self._pending])
         return self.poll()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more; raise if the last save failed and nobody was told."""
+        """Wait until nothing is being written, and raise the error of the last save if it was not reported yet."""
         if error := self.settle():
             raise error
 
     def abandon(self) -> None:
-        """Wait for no other worker's part any more: it may be gone."""
-        self._manner.give_up.set()
+        """Stop waiting for other workers' shares: they may never come."""
+        self._is_abandoned.set()
 
     def close(self) -> None:
-        """Finish what is being written and end the thread."""
+        """Finish the current save and end the thread."""
         try:
             self.wait()
         finally:
             self._thread.shutdown()
             self._remove_failed()
 
-    def __enter__(self) -> Self:
-        return self
+    def _shares(self, components: Sequence[Component]) -> list[Share]:
+        return shares_of(components, self._world, self._ranks, self._num_shards)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    def _write(
+        self, manifest: Manifest, shares: Sequence[Share], partial: Path, wait_for_copies: Callable[[], None]
     ) -> None:
-        try:
-            self.close()
-        except CheckpointError as not_saved:
-            if error is None:
-                raise
-            error.add_note(str(not_saved))
-
-    def _pieces(self, components: Sequence[Component]) -> list[Piece]:
-        return pieces_of(components, self._manner.world, self._manner.disk, self._num_shards)
-
-    def _write(self, job: Job, pieces: list[Piece], wait_for_copies: Callable[[], None]) -> None:
         wait_for_copies()
+        is_first = self._world.rank == self._ranks[0]
         try:
-            folder = save_pieces(self._root, job, pieces, self._manner)
-        except BaseException:
-            if self._manner.is_first:
-                # No worker is further behind than the save before this one.
-                self._failed = [*self._failed[-1:], partial_folder(self._root, job.step, job.token)]
+            # Without parents: if the run folder vanished, its disk may no longer be mounted.
+            partial.mkdir(exist_ok=True)
+            own = self._write_files(partial, shares)
+            if not is_first:
+                _leave_record(partial, self._world.rank, own.to_json())
+                return
+            deadline = monotonic() + self._timeout_s
+            contents = [own, *(self._record_of(partial, rank, deadline) for rank in self._ranks[1:])]
+            self._publish(partial, replace(manifest, contents=Contents.merge(contents)))
+        except BaseException as error:
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+                # No worker is further behind than the previous save.
+                self._failed = [*self._failed[-1:], partial]
+            else:
+                _leave_error(partial, self._world.rank, shares, error)
+            if isinstance(error, OSError | CheckpointError):
+                raise CheckpointError(_not_saved(self._root, manifest.step, error)) from error
             raise
-        if folder is not None:
-            self._remove_failed()
-            self._failed.clear()  # all workers have come to this save, and so left the earlier ones
-            delete_unneeded(self._root, job.step, self._keep)
+        self._remove_failed()
+        self._failed.clear()  # all workers have reached this save, so they have finished the earlier ones
+        delete_unneeded(self._root, manifest.step, self._retention)
+
+    def _write_files(self, partial: Path, shares: Sequence[Share]) -> Contents:
+        written = []
+        for share in shares:
+            files: dict[str, FileRecord] = {}
+            if share.component.must_be_finite:
+                _check_finite(share)
+            for name, value in share.texts.items():
+                files[name] = write_file(partial / name, [_dump(value)], flush=self._flush)
+            for name, tensors in share.tensors.items():
+                files[name] = write_tensors(partial / name, tensors, flush=self._flush)
+            component = ComponentFiles(share.component.pattern, {share.part: tuple(files)})
+            written.append(Contents({share.component.name: component}, files))
+        return Contents.merge(written)
+
+    def _record_of(self, partial: Path, rank: int, deadline: float) -> Contents:
+        """What another worker wrote, as soon as it has."""
+        path = _record_path(partial, rank)
+        while not path.exists():
+            if not partial.is_dir():
+                raise CheckpointError(f"{partial} vanished while rank {rank} was writing its part")
+            if monotonic() > deadline:
+                raise CheckpointError(f"rank {rank} did not finish its part in time: {path} did not appear")
+            if self._is_abandoned.wait(_POLL_S):
+                raise CheckpointError(f"the run ended before rank {rank} had written its part")
+        content = path.read_bytes()
+        record = json.loads(content) if content else {"error": "the cause is unknown, the disk may be full"}
+        if "error" in record:
+            raise CheckpointError(f"rank {rank} could not write its part: {record['error']}")
+        path.unlink()
+        return Contents.from_json(record)
+
+    def _publish(self, partial: Path, manifest: Manifest) -> None:
+        write_file(partial / MANIFEST_NAME, [manifest.render()], flush=self._flush)
+        if self._flush:
+            flush_folder(partial)
+        final = step_folder(self._root, manifest.step)
+        _move_unusable_aside(final)
+        make_visible(partial, final, flush=self._flush)
 
     def _remove_failed(self) -> None:
         for partial in self._failed:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def delete_unneeded(root: Path, just_written: int, keep: Keep) -> list[int]:
-    """Delete the checkpoints that `keep` does not claim, and return their steps."""
-    if keep.keeps_all:
-        return []
-    unneeded = to_delete([_saved(root, step, keep) for step in complete_steps(root)], just_written, keep)
-    for step in unneeded:
+def shares_of(components: Sequence[Component], world: World, ranks: range, num_shards: int = 1) -> list[Share]:
+    """What this worker writes, when `ranks` write into its folder. Tensors are not copied.
+
+    The tensors of a replicated component are divided among the first `num_shards` of the ranks.
+    """
+    names = [component.name for component in components]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"several components are named {', '.join(repeated)}: names must be unique")
+    index = world.rank - ranks.start
+    num_shards = min(num_shards, len(ranks))
+    is_writer = {
+        Pattern.REPLICATED: index < num_shards,
+        Pattern.GLOBAL: world.is_main,
+        Pattern.PER_RANK: True,
+        Pattern.PER_NODE: world.local_rank == 0,
+    }
+    return [
+        _share(component, world, *((index, num_shards) if component.pattern is Pattern.REPLICATED else (0, 1)))
+        for component in components
+        if is_writer[component.pattern]
+    ]
+
+
+def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
+    """The names in up to `num_groups` groups of similar size: each name, largest first, to the smallest group."""
+    groups: list[list[str]] = [[] for _ in range(min(num_groups, len(sizes)))]
+    loads = [0] * len(groups)
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        smallest = loads.index(min(loads))
+        groups[smallest].append(name)
+        loads[smallest] += sizes[name]
+    return groups
+
+
+def _share(component: Component, world: World, shard: int, num_shards: int) -> Share:
+    flat = flatten(component.state, component.name)
+    part = component.pattern.part_of(world)
+    stem = component.name if part == WHOLE else f"{component.name}.{part}"
+    sizes = {name: tensor.nbytes for name, tensor in flat.tensors.items()}
+    groups = split(sizes, num_shards)
+    files = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    if len(groups) == 1:
+        files = [f"{stem}.safetensors"]
+    texts = {}
+    if shard == 0:
+        texts[f"{stem}.json"] = flat.structure
+        if len(groups) > 1:  # the index that Hugging Face tools expect beside a model in several files
+            file_of = {name: file for file, names in zip(files, groups, strict=True) for name in names}
+            weight_map = {name: file_of[name] for name in sizes}
+            metadata = {"total_size": sum(sizes.values())}
+            texts[f"{stem}.safetensors.index.json"] = {"metadata": metadata, "weight_map": weight_map}
+    own = {files[shard]: {name: flat.tensors[name] for name in groups[shard]}} if shard < len(groups) else {}
+    return Share(component, part, texts, own)
+
+
+def _tensors_of(shares: Sequence[Share]) -> list[torch.Tensor]:
+    """Every tensor once, also if it has several names."""
+    tensors = (tensor for share in shares for held in share.tensors.values() for tensor in held.values())
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _check_finite(share: Share) -> None:
+    for tensors in share.tensors.values():
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise CheckpointError(f"tensor {name!r} of component {share.component.name!r} contains inf or NaN")
+
+
+def _record_path(partial: Path, rank: int) -> Path:
+    return partial / f"rank-{rank}.written.json"
+
+
+def _leave_record(partial: Path, rank: int, record: Mapping[str, Any]) -> None:
+    """Tell the first worker what this one wrote, or that it failed. Renamed into place, so it is never incomplete."""
+    path = _record_path(partial, rank)
+    unfinished = path.with_suffix(".new")
+    unfinished.write_bytes(_dump(record))
+    unfinished.rename(path)
+
+
+def _leave_error(partial: Path, rank: int, shares: Iterable[Share], error: BaseException) -> None:
+    """Tell the first worker that this one failed. Its files are removed before: the disk may be full."""
+    for share in shares:
+        for name in (*share.texts, *share.tensors):
+            with suppress(OSError):
+                (partial / name).unlink()
+    try:
+        _leave_record(partial, rank, {"error": _cause(error)})
+    except OSError:
+        with suppress(OSError):
+            _record_path(partial, rank).touch()  # an empty file may still fit
+
+
+def _move_unusable_aside(final: Path) -> None:
+    """An intact checkpoint of this name is replaced. Anything else of this name belongs to the user and is kept."""
+    if not os.path.lexists(final):
+        return
+    try:
+        inspect(final)
+        flaw = "it is a symbolic link" if final.is_symlink() else ""
+    except (CheckpointError, OSError) as error:
+        flaw = str(error)
+    if flaw:
+        aside = move_aside(final.parent, [final])
+        logger.warning("%s is not a usable checkpoint and was moved to %s: %s", final, aside, flaw)
+
+
+def delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
+    """Delete the checkpoints that `retention` does not keep."""
+    if retention.keeps_all:
+        return
+    saved = [_saved_step(root, step, retention.metric) for step in complete_steps(root)]
+    for step in steps_to_delete(saved, just_written, retention):
         try:
             delete(root, step)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint of step {just_written} was saved, but {step_folder(root, step)}, which need not be "
-                f"kept, could not be deleted: {error.strerror} ({error.filename})"
+                f"the checkpoint of step {just_written} was saved, but the outdated {step_folder(root, step)} "
+                f"could not be deleted: {_cause(error)}"
             ) from error
-    return unneeded
 
 
-def _saved(root: Path, step: int, keep: Keep) -> Saved:
+def _saved_step(root: Path, step: int, metric: str | None) -> SavedStep:
     try:
         metrics = inspect(step_folder(root, step)).metrics
     except CheckpointError:
-        return Saved(step, is_intact=False)
-    return Saved(step, metrics.get(keep.metric) if keep.metric is not None else None)
+        return SavedStep(step, is_intact=False)
+    return SavedStep(step, None if metric is None else metrics.get(metric))
 
 
-def _tensors_of(pieces: Sequence[Piece]) -> list[torch.Tensor]:
-    """Every tensor once, also one that has several names."""
-    tensors = (tensor for piece in pieces for held in piece.tensors.values() for tensor in held.values())
-    return list({id(tensor): tensor for tensor in tensors}.values())
+def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:
+    intact = None
+    with suppress(OSError):
+        intact = newest_intact(root)
+    older = f"The newest intact checkpoint is {intact}" if intact else "There is no older one"
+    return f"the checkpoint of step {step} was not saved in {root}: {_cause(error)}. {older}"
+
+
+def _cause(error: BaseException) -> str:
+    return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint import safetensors_file
 from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.files import DTYPE_NAMES, write_tensors
 from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder, unusable
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
-from paceline.checkpoint.reading import Checkpoint, inspect, verify
+from paceline.checkpoint.reader import Checkpoint, inspect, verify
 from paceline.cli import commands as cli
 from paceline.cli.commands import CommandError, count, print_json, size
 from paceline.cli.find_runs import choose_run
@@ -239,10 +239,10 @@ def _write(path: Path, weights: dict[str, Any], form: str) -> None:
             torch.save(weights, partial)
         else:
             for name, value in weights.items():
-                if not isinstance(value, torch.Tensor) or value.dtype not in safetensors_file.DTYPE_NAMES:
+                if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
                     kind = value.dtype if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
                     raise CommandError(f"{name!r} is {kind}, which safetensors cannot store: use --format torch")
-            safetensors_file.write(partial, weights)
+            write_tensors(partial, weights)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -27,11 +27,10 @@ from paceline.run.capture.step import Stepping, graphs_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.host_memory import keep_freed_memory, use_huge_pages
-from paceline.run.saving.checkpointer import Checkpointing, Subject, Unsaved
+from paceline.run.saving.checkpointer import Checkpointer, RunParts
 from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.options import Checkpoints
-from paceline.run.saving.recovery import Start
-from paceline.run.saving.resuming import load_weights
+from paceline.run.saving.resuming import ResumeOptions
 from paceline.run.saving.state import plain_model
 from paceline.run.step.ema import Average, NoAverage, WeightAverage, check_ema
 from paceline.run.step.gc_policy import GcPolicy
@@ -63,7 +62,7 @@ class Run:
     micro_batches_per_epoch: int | None
     communicator: Communicator
     events: Events
-    keeper: Checkpointing | Unsaved
+    keeper: Checkpointer
     average: Average
     timeline: Recorder
     stepping: Stepping
@@ -82,7 +81,7 @@ def assemble(
     weight_fn: Callable[[Any], int] | WeightByModel | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     checkpoints: Checkpoints | None = None,
-    start: Start | None = None,
+    start: ResumeOptions | None = None,
     ema: float | None = None,
     timeline: Path | None = None,
     train_mode: bool = True,
@@ -130,8 +129,9 @@ def assemble(
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
         recorder = NoTimeline() if timeline is None else TimelineRecorder(timeline, world, events)
         stack.callback(recorder.close)
-        subject = Subject(replica, own, communicator, events, has_own_optimizers, recorder)
-        keeper = _keeper(checkpoints, start or Start(), subject)  # loads the weights, which the exchange may look at
+        subject = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
+        # Loads the weights, which the exchange may look at.
+        keeper = Checkpointer(checkpoints, start or ResumeOptions(), subject)
         stack.callback(keeper.close)
         average = NoAverage() if ema is None else WeightAverage(replica, ema)
         if isinstance(average, WeightAverage) and checkpoints is not None:
@@ -174,19 +174,6 @@ def _check_device(device: torch.device) -> None:
             f"{device} ({torch.cuda.get_device_name(device)}) cannot run a kernel: {str(error).splitlines()[0]}. Leave "
             "it out with CUDA_VISIBLE_DEVICES, or install a torch that supports it"
         ) from error
-
-
-def _keeper(checkpoints: Checkpoints | None, start: Start, subject: Subject) -> Checkpointing | Unsaved:
-    if checkpoints is not None:
-        return Checkpointing(checkpoints, start, subject)
-    if start.resume not in ("auto", None, False) or start.allow or start.skip:
-        raise ValueError(
-            f"resume={start.resume!r}, allow={list(start.allow)} and skip={list(start.skip)} need "
-            "checkpoints=Checkpoints(folder): the folder in which the run goes on"
-        )
-    if start.init_from is not None:
-        load_weights(subject.replica.model, Path(start.init_from))
-    return Unsaved(subject.communicator.world.device)
 
 
 def _data_settings(

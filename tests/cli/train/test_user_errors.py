@@ -34,7 +34,7 @@ BEFORE_ANYTHING_STARTS = {
     "no checkpoint": (["small.yaml", "checkpoints.resume=a/b"], "command line: checkpoints.resume: "),
     "a folder without checkpoints": (
         ["small.yaml", "checkpoints.resume=."],
-        "is neither a checkpoint nor a folder with checkpoints in it",
+        "is neither a checkpoint nor a folder with checkpoints",
     ),
     "no weights": (["small.yaml", "checkpoints.init_from=w.pt"], "checkpoints.init_from: no weights at "),
     "no weights in a folder": (["small.yaml", "checkpoints.init_from=."], "checkpoints.init_from: "),

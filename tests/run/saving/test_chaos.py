@@ -14,7 +14,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -22,15 +22,22 @@ import pytest
 from disturbed import PACELINE_RUN, Disturbed, end, workers_of
 
 from paceline.checkpoint.folders import complete_steps
-from paceline.checkpoint.reading import verify
+from paceline.checkpoint.reader import verify
 from paceline.checkpoint.run_folder import MEMORY, memory_folder
 
 # Workers give up on one that is silent for so long; it is stopped for longer.
 TIMEOUT_S = 4.0
 
-KINDS = ("worker", "all", "launcher", "SIGTERM", "worker, saving", "launcher, saving", "SIGSTOP")
-# SIGSTOP costs the time-out.
-WEIGHTS = (4, 2, 2, 2, 4, 2, 1)
+# What is killed, and how often among all kills; SIGSTOP costs the timeout.
+KINDS = {
+    "worker": 4,
+    "all": 2,
+    "launcher": 2,
+    "SIGTERM": 2,
+    "worker, saving": 4,
+    "launcher, saving": 2,
+    "SIGSTOP": 1,
+}
 
 # What saves, and where from a restart goes on: the disk, or memory and now and then the disk.
 SETTINGS = [{"every_steps": 1}, {"every_steps": 4, "snapshot_every": 1}]
@@ -39,20 +46,20 @@ SETTINGS = [{"every_steps": 1}, {"every_steps": 4, "snapshot_every": 1}]
 class Chaos:
     """Disturbs runs, one after another, until there were so many kills; each must end as if nothing had happened."""
 
-    def __init__(self, folder: Path, seed: int, num_kills: int) -> None:
+    def __init__(self, folder: Path, seed: int, num_kills: int, kinds: Sequence[str] = tuple(KINDS)) -> None:
         self._folder = folder
         self._random = random.Random(seed)
         self._num_kills = num_kills
-        self._kinds = self._deal()
+        self._kinds = self._deal(kinds)
         self.kills: Counter[str] = Counter()
         self.digests: list[str | None] = []
         self.num_starts = 0
 
-    def _deal(self) -> Iterator[str]:
+    def _deal(self, kinds: Sequence[str]) -> Iterator[str]:
         """Every kind once, then by chance."""
-        yield from self._random.sample(KINDS, len(KINDS))
+        yield from self._random.sample(kinds, len(kinds))
         while True:
-            yield from self._random.choices(KINDS, WEIGHTS)
+            yield from self._random.choices(kinds, [KINDS[kind] for kind in kinds])
 
     def go(self) -> None:
         while self.kills.total() < self._num_kills:
@@ -149,6 +156,15 @@ def report(chaos: Chaos) -> str:
     return f"{chaos.kills.total()} kills ({dict(chaos.kills)}), {chaos.num_starts} starts, {len(chaos.digests)} runs"
 
 
+@pytest.mark.timeout(300)
+def test_kills_while_saving(tmp_path: Path, undisturbed: str) -> None:
+    kinds = ["worker, saving", "launcher, saving"]
+    chaos = Chaos(tmp_path, seed=random.SystemRandom().randrange(10**6), num_kills=len(kinds), kinds=kinds)
+    chaos.go()
+    assert chaos.digests == [undisturbed], report(chaos)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_kill_of_every_kind_at_random_instants(tmp_path: Path, undisturbed: str) -> None:
     chaos = Chaos(tmp_path, seed=random.SystemRandom().randrange(10**6), num_kills=len(KINDS))

@@ -50,7 +50,7 @@ def planted(root: Path, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_planted_snapshot_is_ignored_where_none_are_asked_for(
     root: Path, planted: Path, pool: WorkerPool, num_workers: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_planted_folder_is_named_where_no_snapshots_are_asked_for(
     assert f"{planted} is not used: it belongs to user {NOBODY}" in caplog.text
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_planted_folder_is_refused_where_snapshots_are_asked_for(
     root: Path, planted: Path, pool: WorkerPool, num_workers: int
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def undisturbed(folder: Path) -> str:
     return job(folder / "run", {})()[0]
 
 
+@pytest.mark.soak
 def test_a_dead_worker_leads_to_a_restart_that_goes_on(tmp_path: Path) -> None:
     root = tmp_path / "run"
     digest, starts = pl.launch(job(root, {0: 5}, every_steps=2), 1, max_restarts=1)
@@ -126,7 +128,8 @@ def test_a_restart_without_progress_since_the_last_is_the_last(tmp_path: Path) -
     assert (tmp_path / "starts").read_text().splitlines() == ["None", f"{root}/step-00000004"]
 
 
-def test_torchrun_restarts_the_group_from_its_newest_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_the_group_and_passes_a_signal_on(tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
     alone.mkdir()
     killed.mkdir()
@@ -136,10 +139,18 @@ def test_torchrun_restarts_the_group_from_its_newest_checkpoint(tmp_path: Path) 
         *("--log-dir", str(tmp_path / "logs")),
     )
     wait_until(lambda: disturbed.step >= 4, torchrun)
-    workers_of(torchrun)[1].kill()
-    code, err = end(torchrun)
-    assert code == 0, err
-    assert disturbed.digest == Disturbed(alone).run_here()
+    first, second = workers_of(torchrun)
+    second.kill()
+    # The group goes on from its newest checkpoint, in new processes.
+    wait_until(lambda: len(found := workers_of(torchrun)) == 2 and first not in found, torchrun)
+    before = disturbed.step
+    wait_until(lambda: disturbed.step > before + 2, torchrun)
+    torchrun.terminate()
+    _, err = end(torchrun)
+    (stopped,) = re.findall(r"paceline: stopped after step (\d+), saved as", err)
+    assert complete_steps(disturbed.root)[-1] == int(stopped) > before
+    assert disturbed.digest is None
+    assert disturbed.run_here() == Disturbed(alone).run_here()
 
 
 @pytest.mark.parametrize("max_restarts", [-1, 1.5, True])

@@ -14,7 +14,7 @@ from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
 from paceline.checkpoint.folders import complete_steps
-from paceline.checkpoint.reading import verify
+from paceline.checkpoint.reader import verify
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +58,10 @@ def shorter_name(folder: Path) -> None:
 
 CASES = [
     (without_manifest, r"step-0000000\d has no manifest.json, so it is not complete: copy it again"),
-    (behind_a_link, r"step-0000000\d is a symbolic link: put the folder that it leads to in its place"),
-    (behind_a_dead_link, r"step-0000000\d is a symbolic link: put the folder that it leads to in its place"),
+    (behind_a_link, r"step-0000000\d is a symbolic link: replace it with the folder it points to"),
+    (behind_a_dead_link, r"step-0000000\d is a symbolic link: replace it with the folder it points to"),
     (a_file, r"step-0000000\d is a file, not a folder"),
-    (shorter_name, r"step-\d is not how a checkpoint is named: rename it to step-0000000\d"),
+    (shorter_name, r"step-\d is not a checkpoint's name: rename it to step-0000000\d"),
 ]
 
 
@@ -79,7 +79,7 @@ def test_a_fresh_start_beside_unusable_checkpoints_is_refused(
     before = entries(root)
     with pytest.raises(pl.CheckpointError, match=reason) as caught:
         setup(root, resume=resume)
-    assert f"{root} has no checkpoint that can be used, but what looks like one" in str(caught.value)
+    assert f"{root} has no usable checkpoint, but entries that look like one" in str(caught.value)
     assert "move them out of the folder" in str(caught.value)
     assert entries(root) == before
 
@@ -107,7 +107,7 @@ def test_a_save_of_the_same_step_moves_it_aside(
     aside = root / "set-aside-1" / "step-00000006"
     assert aside.is_symlink() or aside.exists()
     assert entries(aside) == contents
-    assert f"was moved to {aside.parent}, since it is not a checkpoint that can be used" in caplog.text
+    assert f"is not a usable checkpoint and was moved to {aside.parent}: " in caplog.text
 
 
 def test_a_renamed_checkpoint_is_named_and_not_moved_while_in_use(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -128,7 +128,7 @@ def test_a_renamed_checkpoint_is_named_and_not_moved_while_in_use(root: Path, ca
     assert run(root, 6) == run(None, 6)
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_all_workers_refuse_together(root: Path, pool: WorkerPool, num_workers: int) -> None:
     for step in (2, 4, 6):
         without_manifest(root / f"step-0000000{step}")
@@ -146,9 +146,7 @@ def test_all_workers_refuse_together(root: Path, pool: WorkerPool, num_workers: 
 def test_a_folder_given_by_name_says_what_is_wrong_with_what_is_in_it(root: Path, what: str) -> None:
     for step in (2, 4, 6):
         without_manifest(root / f"step-0000000{step}")
-    with pytest.raises(
-        pl.CheckpointError, match=r"has no checkpoint that can be used: .*step-00000006 has no manifest"
-    ):
+    with pytest.raises(pl.CheckpointError, match=r"has no usable checkpoint: .*step-00000006 has no manifest"):
         setup(root.parent / "other", **{what: root})
 
 

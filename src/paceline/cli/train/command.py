@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.weights import checkpoint_at
+from paceline.checkpoint.reader import checkpoint_at
 from paceline.cli.commands import CommandError, add_command
 from paceline.cli.config import ConfigError, Project, load_project, show
 from paceline.cli.config.errors import Problem

@@ -14,7 +14,7 @@ from pathlib import Path
 import paceline
 from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import WorkerError
-from paceline.run.saving.recovery import NoProgressError
+from paceline.run.saving.resuming import NoProgressError
 
 _PACKAGE = Path(paceline.__file__).parent
 

@@ -216,7 +216,7 @@ def _describe(error: BaseException, folder: Path, rank: int, ranks_here: range) 
     }
     # Errors that nobody imported cannot have been raised, so there is nothing to import here.
     errors = sys.modules.get("paceline.core.errors")
-    recovery = sys.modules.get("paceline.run.saving.recovery")
+    recovery = sys.modules.get("paceline.run.saving.resuming")
     stopping = sys.modules.get("paceline.run.saving.stopping")
     if isinstance(error, KeyboardInterrupt):
         report["outcome"] = INTERRUPTED

@@ -1,1 +1,1 @@
-"""A run on disk: saving it, stopping it, and going on from where it was."""
+"""Saves a run, stops it on request, and resumes it."""

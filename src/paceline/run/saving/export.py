@@ -1,17 +1,15 @@
-"""Weights for use elsewhere: one safetensors file, or whatever the model's own `save_pretrained` writes."""
+"""Exports weights: to one safetensors file, or through the model's own `save_pretrained`."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint import safetensors_file
+from paceline.checkpoint.files import flush_folder, write_tensors
 from paceline.checkpoint.folders import new_token
-from paceline.checkpoint.hashed_file import flush_folder
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0
 from paceline.core.errors import MisuseError
@@ -21,16 +19,19 @@ SUFFIX = ".safetensors"
 
 
 def export_weights(model: Any, path: Path, communicator: Communicator) -> None:
-    """One file of all parameters and buffers, written by rank 0; every worker returns when it is there."""
+    """Write all parameters and buffers to one file. Rank 0 writes; all workers return when the file exists.
+
+    Tied tensors are stored under each of their names.
+    """
     if path.suffix != SUFFIX or path.is_dir():
-        raise ValueError(f"{path} cannot be the file: give a path that ends in {SUFFIX}, and is no folder")
-    decided_by_rank_0(lambda: _write(path, _storable(model_state(model))), communicator)
+        raise ValueError(f"{path} cannot be written: give the path of a file that ends in {SUFFIX}")
+    decided_by_rank_0(lambda: _write(path, model_state(model)), communicator)
 
 
 def save_pretrained(model: Any, folder: Path, communicator: Communicator) -> None:
-    """What the model's `save_pretrained` writes, and its tokenizer's; every worker returns when it is there.
+    """Call `save_pretrained` of the model and its tokenizer on rank 0; all workers return when it is done.
 
-    A new folder appears when it is complete; in one that exists, files are written over.
+    A new folder appears when it is complete. In an existing one files are overwritten.
     """
     model = plain_model(model)
     if not callable(getattr(model, "save_pretrained", None)):
@@ -43,20 +44,12 @@ def save_pretrained(model: Any, folder: Path, communicator: Communicator) -> Non
     decided_by_rank_0(lambda: _save_into(folder, parts), communicator)
 
 
-def _storable(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors on the host. Tied ones appear under each of their names, so that any reader finds all it expects."""
-    for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or value.dtype not in safetensors_file.DTYPE_NAMES:
-            shown = f"of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-            raise TypeError(f"{name!r} in the model's state is {shown}, which a {SUFFIX} file cannot hold")
-    return {name: value.detach().cpu() for name, value in state.items()}
-
-
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write(path: Path, state: Any) -> None:
+    tensors = {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = _hidden(path)
+    unfinished = _unfinished(path)
     try:
-        safetensors_file.write(unfinished, tensors)
+        write_tensors(unfinished, tensors)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -64,22 +57,16 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _save_into(folder: Path, parts: list[Any]) -> None:
-    if folder.exists():
-        _save_all(folder, parts)
-        return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = _hidden(folder)
+    target = folder if folder.exists() else _unfinished(folder)
     try:
-        _save_all(unfinished, parts)
-        unfinished.rename(folder)
+        for part in parts:
+            part.save_pretrained(str(target))
+        target.rename(folder)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if target != folder:
+            shutil.rmtree(target, ignore_errors=True)
 
 
-def _save_all(folder: Path, parts: list[Any]) -> None:
-    for part in parts:
-        part.save_pretrained(str(folder))
-
-
-def _hidden(path: Path) -> Path:
+def _unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{new_token()}")

@@ -1,4 +1,4 @@
-"""What makes a run this run: the settings that decide its course, compared when it is resumed."""
+"""The settings that decide a run's course. They are stored in checkpoints and compared when a run is resumed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,33 @@ from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
 from paceline.run.step.replica import Replica
 
-# A position counts the micro-batches of an epoch's order, so these cannot change in the middle of one.
-_CUT_OF_AN_EPOCH = ("micro_batch", "num_samples", "order", "seed", "shuffle", "num_shards", "shuffle_buffer")
-
-
-# Facts about data that are told but not compared.
-_TOLD_ONLY = ("hint", "unchecked", "unread")
+# Settings of RunConfig that decide the course, beside those that `identity` derives.
+COURSE_SETTINGS = (
+    "global_batch",
+    "seed",
+    "shuffle",
+    "drop_last",
+    "num_shards",
+    "shuffle_buffer",
+    "physical_batch",
+    "precision",
+    "max_grad_norm",
+    "fused_optimizers",
+    "exact",
+)
+# A position counts the micro-batches of an epoch's order, so these cannot change inside an epoch.
+_FIXED_INSIDE_EPOCH = ("micro_batch", "num_samples", "order", "seed", "shuffle", "num_shards", "shuffle_buffer")
+# Facts about data that are reported but not compared.
+_INFORMATIVE = ("hint", "unchecked", "unread")
 
 
 def data_facts(data: Any, communicator: Communicator) -> dict[str, Any]:
-    """What rank 0 knows about its data, on all workers: another may hold a part of it only, or read none at all."""
+    """What rank 0 knows about its data, on all workers: the others may hold a part of it, or none."""
     facts: dict[str, Any] = decided_by_rank_0(
         lambda: {str(k): v if isinstance(v, int | list) else str(v) for k, v in facts_of(data).items()}, communicator
     )
     if not communicator.world.is_main:
-        facts = {name: value for name, value in facts.items() if name not in _TOLD_ONLY}  # one warning is enough
+        facts = {name: value for name, value in facts.items() if name not in _INFORMATIVE}  # only rank 0 warns
     return facts
 
 
@@ -44,26 +56,17 @@ def identity(
     is_weighted: bool,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Plain values by name. Not in it: what only decides how fast, and when to stop. `facts`: those of the data."""
+    """Plain values by name. Settings that only affect speed, and stopping criteria, are not included."""
     facts = dict(facts or {})
-    values = {
-        "global_batch": config.global_batch,
+    values = {name: getattr(config, name) for name in COURSE_SETTINGS} | {
         "micro_batch": steps.micro_batch,
         "num_samples": len(data) if hasattr(data, "__len__") else None,
         "order": facts.pop("order", None),
         "data": facts or None,
-        "seed": config.seed,
-        "shuffle": config.shuffle,
-        "drop_last": config.drop_last,
-        "num_shards": config.num_shards,
-        "shuffle_buffer": config.shuffle_buffer,
-        "precision": config.precision,
-        "max_grad_norm": config.max_grad_norm,
         "weight_fn": "given" if is_weighted else "none",
         "strategy": _text(config.strategy),
         "optimizer": _types(replica.optimizers),
         "scheduler": _types(replica.schedulers),
-        "exact": config.exact,
     }
     if replica.schedulers:
         values["scheduler_every"] = config.scheduler_every
@@ -76,74 +79,66 @@ def identity(
 def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], allow: Collection[str], position: Position
 ) -> list[str]:
-    """What differs and may not: one line each. `allow` names what may."""
+    """One line for each setting that differs and is not in `allow`."""
     if unknown := [name for name in allow if name not in now]:
-        raise ValueError(f"allow={sorted(unknown)} names no setting that is compared: choose among {', '.join(now)}")
+        raise ValueError(f"allow={sorted(unknown)}: unknown setting; choose from {', '.join(now)}")
     lines = []
-    for name in dict.fromkeys([*saved, *now]):
-        # A setting that one of both does not know, of another version or mode, says nothing about the course.
-        if name not in saved or name not in now or saved[name] == now[name]:
-            continue
+    # Settings that only one side has, because of its version or mode, are not compared.
+    for name in [name for name in saved if name in now and saved[name] != now[name]]:
         if name == "data":
             lines += [] if name in allow else _data_differences(saved[name], now[name])
             continue
         line = f"{name}: {saved[name]!r} in the checkpoint, {now[name]!r} now"
         if name not in allow:
             lines.append(line)
-        elif name in _CUT_OF_AN_EPOCH and position.micro_batch:
+        elif name in _FIXED_INSIDE_EPOCH and position.micro_batch:
             lines.append(f"{line} (may change between epochs only; the checkpoint is inside epoch {position.epoch})")
     if "data" not in allow and not lines:
-        _warn_of_unknown_data(saved.get("data"), now.get("data"))
+        _warn_about_unchecked_data(saved.get("data"), now.get("data"))
     return lines
 
 
 def _data_differences(saved: Any, now: Any) -> list[str]:
-    """Of the facts that both sides know; older checkpoints have a text there, or nothing."""
+    """Compares the facts that both sides have; older checkpoints have a text instead, or nothing."""
     if not isinstance(saved, Mapping) or not isinstance(now, Mapping):
         return []
     lines = []
-    for name in sorted((saved.keys() & now.keys()) - set(_TOLD_ONLY)):
-        before, after = saved[name], now[name]
-        if isinstance(before, list) and isinstance(after, list):
-            lines += _list_differences(name, before, after)
-        elif before != after:
-            lines.append(f"data ({name}): {before!r} in the checkpoint, {after!r} now")
+    for name in sorted((saved.keys() & now.keys()) - set(_INFORMATIVE)):
+        before, after, label = saved[name], now[name], name
+        if isinstance(before, list) and isinstance(after, list) and before != after:
+            # Only the first item: a missing or new one shifts all that follow.
+            shared = min(len(before), len(after))
+            index = next((i for i in range(shared) if before[i] != after[i]), shared)
+            label = f"{name}, number {index + 1}"
+            before, after = (items[index] if index < len(items) else None for items in (before, after))
+        if before != after:
+            lines.append(f"data ({label}): {before!r} in the checkpoint, {after!r} now")
     return lines
 
 
-def _list_differences(name: str, before: list[Any], after: list[Any]) -> list[str]:
-    """The first item that differs: one that is missing or new moves all that follow."""
-    if before == after:
-        return []
-    shared = min(len(before), len(after))
-    place = next((i for i in range(shared) if before[i] != after[i]), shared)
-    was, is_now = (repr(items[place]) if place < len(items) else "nothing" for items in (before, after))
-    return [f"data ({name}, number {place + 1}): {was} in the checkpoint, {is_now} now"]
-
-
-def _warn_of_unknown_data(saved: Any, now: Any) -> None:
+def _warn_about_unchecked_data(saved: Any, now: Any) -> None:
     if not isinstance(saved, Mapping) or not isinstance(now, Mapping):
         return
     if unchecked := now.get("unchecked"):
         warnings.warn(
-            f"the run is resumed with {unchecked} ({now.get('type')}): whether its samples are those of before cannot "
-            "be checked; give it an attribute `fingerprint` that changes with them",
+            f"the run is resumed with {unchecked} ({now.get('type')}): it cannot be checked that its samples are the "
+            "same; give it an attribute `fingerprint` that changes with them",
             stacklevel=2,
         )
     elif "hint" in saved and "hint" in now and saved["hint"] != now["hint"]:
         warnings.warn(
-            f"the data of the run is as before where it was read, but may differ elsewhere: {saved['hint']} in the "
+            f"the samples that were compared are the same, but the data may differ elsewhere: {saved['hint']} in the "
             f"checkpoint, {now['hint']} now",
             stacklevel=2,
         )
 
 
-def _types(things: list[Any]) -> str:
-    return ", ".join(type(thing).__name__ for thing in things) or "none"
+def _types(objects: list[Any]) -> str:
+    return ", ".join(type(each).__name__ for each in objects) or "none"
 
 
 def _text(strategy: Any) -> str:
-    """A strategy's settings; of a function only that there is one, since functions cannot be compared."""
+    """A strategy with its settings. Functions cannot be compared, so they appear as `...`."""
     if not is_dataclass(strategy):
         return str(strategy)
     values = {field.name: getattr(strategy, field.name) for field in fields(strategy)}

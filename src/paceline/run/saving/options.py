@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from paceline.checkpoint.compare import Level
-from paceline.checkpoint.keep import Keep
-from paceline.checkpoint.pieces import Disk
-from paceline.checkpoint.schedule import Schedule
+from paceline.checkpoint.policy import Retention, Schedule, check_positive
 
 DEFAULT_MINUTES = 10.0
 
@@ -20,22 +18,22 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When a run is saved, where, and which checkpoints stay.
+    """When and where a run is saved, and which checkpoints are kept.
 
-    folder: the run's own, visible to all workers (or one on every node: disk="per node").
-    every_steps, every_minutes, every_epochs: whichever comes first; without any of them every 10 minutes. final: also
-        when the run ends.
-    keep_last: how many of the newest stay. keep_best: ("metric", n) or ("metric", n, "max"): also the n with the lowest
-        (or highest) values of a metric given to `trainer.save(metrics=...)`. keep_every: also, for ever, those of every
-        so many steps. None of the three: all stay.
-    snapshot_every: steps between snapshots in memory (/dev/shm of every node), from which workers that are restarted on
-        the same machine go on; None for none.
+    folder: the run's folder, visible to all workers (or one on each node: disk="per node").
+    every_steps, every_minutes, every_epochs: whichever comes first; every 10 minutes if none is given. final: also at
+        the end of the run.
+    keep_last: keep this many of the newest. keep_best: ("metric", n) or ("metric", n, "max"): also keep the n with the
+        lowest (or highest) values of a metric passed to `trainer.save(metrics=...)`. keep_every: also keep those of
+        every N steps, forever. If all three are None, all are kept.
+    snapshot_every: steps between snapshots in memory (/dev/shm of each node), from which workers restarted on the same
+        machine resume; None for no snapshots.
     leave_out: components not to save, such as "optimizer".
     on_error: when a checkpoint cannot be written, "stop" the run with the error or "continue" with a warning.
-    check_replicas: before each save compare what must be equal on all workers: "none", "quick", "tensor" or "full".
-    num_writers: by how many workers replicated state is written; more than 1 pays on file systems that one worker
-        cannot fill.
-    handle_signals: SIGTERM and SIGINT finish the step, save, and end the run.
+    check_replicas: before each save, compare replicated state between workers: "none", "quick", "tensor" or "full".
+    num_writers: how many workers write replicated state. More than 1 helps on file systems that one worker cannot
+        saturate.
+    handle_signals: on SIGTERM and SIGINT finish the step, save, and end the run.
     """
 
     folder: str | os.PathLike[str]
@@ -55,16 +53,15 @@ class Checkpoints:
     handle_signals: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("snapshot_every", "num_writers"):
-            value = getattr(self, name)
-            if (value is not None or name == "num_writers") and (type(value) is not int or value < 1):
-                raise ValueError(f"{name}={value!r} is not a positive integer: choose {name} >= 1")
-        if self.on_error not in ("stop", "continue"):
-            raise ValueError(f"on_error={self.on_error!r}: choose 'stop' or 'continue'")
-        if self.check_replicas not in get_args(Level):
-            raise ValueError(f"check_replicas={self.check_replicas!r}: choose one of {', '.join(get_args(Level))}")
-        if self.disk not in ("shared", "per node"):
-            raise ValueError(f"disk={self.disk!r}: choose 'shared' or 'per node'")
+        check_positive("snapshot_every", self.snapshot_every)
+        check_positive("num_writers", self.num_writers if self.num_writers is not None else 0)
+        for name, choices in (
+            ("on_error", ("stop", "continue")),
+            ("check_replicas", get_args(Level)),
+            ("disk", ("shared", "per node")),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, choices))}")
         if isinstance(self.leave_out, str) or {"model", "engine"}.intersection(self.leave_out):
             raise ValueError(
                 f"leave_out={self.leave_out!r}: give a list of names, without 'model' and 'engine', which every "
@@ -72,7 +69,7 @@ class Checkpoints:
             )
         if self.keep_best is not None and not (isinstance(self.keep_best, tuple) and len(self.keep_best) in (2, 3)):
             raise ValueError(f'keep_best={self.keep_best!r}: give ("metric", n) or ("metric", n, "max")')
-        _ = self.schedule, self.keep  # which check themselves
+        _ = self.schedule, self.retention  # validate themselves
 
     @property
     def root(self) -> Path:
@@ -85,10 +82,6 @@ class Checkpoints:
         return Schedule(self.every_steps, minutes, self.every_epochs, self.final)
 
     @property
-    def keep(self) -> Keep:
+    def retention(self) -> Retention:
         metric, best, *mode = self.keep_best or (None, None)
-        return Keep(self.keep_last, best, metric, mode[0] if mode else "min", self.keep_every)
-
-    @property
-    def disk_kind(self) -> Disk:
-        return Disk(self.disk)
+        return Retention(self.keep_last, best, metric, mode[0] if mode else "min", self.keep_every)

@@ -1,31 +1,28 @@
-"""The beginning of a run that is saved: from a checkpoint, from given weights, or from nothing."""
+"""Starts a run: from the newest checkpoint that every worker can read, from given weights, or from scratch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import json
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, TypeAlias
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.reading import Checkpoint
-from paceline.checkpoint.run_folder import RunFolder, failing_together
-from paceline.checkpoint.weights import read_weights
+from paceline.checkpoint.folders import unusable
+from paceline.checkpoint.reader import Checkpoint, checkpoint_at, read_weights
+from paceline.checkpoint.run_folder import RunFolder, raising_on_all_workers
 from paceline.comm.base import Communicator
+from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.errors import PacelineError
+from paceline.core.rank_variables import is_worker
 from paceline.plan.steps import Position
 from paceline.run.saving.identity import differences
-from paceline.run.saving.recovery import Found, Start, check_progress, find, forget_newer
-from paceline.run.saving.shapes import (
-    engine_problems,
-    group_problems,
-    optimizer_differences,
-    optimizer_problems,
-    random_problems,
-    scheduler_problems,
-    shown,
-)
 from paceline.run.saving.state import (
+    HasState,
     listed,
     load_model,
     load_random_state,
@@ -34,112 +31,122 @@ from paceline.run.saving.state import (
     model_state,
     optimizer_state,
 )
+from paceline.run.saving.validation import optimizer_differences, replica_problems, structure_problems
 from paceline.run.step.loop import Loop
 from paceline.run.step.replica import Replica
 
-# What code that is handed a state of the wrong shape raises.
-_LOAD_ERRORS = (CheckpointError, KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+logger = logging.getLogger("paceline")
 
-# The components that are the engine's own.
+Resume: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str] | None
+States: TypeAlias = dict[str, Any]
+
+# The components of the run itself, beside those that users register.
 OWN = ("model", "optimizer", "scheduler", "engine", "random")
 
+RESTART_NAME = ".restart.json"
 
-class HasState(Protocol):
-    """What can take part in checkpoints."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any, /) -> Any: ...
+# What load_state_dict raises for a state of the wrong structure.
+_LOAD_ERRORS = (CheckpointError, KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
-class Beginning:
-    """Finds where to begin and loads the replica; then `load_loop`, `load` for what the user registers, `complete`.
+class NoProgressError(PacelineError):
+    """The workers were restarted and died again before a step was saved: another restart would not help."""
 
-    `unsaved` names components that this run does not save, and so does not expect.
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """Where to start. See `Trainer.setup`."""
+
+    resume: Resume = "auto"
+    init_from: str | os.PathLike[str] | None = None
+    allow: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+
+class Resumption:
+    """Finds the checkpoint and loads the replica. Then: `load_loop`, `load` for registered objects, `complete`.
+
+    `leave_out`: components that this run does not save, and so does not expect.
     """
 
     def __init__(
         self,
-        start: Start,
+        options: ResumeOptions,
         folder: RunFolder,
         communicator: Communicator,
         replica: Replica,
         identity: Mapping[str, Any],
-        unsaved: Collection[str],
+        leave_out: Collection[str],
     ) -> None:
         self._world = communicator.world
-        self._skip = set(start.skip)
-        self._own = [name for name in OWN if name not in self._skip and name not in unsaved]
-        if not replica.schedulers and "scheduler" in self._own:
-            self._own.remove("scheduler")
-        self._found = find(folder, start.resume, self._read, communicator)
-        with failing_together(communicator):
-            if self._found is not None:
-                self._check(self._found, replica, identity, start.allow)
-                with self._naming("the model, optimizer or scheduler"):
-                    load_replica(replica, self._found.states)
-        check_progress(folder.root, self.position.step, communicator)
-        if self._found is not None:
-            forget_newer(folder, self._found)
-        elif start.init_from is not None:
-            load_weights(replica.model, Path(start.init_from))
-        self._expected = [] if self._found is None else self._others(self._found.checkpoint)
+        self._skip = set(options.skip)
+        excluded = {*self._skip, *leave_out, *(() if replica.schedulers else ("scheduler",))}
+        self._own = [name for name in OWN if name not in excluded]
+        found = _find(folder, options.resume, self._read, communicator)
+        self._checkpoint: Checkpoint | None = found[0] if found else None
+        self._states: States = found[1] if found else {}
+        with raising_on_all_workers(communicator):
+            if self._checkpoint is not None:
+                self._check(self._checkpoint, replica, identity, options.allow)
+                with self._explaining("the model, optimizer or scheduler"):
+                    load_replica(replica, self._states)
+        _check_progress(folder.root, self.position.step, communicator)
+        self._expected: list[str] = []
+        if self._checkpoint is not None:
+            _discard_newer(folder, self._checkpoint)
+            saved = self._checkpoint.manifest.contents.components
+            self._expected = [name for name in saved if name not in {*OWN, *self._skip}]
+        elif options.init_from is not None:
+            load_weights(replica.model, Path(options.init_from))
 
     @property
-    def checkpoint(self) -> Path | None:
-        return None if self._found is None else self._found.checkpoint.folder
+    def folder(self) -> Path | None:
+        return None if self._checkpoint is None else self._checkpoint.folder
 
     @property
     def position(self) -> Position:
-        if self._found is None or "engine" not in self._found.states:
-            return Position()
-        return Position.from_dict(self._found.states["engine"]["position"])
+        return Position.from_dict(self._states["engine"]["position"]) if "engine" in self._states else Position()
 
     def load_loop(self, loop: Loop) -> None:
-        if self._found is not None and "engine" in self._found.states:
-            with self._naming("component 'engine'"):
-                loop.load_state_dict(self._found.states["engine"])
+        if "engine" in self._states:
+            with self._explaining("component 'engine'"):
+                loop.load_state_dict(self._states["engine"])
 
     def load(self, name: str, thing: HasState) -> None:
-        """Put back what was registered under this name when the checkpoint was saved."""
-        if self._found is None or name in self._skip:
+        """Load the state that was saved under this name."""
+        if self._checkpoint is None or name in self._skip:
             return
         if name not in self._expected:
             raise CheckpointError(
-                f"{self.checkpoint} has no component {name!r}: register it under the name it had, before the first "
-                f"epoch, or name it in skip=[{name!r}] if it is new"
+                f"{self.folder} has no component {name!r}: register it under the name it was saved with, before the "
+                f"first epoch, or add it to skip=[{name!r}] if it is new"
             )
-        state = self._found.checkpoint.load_own(name, self._world)
-        with self._naming(f"component {name!r}", f" or name it in skip=[{name!r}] to begin it anew"):
+        state = self._checkpoint.load_own(name, self._world)
+        with self._explaining(f"component {name!r}", f"skip=[{name!r}]"):
             thing.load_state_dict(state)
         self._expected.remove(name)
 
     def complete(self) -> None:
-        """Training is about to go on: the last moment for everything that was saved to have found its place."""
-        if self._found is None:
-            return
+        """Called before the first step: raises if saved state was not loaded, and restores the random generators."""
         if self._expected:
             raise CheckpointError(
-                f"{self.checkpoint} holds state of {', '.join(self._expected)}, which nobody registered: call "
-                f"trainer.register before the first epoch, or name them in skip={self._expected}"
+                f"{self.folder} holds state of {', '.join(self._expected)}, which was not registered: call "
+                f"trainer.register before the first epoch, or set skip={self._expected}"
             )
-        if "random" in self._found.states:
-            load_random_state(self._found.states["random"], self._world.device)
-        self._found.states.clear()  # memory as large as the replica
+        if "random" in self._states:
+            load_random_state(self._states["random"], self._world.device)
+        self._states.clear()  # as large as the replica
 
-    def _read(self, checkpoint: Checkpoint) -> dict[str, Any]:
+    def _read(self, checkpoint: Checkpoint) -> States:
         if missing := [name for name in self._own if name not in checkpoint.manifest.contents.components]:
             raise CheckpointError(
-                f"{checkpoint.folder} does not hold {', '.join(missing)}: name in skip={missing} what is to begin anew"
+                f"{checkpoint.folder} does not hold {', '.join(missing)}: set skip={missing} to start without"
             )
         return {name: checkpoint.load_own(name, self._world) for name in self._own}
 
-    def _others(self, checkpoint: Checkpoint) -> list[str]:
-        return [name for name in checkpoint.manifest.contents.components if name not in {*OWN, *self._skip}]
-
     @contextmanager
-    def _naming(self, what: str, remedy: str = "") -> Iterator[None]:
-        """An error of loading says what was loaded, and from where."""
+    def _explaining(self, what: str, skip: str = "skip=[...]") -> Iterator[None]:
+        """Adds to an error of loading what was loaded, and from where."""
         try:
             yield
         except _LOAD_ERRORS as error:
@@ -147,14 +154,17 @@ class Beginning:
                 raise
             text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{what} of {self.checkpoint} cannot be loaded: {text}. The files are intact, so it was saved so: "
-                f"resume from another checkpoint,{remedy or ' or name in skip=[...] what is to begin anew'}"
+                f"{what} of {self.folder} cannot be loaded: {text}. The files are intact, so it was saved this way: "
+                f"resume from another checkpoint, or set {skip} to start without the saved state"
             ) from error
 
-    def _check(self, found: Found, replica: Replica, identity: Mapping[str, Any], allow: Collection[str]) -> None:
-        states, folder = found.states, found.checkpoint.folder
-        _refuse_shapes(folder, _first_problems(states, found.checkpoint.step))
-        lines = differences(found.checkpoint.manifest.configuration, identity, allow, self.position)
+    def _check(
+        self, checkpoint: Checkpoint, replica: Replica, identity: Mapping[str, Any], allow: Collection[str]
+    ) -> None:
+        """Raise, before anything is loaded, if the checkpoint is of another run or holds invalid states."""
+        states = self._states
+        _refuse_invalid(checkpoint.folder, structure_problems(states, checkpoint.step))
+        lines = differences(checkpoint.manifest.configuration, identity, allow, self.position)
         if "model" in states:
             lines += model_differences(states["model"], model_state(replica.model))
         if "optimizer" in states:
@@ -162,47 +172,142 @@ class Beginning:
             lines += optimizer_differences(listed(states["optimizer"]), listed(optimizer_state(replica)))
         if lines:
             raise CheckpointError(
-                f"{folder} is of another run than this one:\n  "
+                f"{checkpoint.folder} is of another run than this one:\n  "
                 + "\n  ".join(lines)
-                + "\nGive what the checkpoint was saved with, or name in allow=[...] the settings that may differ"
+                + "\nUse the settings that the checkpoint was saved with, or list in allow=[...] those that may differ"
             )
-        problems = []
-        if "optimizer" in states:
-            problems += optimizer_problems(listed(states["optimizer"]), replica.optimizers)
-        if "scheduler" in states:
-            problems += scheduler_problems(listed(states["scheduler"]), replica.schedulers)
-        _refuse_shapes(folder, problems)
+        _refuse_invalid(checkpoint.folder, replica_problems(states, replica))
 
 
-def _first_problems(states: Mapping[str, Any], step: int) -> list[str]:
-    """What is wrong with the states of a checkpoint of this step, whatever run it is of."""
-    problems = []
-    if "engine" in states:
-        problems += engine_problems(states["engine"], step)
-    if "model" in states and not isinstance(states["model"], Mapping):
-        problems += model_differences(states["model"], {})
-    if "optimizer" in states:
-        problems += group_problems(listed(states["optimizer"]))
-    if "scheduler" in states:
-        found = [state for state in listed(states["scheduler"]) if not isinstance(state, Mapping)]
-        problems += [f"scheduler: it is {shown(state)}, expected a dict" for state in found]
-    if "random" in states:
-        problems += random_problems(states["random"])
-    return problems
-
-
-def _refuse_shapes(folder: Path, problems: list[str]) -> None:
+def _refuse_invalid(folder: Path, problems: list[str]) -> None:
     if problems:
         raise CheckpointError(
-            f"{folder} is intact, but does not hold what a run saves:\n  "
+            f"the files of {folder} are intact, but their content is not a run's:\n  "
             + "\n  ".join(problems)
-            + "\nResume from another checkpoint, or name in skip=[...] the components that are to begin anew"
+            + "\nResume from another checkpoint, or set skip=[...] to start without these components"
         )
 
 
 def load_weights(model: Any, path: Path) -> None:
-    """Start from these weights, whose names and shapes must be the model's."""
+    """Load weights whose names and shapes must match the model's."""
     weights = read_weights(path)
     if lines := model_differences(weights, model_state(model)):
-        raise CheckpointError(f"the weights in {path} are not this model's:\n  " + "\n  ".join(lines))
+        raise CheckpointError(f"the weights in {path} do not fit the model:\n  " + "\n  ".join(lines))
     load_model(model, weights)
+
+
+# Which checkpoint
+
+
+def restart_count() -> int:
+    """How often the workers were restarted, as their launcher (ours or torchrun) says."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_worker() else 0
+
+
+def _find(
+    folder: RunFolder, resume: Resume, read: Callable[[Checkpoint], States], communicator: Communicator
+) -> tuple[Checkpoint, States] | None:
+    """The checkpoint to resume from and the states that `read` returned for it; None to start from scratch.
+
+    Restarted workers resume from the newest checkpoint: `resume` applied to the first start.
+    """
+    newest_first, flaws = _common_checkpoints(folder, communicator)
+    if flaws and not newest_first and (resume is None or resume == "auto" or isinstance(resume, bool)):
+        raise CheckpointError(
+            f"{folder.root} has no usable checkpoint, but entries that look like one:\n  "
+            + "\n  ".join(flaws)
+            + "\nTo resume from one of them, apply its remedy or set resume=PATH; to start from scratch, move them out "
+            "of the folder"
+        )
+    if communicator.world.is_main:
+        for flaw in flaws:
+            logger.warning("not used: %s", flaw)
+    if (newest_first and restart_count()) or resume == "auto" or resume is True:
+        found = _first_readable(newest_first, read, communicator)
+        if found is None and resume is True:
+            raise CheckpointError(f"{folder.root} has no checkpoint to resume from: start with resume='auto'")
+        return found
+    if resume is None or resume is False:
+        if newest_first:
+            raise CheckpointError(
+                f"{folder.root} has checkpoints up to {newest_first[0].name}: set resume='auto' to continue from "
+                "there, or choose another folder"
+            )
+        return None
+    checkpoint = checkpoint_at(Path(resume))
+    return checkpoint, read(checkpoint)
+
+
+def _common_checkpoints(folder: RunFolder, communicator: Communicator) -> tuple[list[Path], list[str]]:
+    """The checkpoints that every worker sees, newest first and on disk before in memory; and the flaws of others."""
+    flaws_here = {str(path): flaw for path, flaw in unusable(folder.root).items()}
+    own = json.dumps({"found": folder.found(), "unusable": flaws_here})
+    workers = [json.loads(text) for text in gather(own, communicator)]
+    seen = [{(location, step) for location, step in worker["found"]} for worker in workers]
+    flaws = {path: flaw for worker in workers for path, flaw in worker["unusable"].items()}
+    common = sorted(set.intersection(*seen), key=lambda found: (-found[1], found[0]))
+    if not common and any(location == "disk" for found in seen for location, _ in found):
+        ranks = [rank for rank, found in enumerate(seen) if not found]
+        raise CheckpointError(
+            f"some workers have checkpoints in {folder.root}, but ranks {ranks or 'of different nodes'} share none of "
+            "them: copy the folder to every node, or choose an empty one"
+        )
+    return [folder.path(location, step) for location, step in common], list(flaws.values())
+
+
+def _first_readable(
+    candidates: list[Path], read: Callable[[Checkpoint], States], communicator: Communicator
+) -> tuple[Checkpoint, States] | None:
+    problem = ""
+    for path in candidates:
+        found, own = None, ""
+        try:
+            checkpoint = Checkpoint(path)
+            found = checkpoint, read(checkpoint)
+        except (CheckpointError, OSError) as error:
+            own = str(error)
+        problem = next(filter(None, gather(own, communicator)), "")
+        if found is not None and not problem:
+            return found
+        logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
+    if problem:
+        raise CheckpointError(f"no checkpoint can be read. The last one tried: {problem}")
+    return None
+
+
+def _discard_newer(folder: RunFolder, checkpoint: Checkpoint) -> None:
+    """Move checkpoints out of the run's folders that are not earlier steps of the resumed run."""
+    is_own = checkpoint.folder.parent.resolve() in (folder.root.resolve(), folder.memory.resolve())
+    steps = [step for _, step in folder.found() if not is_own or step > checkpoint.step]
+    if aside := folder.discard(steps):
+        logger.warning(
+            "resumed from %s; the checkpoints of %s that do not precede it were moved to %s",
+            checkpoint.folder,
+            folder.root,
+            aside,
+        )
+
+
+def _check_progress(root: Path, step: int, communicator: Communicator) -> None:
+    """Raise on all workers if they were restarted twice at the same step."""
+    if restart_count() and decided_by_rank_0(lambda: not _note_restart(root / RESTART_NAME, step), communicator):
+        raise NoProgressError(
+            f"the workers were restarted at step {step} and died before a newer one was saved: save more often, or "
+            "find out why they died"
+        )
+
+
+def _note_restart(path: Path, step: int) -> bool:
+    """Record this restart; False if the previous one of this launch was at this step or a later one."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    try:
+        last = json.loads(path.read_text())
+    except (OSError, ValueError):
+        last = {}
+    if last.get("launch") == launch and step <= last["step"]:
+        return False
+    try:
+        path.write_text(json.dumps({"launch": launch, "step": step}))
+    except OSError as error:
+        logger.warning("restarts without progress are not detected: %s cannot be written: %s", path, error.strerror)
+    return True

@@ -1,22 +1,38 @@
-"""What a checkpoint holds of a run, and putting it back."""
+"""The states of a run that a checkpoint holds: collecting, comparing and loading them."""
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.run.saving.shapes import python_state, shown
 from paceline.run.step.replica import Replica, named_parameters, only_or_all
 
 
+class HasState(Protocol):
+    """An object that can be saved in checkpoints."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+def has_state(thing: Any) -> bool:
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+
+
+def plain_model(model: Any) -> Any:
+    """The model without torch.compile's wrapper."""
+    return getattr(model, "_orig_mod", model)
+
+
 def model_state(model: Any) -> Mapping[str, Any]:
-    """Parameters and buffers by name, those of a compiled model under the names they have in the plain one."""
+    """Parameters and buffers by name. A compiled model has the names of the plain one."""
     model = plain_model(model)
     if has_state(model):
         state: Mapping[str, Any] = model.state_dict()
@@ -32,13 +48,13 @@ def load_model(model: Any, state: Mapping[str, Any]) -> None:
             parameter.copy_(state[name])
         return
     values = OrderedDict(state)
-    # Modules look here for the version that wrote the state, and it was this one.
+    # Modules look here for the version that wrote the state, which was this one.
     values._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
     model.load_state_dict(values)
 
 
 def model_differences(saved: Any, now: Mapping[str, Any]) -> list[str]:
-    """In which tensors two models differ, by name, shape and dtype."""
+    """The tensors in which two models differ, by name, shape and dtype."""
     if not isinstance(saved, Mapping):
         return [f"model: it is {shown(saved)}, expected a dict of tensors by name"]
     lines = [f"{name!r} is only in the checkpoint" for name in saved if name not in now]
@@ -51,13 +67,13 @@ def model_differences(saved: Any, now: Mapping[str, Any]) -> list[str]:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    settings = [set(group) for group in optimizer.param_groups]
+    expected = [set(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
-    # Only now, since torch fills in by itself what an older version did not have.
-    for number, (names, group) in enumerate(zip(settings, optimizer.param_groups, strict=True)):
+    # Checked afterwards, because torch adds settings that an older version did not have.
+    for number, (names, group) in enumerate(zip(expected, optimizer.param_groups, strict=True)):
         if missing := sorted(names.difference(group)):
             raise CheckpointError(f"optimizer: group {number} has no {', '.join(map(repr, missing))}, expected a value")
-    # torch casts state to its parameter's dtype, which loses what an optimizer keeps in a finer one.
+    # torch casts state to its parameter's dtype, which loses precision where an optimizer keeps a finer one.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state["state"].items():
         own = optimizer.state[parameters[index]]
@@ -67,13 +83,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 
 
 def replica_states(replica: Replica) -> dict[str, Any]:
-    """The states of model, optimizer and scheduler, by the component's name. Their tensors are the replica's own."""
+    """The states of model, optimizer and scheduler by component name. Tensors are not copied."""
     states = {"model": model_state(replica.model), "optimizer": optimizer_state(replica)}
     for scheduler in replica.schedulers:
         if not has_state(scheduler):
             raise TypeError(
-                f"the scheduler is a {type(scheduler).__name__} without state_dict and load_state_dict: it "
-                "cannot be saved; give it both"
+                f"the scheduler {type(scheduler).__name__} cannot be saved: it needs state_dict and load_state_dict"
             )
     if replica.schedulers:
         states["scheduler"] = only_or_all([scheduler.state_dict() for scheduler in replica.schedulers])
@@ -81,12 +96,12 @@ def replica_states(replica: Replica) -> dict[str, Any]:
 
 
 def optimizer_state(replica: Replica) -> Any:
-    """The optimizer's state; a list where there are several."""
+    """The optimizer's state; a list if there are several."""
     return only_or_all([optimizer.state_dict() for optimizer in replica.optimizers])
 
 
 def load_replica(replica: Replica, states: Mapping[str, Any]) -> None:
-    """Put back those of the states that are there."""
+    """Load those of the states that are given."""
     if "model" in states:
         load_model(replica.model, states["model"])
     if "optimizer" in states:
@@ -98,10 +113,10 @@ def load_replica(replica: Replica, states: Mapping[str, Any]) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of the generators that the user's code draws from: Python's, NumPy's, torch's for CPU and device."""
+    """The states of the generators that user code draws from: Python's, NumPy's, torch's for CPU and device."""
     version, words, gauss = random.getstate()
     return {
-        # As a tensor: six hundred numbers, one by one, would take longer than all the rest.
+        # As a tensor: 625 separate numbers would take longer than everything else.
         "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
@@ -117,19 +132,26 @@ def load_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["device"], device)
 
 
+def python_state(saved: Any) -> Any:
+    """The argument of `random.setstate`, from what `random_state` returned."""
+    version, words, gauss = saved
+    return version, tuple(words.tolist()), gauss
+
+
 def listed(states: Any) -> list[Any]:
-    """The states of several, as `only_or_all` put them together."""
+    """Undoes `only_or_all`."""
     return states if isinstance(states, list) else [states]
 
 
-def plain_model(model: Any) -> Any:
-    """The model without torch.compile's wrapper."""
-    return getattr(model, "_orig_mod", model)
-
-
-def has_state(thing: Any) -> bool:
-    """Whether it can take part in checkpoints."""
-    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
+def shown(value: Any) -> str:
+    """A value of any kind and size, abbreviated for a message."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        keys = ", ".join(map(repr, list(value)[:5])) + (", ..." if len(value) > 5 else "")
+        return f"a dict with {keys}" if value else "{}"
+    text = repr(value) if isinstance(value, list | tuple | int | float | str | None) else ""
+    return text if 0 < len(text) <= 80 else f"a {type(value).__name__}"
 
 
 def _kind(value: Any) -> str:

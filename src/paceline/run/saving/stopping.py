@@ -1,4 +1,4 @@
-"""Ending a run when asked to: the step is finished, the state saved, the process left with a code that says so."""
+"""Stops a run on request: the step is finished, the state saved, and the process exits with code 75."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop, and did after `step`, which is saved if the run is. Uncaught: exit code 75."""
+    """The run stopped on request after `step`, which was saved if the run has checkpoints. Uncaught: exit code 75."""
 
     def __init__(self, step: int = 0) -> None:
         super().__init__(STOPPED_EXIT_CODE)
@@ -24,39 +24,38 @@ class Stopped(SystemExit):
 
 
 class StopSignals:
-    """Turns the first SIGTERM or SIGINT into `is_asked`; a second one ends the process at once.
+    """Sets `is_requested` on the first SIGTERM or SIGINT. A second signal ends the process immediately.
 
-    A handler that the user has set stays, and so does an ignored signal; only the main thread can set any. `close`
-    puts back what was there.
+    Handlers of the user and ignored signals are left alone; handlers can only be set in the main thread. `close`
+    restores the previous handlers.
     """
 
     def __init__(self) -> None:
-        self.is_asked = False
-        self._before = {}
+        self.is_requested = False
+        self._previous = {}
         if threading.current_thread() is threading.main_thread():
-            usual = (signal.SIG_DFL, signal.default_int_handler)
-            self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-            self._before = {number: handler for number, handler in self._before.items() if handler in usual}
-        for number in self._before:
-            signal.signal(number, self._hear)
+            defaults = (signal.SIG_DFL, signal.default_int_handler)
+            handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+            self._previous = {number: handler for number, handler in handlers.items() if handler in defaults}
+        for number in self._previous:
+            signal.signal(number, self._handle)
 
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
-        self.is_asked = True
-        # The kernel's own: a second signal must work while Python waits inside an exchange.
-        for handled in self._before:
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        self.is_requested = True
+        # The kernel's default action: a second signal must work while Python waits inside an exchange.
+        for handled in self._previous:
             signal.signal(handled, signal.SIG_DFL)
         if path := os.environ.get(HEARD_VARIABLE):
             with suppress(OSError):
                 Path(path).touch()
-        name = signal.Signals(number).name
-        # Only what is true whoever sent it: a launcher also ends in this way the workers that outlive another one.
+        # A launcher sends the same signal to the survivors of a dead worker, whose step cannot be completed.
         text = (
-            f"paceline: {name}: stopping after this step, which is saved if all workers complete it; again to end at "
-            "once\n"
+            f"paceline: {signal.Signals(number).name}: stopping after this step, which is saved if all workers "
+            "complete it; send it again to exit immediately\n"
         )
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
 
     def close(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous = {}

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.checkpoint.policy import Decision
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.events import Events
@@ -26,6 +27,7 @@ from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
 from paceline.run.report import Account, Report
+from paceline.run.saving.stopping import Stopped
 from paceline.run.step import gc_policy
 from paceline.run.step.checks import Agreement, FiniteWatch, ReplicaCheck
 from paceline.run.step.ema import Average
@@ -41,23 +43,12 @@ from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import LEFT, LocalNumbers, Numbers, WorkerMessage, left_error
 from paceline.sync.strategy import GradientExchange, UpdateUnless
 
+if TYPE_CHECKING:
+    from paceline.run.saving.checkpointer import Checkpointer
+
 # On a GPU, measure one of this many steps if no plan depends on it.
 SELDOM_MEASURED = 16
 NO_STEP = Step((), 0, None, is_cut=False)  # before the first
-
-
-class Keeper(Protocol):
-    """Saves the run and ends it on request, always between two steps and on all workers alike."""
-
-    @property
-    def wish(self) -> float:
-        """What this worker asks all workers to do, sent with the step's exchange. 0 for nothing."""
-
-    def observe(self, numbers: Numbers) -> None:
-        """Receives the numbers of every step, in order."""
-
-    def between_steps(self, loop: Loop) -> None:
-        """Called before every step: saves, or ends the run by an exception."""
 
 
 class Loop:
@@ -72,7 +63,7 @@ class Loop:
         feed: Feed,
         planner: Planner,
         events: Events,
-        keeper: Keeper,
+        checkpointer: Checkpointer,
         average: Average,
         timeline: Recorder,
         collections: GcPolicy,
@@ -99,7 +90,7 @@ class Loop:
         self._timeline = timeline
         self._account = Account(world.size)
         self._events = events
-        self._keeper = keeper
+        self._checkpointer = checkpointer
         self._average = average
         self._gc_policy = collections
         self._loss_scale = LossScale() if config.precision == "fp16" else None
@@ -145,7 +136,7 @@ class Loop:
         begun_at: Position | None = None
         try:
             while self.position.epoch == epoch and not self.is_over:
-                self._keeper.between_steps(self)
+                self._save_or_stop()
                 if self.position.step % gc_policy.EVERY_STEPS == 0:
                     self._gc_policy.collect()
                 mine = self._begin_step()
@@ -172,6 +163,14 @@ class Loop:
             # Several workers keep the step open until the others have been told.
             if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
                 self.abandon()
+
+    def _save_or_stop(self) -> None:
+        decision = self._checkpointer.decide(self)
+        if decision is Decision.SAVE:
+            self._checkpointer.save_due(self)
+        elif decision is Decision.STOP:
+            self._checkpointer.stop(self)
+            raise Stopped(self.position.step)
 
     def abandon(self) -> None:
         """Drop the step under way, if any."""
@@ -232,7 +231,7 @@ class Loop:
         self._is_open, self._is_last = False, True
         while self.position.epoch == self._left_epoch and not self.is_over:
             if not is_under_way:
-                self._keeper.between_steps(self)
+                self._save_or_stop()
                 mine = self._begin_step()
                 if mine is None:
                     break
@@ -242,7 +241,7 @@ class Loop:
             is_under_way = False
             self._exchange.send(WorkerMessage(wish=LEFT, digest=self._agreement.digest()))
             if (numbers := self._exchange.finish()) is not None:
-                self._keeper.observe(numbers)  # an error, as soon as all have read it
+                self._checkpointer.observe(numbers)  # an error, as soon as all have read it
                 self._exchange.complete()
                 self.position = self._feed.after_step(self.position)
         self._exchange.synchronize()
@@ -421,7 +420,7 @@ class Loop:
     def _finish_step(self) -> StepRecord | None:
         position = self.position
         message = WorkerMessage(
-            self._stopwatch.send(), self._keeper.wish, self._agreement.digest(), self._requested_rate
+            self._stopwatch.send(), self._checkpointer.requested, self._agreement.digest(), self._requested_rate
         )
         self._exchange.send(message)
         early: list[Number | None] = []  # the norm, if the update was queued early
@@ -435,7 +434,7 @@ class Loop:
             return None
         plan, num_samples = self._step.plan, self._step.num_samples
         self._planner.observe(plan, numbers)
-        self._keeper.observe(numbers)
+        self._checkpointer.observe(numbers)
         # From here on every worker does the same, with the same random numbers.
         self._seed_after_step(position.step)
         # A single worker knows its own request: reading it from a GPU would wait.

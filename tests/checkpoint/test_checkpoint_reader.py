@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_state import components, job, same, save_steps
+from checkpoint_state import components, job, same, save, save_steps
 
 from paceline.checkpoint import manifest as manifest_module
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.manifest import FORMAT_VERSION, Manifest
-from paceline.checkpoint.reading import Checkpoint, inspect, newest_intact, verify
-from paceline.checkpoint.saving import save
+from paceline.checkpoint.reader import Checkpoint, inspect, newest_intact, verify
 
 
 def load_all(folder: Path) -> dict[str, Any]:
@@ -109,16 +108,16 @@ def hardlink_outside(folder: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncate, r"optimizer.safetensors has \d+ bytes, the manifest says \d+"),
     "missing": (lambda f: (f / "model.json").unlink(), "model.json is missing, the manifest lists it with"),
-    "extra": (put_pickle("data.pkl"), "data.pkl is not in the manifest: .*; remove it"),
+    "extra": (put_pickle("data.pkl"), "data.pkl is not in the manifest: remove it"),
     "extra of ours": (put_pickle("more.safetensors"), "more.safetensors is not in the manifest"),
     "a folder": (lambda f: (f / "more").mkdir(), "more is not in the manifest"),
     "pickle as weights": (put_pickle("model.safetensors"), r"model.safetensors has \d+ bytes, the manifest says"),
     "pickle as structure": (put_pickle("model.json"), r"model.json has \d+ bytes, the manifest says"),
     "pickle as manifest": (put_pickle("manifest.json"), "manifest.json is damaged"),
     "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing: .* is not a complete check"),
-    "symlink": (symlink_outside, "model.safetensors is not a regular file but a symbolic link"),
+    "symlink": (symlink_outside, "model.safetensors is a symbolic link: replace it with the file"),
     "hard link": (hardlink_outside, "model.safetensors is a hard link, so it can be changed from outside"),
-    "nothing": (shutil.rmtree, "step-00000003 is not there, or not a folder"),
+    "nothing": (shutil.rmtree, "step-00000003 does not exist or is not a folder"),
 }
 
 
@@ -161,7 +160,7 @@ def test_a_pickle_with_a_proper_manifest_is_not_run_either(tmp_path: Path) -> No
         content = (folder / name).read_bytes()
         record = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
         rewrite_manifest(folder, lambda m, name=name, record=record: m["files"].update({name: record}))
-        with pytest.raises(CheckpointError, match=f"{name} (is damaged: its header|of .* is damaged|cannot be used)"):
+        with pytest.raises(CheckpointError, match=f"{name} (is damaged or not a safetensors file|cannot be used)"):
             load_all(folder)
         assert not (tmp_path / "ran").exists()
 
@@ -171,7 +170,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda m: m.update(format_version=FORMAT_VERSION + 1),
         "manifest.json has format version 2, this version of paceline reads up to 1: read it with a newer paceline",
     ),
-    "older than any": (lambda m: m.update(format_version=0), "format version is 0, which never was one"),
+    "older than any": (lambda m: m.update(format_version=0), "format version is 0, which does not exist"),
     "another format": (lambda m: m.update(format="other"), "its format is 'other'"),
     "a path": (lambda m: m["files"].update({"../x.json": m["files"]["model.json"]}), "belong to no component"),
     "another's file": (

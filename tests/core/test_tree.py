@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_state import same
+from bitwise import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.safetensors_file import DTYPES
-from paceline.checkpoint.tree import flatten, unflatten
+from paceline.core.tree import DTYPES, StructureError, flatten, unflatten
 
 
 def round_trip(tree: Any) -> Any:
@@ -189,5 +187,5 @@ STRANGE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", STRANGE)
 def test_a_structure_that_was_never_saved_is_refused(name: str) -> None:
     structure, message = STRANGE[name]
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(StructureError, match=message):
         unflatten([structure], {})

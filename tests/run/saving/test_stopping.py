@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -18,40 +18,49 @@ import paceline as pl
 from paceline.checkpoint.folders import complete_steps
 from paceline.run.saving.stopping import StopSignals
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+def stopped(folder: Path, number: signal.Signals, *launcher: str) -> tuple[Disturbed, int, str]:
+    """A run that got the signal, its exit code and its stderr."""
+    run = Disturbed(folder, pause_s=0.05)
+    process = run.start(*launcher)
+    wait_until(lambda: run.step >= 2, process)
+    process.send_signal(number)
+    return run, *end(process)
 
 
-def stopped(folder: Path, *launcher: str, numbers: Sequence[signal.Signals]) -> Iterator[tuple[Disturbed, int, str]]:
-    """For each signal a run that got it, with its exit code and what it said. They are started side by side."""
-    runs = []
-    for number in numbers:
-        (folder / number.name).mkdir()
-        run = Disturbed(folder / number.name, pause_s=0.05)
-        runs.append((run, number, run.start(*launcher)))
-    for run, number, process in runs:
-        wait_until(lambda run=run: run.step >= 2, process)
-        process.send_signal(number)
-    for run, _, process in runs:
-        yield run, *end(process)
+def check_alone(folder: Path, number: signal.Signals) -> None:
+    run, code, err = stopped(folder, number)
+    (step,) = complete_steps(run.root)
+    assert code == 75, err
+    assert f"{number.name}: stopping after this step, which is saved if all workers complete it" in err
+    assert "ended without saving" not in err
+    assert f"paceline: stopped after step {step}, saved as {run.root}/step-{step:08d}" in err
+    assert "Traceback" not in err
+    assert run.step in (step, step - 1)
+    assert run.digest is None
+
+
+def check_launcher(folder: Path, number: signal.Signals) -> None:
+    run, code, err = stopped(folder, number, *PACELINE_RUN)
+    assert code == 75, err
+    assert len(complete_steps(run.root)) == 1
+    assert "Traceback" not in err
 
 
 def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path) -> None:
-    for number, (run, code, err) in zip(SIGNALS, stopped(tmp_path, numbers=SIGNALS), strict=True):
-        (step,) = complete_steps(run.root)
-        assert code == 75, err
-        assert f"{number.name}: stopping after this step, which is saved if all workers complete it" in err
-        assert "ended without saving" not in err
-        assert f"paceline: stopped after step {step}, saved as {run.root}/step-{step:08d}" in err
-        assert "Traceback" not in err
-        assert run.step in (step, step - 1)
-        assert run.digest is None
+    check_alone(tmp_path, signal.SIGTERM)
 
 
 def test_a_launcher_lets_its_workers_save(tmp_path: Path) -> None:
-    for run, code, err in stopped(tmp_path, *PACELINE_RUN, numbers=SIGNALS):
-        assert code == 75, err
-        assert len(complete_steps(run.root)) == 1
-        assert "Traceback" not in err
+    check_launcher(tmp_path, signal.SIGINT)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("check", "number"), [(check_alone, signal.SIGINT), (check_launcher, signal.SIGTERM)])
+def test_the_other_signal(
+    tmp_path: Path, check: Callable[[Path, signal.Signals], None], number: signal.Signals
+) -> None:
+    check(tmp_path, number)
 
 
 def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path) -> None:
@@ -66,21 +75,7 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path) -> No
     assert {(tmp_path / "marks" / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(step)}
 
 
-def test_torchrun_passes_the_signal_on(tmp_path: Path) -> None:
-    torchrun = (
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--log-dir",
-        str(tmp_path / "l"),
-    )
-    ((run, _, err),) = stopped(tmp_path, *torchrun, numbers=[signal.SIGTERM])
-    assert len(complete_steps(run.root)) == 1, err
-
-
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_survivors_of_a_killed_worker_say_that_their_step_was_not_saved(tmp_path: Path, num_workers: int) -> None:
     """The agent ends them by SIGTERM while they are in a step that can never be completed."""
     run = Disturbed(tmp_path, pause_s=0.5, every_steps=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
 from paceline.checkpoint.folders import step_folder
-from paceline.checkpoint.manifest import WHOLE
-from paceline.checkpoint.pieces import Component
-from paceline.checkpoint.reading import Checkpoint, verify
-from paceline.checkpoint.saving import Job, save
+from paceline.checkpoint.manifest import WHOLE, Manifest
+from paceline.checkpoint.reader import Checkpoint, verify
+from paceline.checkpoint.writer import AsyncWriter, Component
 
 Change = Callable[[Any], Any]
 STEP = 4
@@ -37,8 +37,9 @@ def changed(intact: Checkpoint, root: Path, name: str, change: Change) -> Path:
         state = intact.load(each, WHOLE if WHOLE in files.parts else "rank-0")
         components.append(Component(each, change(state) if each == name else state, files.pattern))
     root.mkdir()
-    folder = save(root, Job(STEP, components, manifest.configuration, manifest.position))
-    assert folder is not None
+    with closing(AsyncWriter(root)) as writer:
+        writer.save(Manifest(STEP, configuration=manifest.configuration, position=manifest.position), components)
+    folder = step_folder(root, STEP)
     assert verify(folder) == []
     return folder
 
@@ -81,17 +82,17 @@ CASES: list[tuple[str, Change, str]] = [
     ("engine", put(-1, "position", "micro_batch"), r"engine: position's micro_batch=-1 is not a count"),
     ("engine", put(40, "position", "step"), f"engine: its position is at step 40, the manifest says {STEP}"),
     ("engine", put(None, "exchange"), "engine: 'exchange' is None, expected a dict"),
-    ("engine", put("two", "num_workers"), "engine: 'num_workers' is 'two', expected an integer >= 1"),
+    ("engine", put("two", "num_workers"), "engine: 'num_workers' is 'two', expected a number"),
     ("engine", put(5, "planner"), "engine: 'planner' is 5, expected a dict"),
-    ("engine", put({"value": "x"}, "loss_scale"), "engine: 'loss_scale' is a dict with 'value', expected None or"),
-    ("optimizer", lambda _: None, "optimizer: it is None, expected a dict with 'state' and 'param_groups'"),
+    ("engine", without("loss_scale"), "engine: it has no 'loss_scale'"),
+    ("optimizer", lambda _: None, "optimizer: it is None, expected a dict"),
     (
         "optimizer",
         without("param_groups"),
-        "optimizer: it is a dict .* expected a dict with 'state' and 'param_groups'",
+        "optimizer: it has no 'param_groups'",
     ),
-    ("optimizer", without("state"), "optimizer: it is a dict .* expected a dict with 'state' and 'param_groups'"),
-    ("optimizer", put([], "state"), "optimizer: it is a dict .* expected a dict with 'state' and 'param_groups'"),
+    ("optimizer", without("state"), "optimizer: it has no 'state'"),
+    ("optimizer", put([], "state"), r"optimizer: 'state' is \[\], expected a dict"),
     ("optimizer", put([3], "param_groups"), "optimizer: group 0 is 3, expected a dict with 'params'"),
     (
         "optimizer",
@@ -107,33 +108,32 @@ CASES: list[tuple[str, Change, str]] = [
     ),
     ("optimizer", put({}, "state", 99), "optimizer: it has the state of parameter 99, expected 0 to 7"),
     ("optimizer", put([], "state", 0), r"optimizer: the state of parameter 0 is \[\], expected a dict"),
-    ("optimizer", without("exp_avg", "state", 2), "optimizer: the state of parameter 2 has no 'exp_avg', which others"),
+    ("optimizer", without("exp_avg", "state", 2), "optimizer: the state of parameter 2 has no 'exp_avg'"),
     (
         "optimizer",
         put(torch.zeros(3), "state", 0, "exp_avg"),
-        r"optimizer: 'exp_avg' of parameter 0 is a tensor of shape \(3,\), expected \(6, 3, 3, 3\)",
+        r"'exp_avg' of the state of parameter 0 is a tensor of shape \(3,\), expected a tensor of shape \(6, 3, 3, 3\)",
     ),
     (
         "optimizer",
         put(1.0, "state", 0, "exp_avg"),
-        r"optimizer: 'exp_avg' of parameter 0 is 1.0, expected a tensor of shape \(6, 3, 3, 3\)",
+        r"optimizer: 'exp_avg' of the state of parameter 0 is 1.0, expected a tensor of shape \(6, 3, 3, 3\)",
     ),
     ("random", lambda _: "dice", "random: it is 'dice', expected a dict"),
     ("random", without("numpy"), "random: it has no 'numpy'"),
-    ("random", short, "random: 'python' is not a state of Python's generator: "),
-    ("random", put((1, 2), "numpy"), "random: 'numpy' is not a state of NumPy's generator: "),
+    ("random", short, "random: 'python' is not a generator's state: "),
+    ("random", put((1, 2), "numpy"), "random: 'numpy' is not a generator's state: "),
     (
         "random",
         put(torch.zeros(5, dtype=torch.uint8), "torch"),
-        "random: 'torch' is not a state of torch's generator: ",
+        "random: 'torch' is not a generator's state: ",
     ),
-    ("random", put(7, "torch"), "random: 'torch' is not a state of torch's generator: "),
+    ("random", put(7, "torch"), "random: 'torch' is not a generator's state: "),
     ("scheduler", lambda _: "cosine", "scheduler: it is 'cosine', expected a dict"),
     ("scheduler", lambda _: {}, "scheduler: it has no 'T_max', 'base_lrs', 'eta_min', 'last_epoch'"),
     ("scheduler", without("last_epoch"), "scheduler: it has no 'last_epoch'"),
     ("scheduler", put("x", "last_epoch"), "scheduler: 'last_epoch' is 'x', expected a number"),
     ("scheduler", put([0.1, 0.2], "base_lrs"), r"scheduler: 'base_lrs' is \[0.1, 0.2\], expected 1 number"),
-    ("scheduler", put(1, "gamma"), "scheduler: it has 'gamma', which a CosineAnnealingLR does not have"),
     ("ema", lambda _: 5, "'ema' of .* cannot be loaded: .*: it is 5, expected a dict of tensors by name"),
     ("ema", without("0.weight"), "'ema' of .* cannot be loaded: .*tensor '0.weight' is not in the checkpoint"),
     ("ema", put("x", "0.weight"), "'ema' of .* cannot be loaded: .*tensor '0.weight' is 'x' in the checkpoint"),
@@ -165,7 +165,7 @@ def test_the_changes_above_are_what_is_refused(intact: Checkpoint, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("name", "change"), [("random", short), ("optimizer", without("lr", "param_groups", 0))])
-@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_all_workers_refuse_it(
     intact: Checkpoint, tmp_path: Path, pool: WorkerPool, num_workers: int, name: str, change: Change
 ) -> None:
