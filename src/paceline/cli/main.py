@@ -15,6 +15,7 @@ from paceline import __version__
 from paceline.cli.commands import add_command, escaped_output
 from paceline.core.errors import WorkerError
 from paceline.run.launching import launch, worker
+from paceline.run.launching.allocator import restart_with_allocator_settings
 from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
 from paceline.run.launching.worker import STOPPED_EXIT_CODE
 from paceline.run.saving.stopping import Stopped
@@ -51,6 +52,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _with_config_last(sys.argv[1:] if argv is None else list(argv))
+    if argv is None and arguments[:1] in (["run"], ["train"]):
+        restart_with_allocator_settings()
     parser = make_parser(arguments[0] if arguments else None)
     options, others = parser.parse_known_args(arguments)
     # argparse takes positional arguments only where they stand together; KEY=VALUE may stand anywhere.
@@ -139,7 +142,7 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         launch.workers_to_start(options.workers)
         nodes = Nodes(options.nodes, options.address, options.join_timeout, options.secret_file)
-        launch.check_place(options.logs, nodes)
+        launch.check_logs_and_nodes(options.logs, nodes)
     except ValueError as error:
         parser.error(str(error))
     try:

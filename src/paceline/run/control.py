@@ -31,7 +31,8 @@ from weakref import WeakSet
 from paceline.core.errors import PacelineError
 from paceline.core.private_folder import new_private_folder, private_folder, why_not_private
 from paceline.observe.json_lines import to_json
-from paceline.run.launching.worker import ABORTED, HEARD_VARIABLE, report_file, write_atomically
+from paceline.run.launching.worker import HEARD_VARIABLE
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 
 SOCKET_NAME = "socket"
 COMMANDS = ("status", "save", "stop", "abort")
@@ -201,15 +202,8 @@ def ask(path: Path, request: Mapping[str, Any], timeout_s: float = 5.0) -> dict[
 def end_at_once(rank: int) -> NoReturn:
     """End this process here and now. Its launcher, if it has one, ends the other workers and starts none again."""
     if heard := os.environ.get(HEARD_VARIABLE):
-        report = {
-            "outcome": ABORTED,
-            "time_s": time.monotonic(),
-            "summary": "the run was aborted, as somebody asked it to",
-            "traceback": "",
-            "peers": {},
-        }
         with suppress(OSError):
-            write_atomically(report_file(Path(heard).parent, rank), json.dumps(report))
+            WorkerExit(ExitKind.ABORTED, rank, f"rank {rank}: the run was aborted on request").write(Path(heard).parent)
     os._exit(ABORTED_EXIT_CODE)
 
 

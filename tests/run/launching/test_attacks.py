@@ -161,7 +161,7 @@ def test_another_user_of_another_host_does_no_harm(
 def test_pickles_between_hosts_need_a_secret(victim: Path, tmp_path: Path, hosts: Hosts) -> None:
     for code, _, err in two_hosts(victim, tmp_path, hosts, "thing", False, is_attacked=False):
         assert code == 1
-        assert "this run has no secret: whoever can reach 10.0.0.1:29500 can join it" in err
+        assert "this run has no secret: anyone who can reach 10.0.0.1:29500 can join" in err
         assert "is a __main__.Thing, which cannot be stored without pickle" in err
         assert "give the run a secret (--secret-file, or the variable PACELINE_SECRET_FILE under torchrun" in err
     trained = two_hosts(victim, tmp_path, hosts, "thing", True, is_attacked=False)

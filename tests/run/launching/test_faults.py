@@ -129,7 +129,7 @@ def test_a_hanging_worker_is_named_with_the_line_where_it_stands() -> None:
     assert error.rank == 0
     assert str(error).startswith("rank 0 failed: CommunicationTimeout: rank 0 waited timeout_s=4 s in all_reduce")
     assert "trainer.step()" in str(error)
-    stack = str(error).partition("rank 1 is still running and stands at:")[2]
+    stack = str(error).partition("rank 1 is still running, at:")[2]
     assert "test_faults.py" in stack
     assert "time.sleep(1000)  # the line where rank 1 stands" in stack
 

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import WorkerError
-from paceline.run.launching import agent, fork_server, processes, worker
+from paceline.run.launching import agent, fork_server, worker
 from paceline.run.launching import launch as launch_module
 from paceline.run.launching.launch import launch
+from paceline.run.launching.nodes import Nodes
 
 END_S = 10.0  # whatever happens, everything has ended by then
 
@@ -33,7 +34,7 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(agent, "GRACE_S", 1.0)  # launchers in scripts of their own keep the real one
-    monkeypatch.setattr(processes, "IMPORTED_AHEAD", ())  # likewise; most functions here need none of it
+    monkeypatch.setattr(fork_server, "PRELOADED_MODULES", ())  # likewise; most functions here need none of it
     yield folder
     assert workers_of(folder) == []
     assert list(folder.iterdir()) == []
@@ -108,13 +109,17 @@ def test_an_unpicklable_argument_stops_the_launch_before_it_starts(monkeypatch: 
         launch(os.getpid, 2, kwargs={"lock": threading.Lock()})
 
 
-def test_workers_divide_the_cores_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_divide_the_cores_unless_the_user_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
-    threads = [launch_module._threads(count) for count in (1, 2, 4, 16)]
-    assert threads == [{"OMP_NUM_THREADS": str(n)} for n in (9, 4, 2, 1)]
+    nodes = Nodes(2, "a:1")
+
+    def threads(count: int) -> str:
+        return launch_module._environment(tmp_path, count, nodes)["OMP_NUM_THREADS"]
+
+    assert [threads(count) for count in (1, 2, 4, 16)] == ["9", "4", "2", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert launch_module._threads(2) == {}
+    assert threads(2) == "7"
 
 
 def test_folders_of_killed_launchers_are_swept_and_live_ones_kept(temporary_folder: Path) -> None:
@@ -123,7 +128,7 @@ def test_folders_of_killed_launchers_are_swept_and_live_ones_kept(temporary_fold
     abandoned.mkdir()
     (abandoned / launch_module.LOCK_FILE).touch()
     in_the_making.mkdir()
-    with launch_module._run_folder() as first, launch_module._run_folder() as second:
+    with launch_module.run_folder() as first, launch_module.run_folder() as second:
         assert first.stat().st_mode & 0o777 == 0o700
         assert sorted(temporary_folder.iterdir()) == sorted([in_the_making, first, second])
     in_the_making.rmdir()
@@ -323,7 +328,9 @@ def test_a_crash_in_native_code_shows_where(capfd: pytest.CaptureFixture[str]) -
         time.sleep(600)
 
     error = fail_on(2, work)
-    assert str(error).startswith("rank 0 was killed by SIGSEGV (a crash in native code)\n\nit stood at:\n  File ")
+    assert str(error).startswith(
+        "rank 0 was killed by SIGSEGV (a crash in native code)\n\nits last Python stack:\n  File "
+    )
     assert "ctypes.string_at(0)  # crashes here" in error.traceback_text
     assert capfd.readouterr() == ("", "")
 
@@ -346,10 +353,10 @@ def test_a_timeout_shows_where_the_others_stand(tmp_path: Path) -> None:
     assert error.rank == 0
     assert str(error).startswith("rank 0 failed: CommunicationTimeout: nobody came within 1 s\n\nTraceback")
     assert 'raise CommunicationTimeout("nobody came within 1 s")' in error.traceback_text
-    where, _, rest = str(error).partition("rank 1 is still running and stands at:\n")[2].partition("\n\n")
+    where, _, rest = str(error).partition("rank 1 is still running, at:\n")[2].partition("\n\n")
     assert where.startswith(f'  File "{__file__}", line ')
     assert where.endswith("in work\n    time.sleep(600)  # never arrives")
-    assert rest == "rank 2 is still running and does not say where: stopped, or not yet started"
+    assert rest == "rank 2 is still running but did not report its stack: it is suspended, or has not started yet"
 
 
 def test_other_ways_to_end() -> None:
@@ -418,5 +425,5 @@ def test_workers_end_with_their_launcher(
         wait_until(lambda: workers_of(temporary_folder) == [], END_S)
         (left,) = temporary_folder.iterdir()
         assert json.loads((left / "start.json").read_text())["launcher_pid"] == launcher.pid
-        with launch_module._run_folder():  # the next launch
+        with launch_module.run_folder():  # the next launch
             assert not left.exists()

@@ -110,7 +110,7 @@ def test_a_worker_that_stands_still_is_named_in_time(case: tuple[Any, ...], tmp_
         assert "in hang_once" in text, text
         assert Path(__file__).name in text
     else:
-        assert f"rank {stop_rank} is still running and does not say where: stopped" in text, text
+        assert f"rank {stop_rank} is still running but did not report its stack" in text, text
 
 
 @pytest.mark.parametrize("case", cases("stream", "stopped, dispatched"))

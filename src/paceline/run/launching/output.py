@@ -1,35 +1,38 @@
-"""Show here what workers write into their files."""
+"""Shows the output that workers write to files in the launcher's own streams."""
 
 from __future__ import annotations
 
 import codecs
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TextIO
 
-from paceline.run.launching.worker import OUTPUT_NAMES, output_file
+from paceline.run.launching.worker import output_file
 
-FOLLOW_S = 0.1
+POLL_S = 0.1
 
 
 @contextmanager
-def shown(folder: Path, ranks: Iterable[int]) -> Iterator[None]:
-    """Make the folder, and copy what these ranks append to their files to this process's streams, at the end all."""
+def follow_output(folder: Path, ranks: list[int]) -> Iterator[None]:
+    """Create the folder, and copy what these ranks append to their files to this process's stdout and stderr."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as files:
-        followed = []
-        for path, stream in [(output_file(folder, r, n), s) for r in ranks for n, s in _streams().items()]:
-            path.touch()
-            followed.append(_Followed(files.enter_context(path.open("rb")), stream))
+        followers = []
+        for rank in ranks:
+            for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+                file = files.enter_context(output_file(folder, rank, name).open("a+b"))  # at the end of earlier runs
+                followers.append(Follower(file, stream))
         is_over = threading.Event()
 
         def follow() -> None:
-            while not is_over.wait(FOLLOW_S):
-                for file in followed:
-                    file.copy()
+            is_last = False
+            while not is_last:
+                is_last = is_over.wait(POLL_S)
+                for follower in followers:
+                    follower.copy()
 
         thread = threading.Thread(target=follow, name="paceline-output", daemon=True)
         thread.start()
@@ -38,18 +41,13 @@ def shown(folder: Path, ranks: Iterable[int]) -> Iterator[None]:
         finally:
             is_over.set()
             thread.join()
-            for file in followed:
-                file.copy()
 
 
-def _streams() -> dict[str, TextIO]:
-    return dict(zip(OUTPUT_NAMES, (sys.stdout, sys.stderr), strict=True))
+class Follower:
+    """Copies what is appended to a file to a stream."""
 
-
-class _Followed:
     def __init__(self, file: IO[bytes], stream: TextIO) -> None:
         self._file = file
-        self._file.seek(0, 2)  # what is there is of an earlier run
         self._stream = stream
         self._has_failed = False
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -59,5 +57,5 @@ class _Followed:
             try:
                 self._stream.write(self._decode(new))
                 self._stream.flush()
-            except (OSError, ValueError):  # whoever read it is gone, or its disk is full: the run goes on
+            except (OSError, ValueError):  # its reader is gone, or the disk is full: the run continues
                 self._has_failed = True
