@@ -140,9 +140,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         parser.error(f"no such file: {options.script}")
     try:
-        launch.workers_to_start(options.workers)
         nodes = Nodes(options.nodes, options.address, options.join_timeout, options.secret_file)
-        launch.check_logs_and_nodes(options.logs, nodes)
+        launch.Launch(launch.workers_to_start(options.workers), options.max_restarts, options.logs, nodes)
     except ValueError as error:
         parser.error(str(error))
     try:

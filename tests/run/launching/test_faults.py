@@ -93,15 +93,19 @@ def failure(place: str, culprit: int, timeout_s: float = 60.0) -> pl.WorkerError
     return caught.value
 
 
-@pytest.mark.parametrize("culprit", [0, 1])
+PLACES = [
+    ("model", "TypeError", "trouble in make_model", 'raise TypeError("trouble in make_model")'),
+    ("data", "LookupError", "trouble in the data set", 'raise LookupError("trouble in the data set")'),
+    ("loss", "ValueError", "trouble in the loss", 'raise ValueError("trouble in the loss")'),
+    ("backward", "ArithmeticError", "trouble in backward", "trainer.backward(loss_of(trainer, batch))"),
+]
+CASES = [(*place, (number + turn) % 2) for turn in (0, 1) for number, place in enumerate(PLACES)]
+
+
 @pytest.mark.parametrize(
-    ("place", "kind", "text", "line"),
-    [
-        ("model", "TypeError", "trouble in make_model", 'raise TypeError("trouble in make_model")'),
-        ("data", "LookupError", "trouble in the data set", 'raise LookupError("trouble in the data set")'),
-        ("loss", "ValueError", "trouble in the loss", 'raise ValueError("trouble in the loss")'),
-        ("backward", "ArithmeticError", "trouble in backward", "trainer.backward(loss_of(trainer, batch))"),
-    ],
+    ("place", "kind", "text", "line", "culprit"),
+    [pytest.param(*case, marks=() if index < len(PLACES) else pytest.mark.soak) for index, case in enumerate(CASES)],
+    ids=[f"{case[0]}-{case[-1]}" for case in CASES],
 )
 def test_an_exception_anywhere_on_any_rank(culprit: int, place: str, kind: str, text: str, line: str) -> None:
     error = failure(place, culprit)
@@ -125,9 +129,9 @@ def test_a_killed_worker() -> None:
 
 
 def test_a_hanging_worker_is_named_with_the_line_where_it_stands() -> None:
-    error = failure("hang", 1, timeout_s=4.0)
+    error = failure("hang", 1, timeout_s=2.0)
     assert error.rank == 0
-    assert str(error).startswith("rank 0 failed: CommunicationTimeout: rank 0 waited timeout_s=4 s in all_reduce")
+    assert str(error).startswith("rank 0 failed: CommunicationTimeout: rank 0 waited timeout_s=2 s in all_reduce")
     assert "trainer.step()" in str(error)
     stack = str(error).partition("rank 1 is still running, at:")[2]
     assert "test_faults.py" in stack

@@ -33,8 +33,8 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(agent, "GRACE_S", 1.0)  # launchers in scripts of their own keep the real one
-    monkeypatch.setattr(fork_server, "PRELOADED_MODULES", ())  # likewise; most functions here need none of it
+    monkeypatch.setattr(agent, "GRACE_S", 1.0)
+    monkeypatch.setattr(fork_server, "PRELOADED_MODULES", ())  # most functions here need none of them
     yield folder
     assert workers_of(folder) == []
     assert list(folder.iterdir()) == []
@@ -61,9 +61,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+# The settings of the fixture above, for launchers in other processes.
+FAST = """
+from paceline.run.launching import agent, fork_server
+agent.GRACE_S, fork_server.PRELOADED_MODULES = 1.0, ()
+"""
+
+
 def start_script(folder: Path, source: str) -> subprocess.Popen[str]:
     path = folder / "script.py"
-    path.write_text(textwrap.dedent(source))
+    path.write_text(FAST + textwrap.dedent(source))
     return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -104,7 +111,7 @@ def test_a_worker_of_a_world_calls_the_function_itself(monkeypatch: pytest.Monke
 
 
 def test_an_unpicklable_argument_stops_the_launch_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "_run_workers", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(launch_module, "_run_workers", lambda *_, **__: pytest.fail("workers were started"))
     with pytest.raises(TypeError, match=r"^kwargs\['lock'\] cannot be sent to the workers"):
         launch(os.getpid, 2, kwargs={"lock": threading.Lock()})
 
@@ -260,7 +267,8 @@ def test_notebook_cells_are_launched_and_their_lines_shown() -> None:
         run_cell(2, "print(launch(work, 2, args=(5,)))\\n")
         run_cell(3, "def broken():\\n    return scale / 0  # in a cell\\nlaunch(broken, 2)\\n")
     """
-    done = subprocess.run([sys.executable, "-"], input=textwrap.dedent(notebook), capture_output=True, text=True)
+    program = FAST + textwrap.dedent(notebook)
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True)
     assert done.stdout == "15\n"
     assert done.stderr.count(" failed: ZeroDivisionError: division by zero\n") == 1
     assert '  File "<cell 3>", line 2, in broken\n    return scale / 0  # in a cell\n' in done.stderr

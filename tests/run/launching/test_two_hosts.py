@@ -29,7 +29,16 @@ MISSING = missing_slow_link()
 needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ADDRESS = f"{ADDRESSES[0]}:{PORT}"
-PACELINE = ("-m", "paceline", "run", "--nodes", "2", "--address", ADDRESS, "--workers")
+# `paceline run` with a short timeout for lost nodes.
+LAUNCHER = """
+import sys
+from paceline.cli.main import main
+from paceline.run.launching import agent, rendezvous
+rendezvous.LOST_S = 2.0
+agent.CAUSE_WAIT_S = 1.0
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
+PACELINE = ("-c", LAUNCHER, "--nodes", "2", "--address", ADDRESS, "--workers")
 TORCHRUN = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node")
 END_S = 30.0  # a failure, and the time for both launchers to end on a busy machine
 
@@ -128,6 +137,7 @@ def digest_of_one_host(session_pool: WorkerPool, tmp_path_factory: pytest.TempPa
 # The same result
 
 
+@pytest.mark.soak
 @needs_hosts
 def test_two_hosts_train_like_one(hosts: Hosts, tmp_path: Path, digest_of_one_host: str) -> None:
     run = run_in(tmp_path / "run")
@@ -140,7 +150,7 @@ def test_two_hosts_train_like_one(hosts: Hosts, tmp_path: Path, digest_of_one_ho
 
 
 @needs_hosts
-@pytest.mark.parametrize("workers", [(2, 2), (1, 2)])
+@pytest.mark.parametrize("workers", [pytest.param((2, 2), marks=pytest.mark.soak), (1, 2)], ids=str)
 def test_hosts_of_several_workers_train_like_one(
     hosts: Hosts, tmp_path: Path, digest_of_one_host: str, workers: tuple[int, int]
 ) -> None:
@@ -157,7 +167,7 @@ def test_hosts_of_several_workers_train_like_one(
 
 
 @needs_hosts
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_torchrun_on_two_hosts_trains_like_one(
     hosts: Hosts, tmp_path: Path, digest_of_one_host: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,8 +55,7 @@ class Agent:
         self._is_cancelled = is_cancelled
         self._num_restarts = 0
         self._exits: dict[int, WorkerExit] = {}  # by rank, of the current start
-        self._terminated: set[int] = set()  # the ranks that the agent sent SIGTERM to
-        self._killed: set[int] = set()
+        self._signals: dict[int, signal.Signals] = {}  # the last signal that the agent sent, by rank
         self._is_stopping = False
         self._reserved_port: socket.socket | None = None
 
@@ -108,7 +107,7 @@ class Agent:
         return worker.start_folder(self._launch_folder, self._num_restarts)
 
     def _start(self) -> None:
-        self._exits, self._terminated, self._killed = {}, set(), set()
+        self._exits, self._signals = {}, {}
         first_rank, here = self._rendezvous.first_rank, self._rendezvous.num_workers_here
         shared = self._shared_environment()
         self._server.start(
@@ -172,21 +171,20 @@ class Agent:
     def _read_exit(self, rank: int, exit_code: int) -> WorkerExit:
         ended = WorkerExit.read(self._folder, rank, exit_code)
         has_no_report = ended.kind in (ExitKind.DIED, ExitKind.TERMINATED)
-        by_sigterm = rank in self._terminated and (self._is_stopping or exit_code == -signal.SIGTERM)
-        if has_no_report and (by_sigterm or rank in self._killed):
-            return WorkerExit(ExitKind.ENDED, rank)
-        return ended
+        sent = self._signals.get(rank)
+        is_ours = sent == signal.SIGKILL or (sent is not None and (self._is_stopping or exit_code == -sent))
+        return WorkerExit(ExitKind.ENDED, rank) if has_no_report and is_ours else ended
 
     def _failures(self) -> set[ExitKind]:
         """The failures so far that are a reason to end the other workers. A stop is not: all workers stop."""
         return {each.kind for each in self._exits.values() if each.kind.is_failure} - {ExitKind.STOPPED}
 
     def _terminate(self) -> None:
-        self._terminated |= set(self._server.running)
+        self._signals |= dict.fromkeys(self._server.running, signal.SIGTERM)
         self._server.terminate()
 
     def _kill(self) -> None:
-        self._killed |= set(self._server.running)
+        self._signals |= dict.fromkeys(self._server.running, signal.SIGKILL)
         self._server.kill()
 
     def _result(self) -> NodeResult:

@@ -1,8 +1,8 @@
 """Runs work in the background: in a thread of this process, or on workers started for it.
 
 The work is a function that receives a `Channel`, through which it sends messages to the caller and sees whether it
-should stop. On started workers rank 0 does both for all. The channel is then a folder with a file of JSON lines and,
-once a stop is requested, an empty file.
+should stop; with several workers rank 0 does so for all. The channel is a folder with a file of JSON lines and, once a
+stop is requested, an empty file.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.errors import MisuseError
 from paceline.observe.json_lines import LineReader, LineWriter
-from paceline.run.launching.launch import launch_workers, run_folder
+from paceline.run.launching.launch import Launch, launch_workers, run_folder
 
 logger = logging.getLogger("paceline")
 
@@ -30,16 +30,6 @@ STOP_FILE = "stop"
 _this_process = threading.Lock()
 
 Message = Mapping[str, Any]
-
-
-class Channel(Protocol):
-    """The worker's end."""
-
-    def send(self, message: Message) -> None:
-        """Send a message of JSON values."""
-
-    def is_stop_requested(self) -> bool:
-        """Whether the work should end soon. Cheap enough to call after every step."""
 
 
 class Background:
@@ -124,10 +114,12 @@ class Background:
 
     def _run(self, work: Callable[[Channel], Any], num_workers: int) -> None:
         try:
-            if num_workers == 1:
-                self._result = work(_QueueChannel(self._messages, lambda: self._is_stop_requested))
-            else:
-                self._result = self._launch(work, num_workers)
+            with run_folder() as folder, self._relaying(folder):
+                if num_workers == 1:
+                    self._result = _work_with_channel(work, folder, is_main=True)
+                else:
+                    args, is_killed = (work, folder), lambda: self._is_kill_requested
+                    self._result = launch_workers(_work_with_channel, args, {}, Launch(num_workers), is_killed)
         except BaseException as error:
             self.error = error
         finally:
@@ -137,52 +129,45 @@ class Background:
             self._messages.put(None)
             self._running.release()
 
-    def _launch(self, work: Callable[[Channel], Any], num_workers: int) -> Any:
-        is_over = threading.Event()
-        with run_folder() as folder:
-            relay = threading.Thread(target=self._relay, args=(folder, is_over), name="paceline-relay", daemon=True)
-            (folder / MESSAGES_FILE).touch()
-            relay.start()
-            try:
-                return launch_workers(
-                    _work_with_channel, num_workers, (work, folder), is_cancelled=lambda: self._is_kill_requested
-                )
-            finally:
-                is_over.set()
-                relay.join()
-
-    def _relay(self, folder: Path, is_over: threading.Event) -> None:
+    @contextmanager
+    def _relaying(self, folder: Path) -> Iterator[None]:
         """Pass on the workers' messages to the caller, and the request to stop to the workers."""
-        reader = LineReader(folder / MESSAGES_FILE)
-        is_last = False
-        while not is_last:
-            is_last = is_over.wait(POLL_S)
-            for message in reader.read():
-                self._messages.put(message)
-            if self._is_stop_requested:
-                (folder / STOP_FILE).touch()
+        is_over = threading.Event()
+        (folder / MESSAGES_FILE).touch()
+
+        def relay() -> None:
+            reader = LineReader(folder / MESSAGES_FILE)
+            is_last = False
+            while not is_last:
+                is_last = is_over.wait(POLL_S)
+                for message in reader.read():
+                    self._messages.put(message)
+                if self._is_stop_requested:
+                    (folder / STOP_FILE).touch()
+
+        thread = threading.Thread(target=relay, name="paceline-relay", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
 
-class _QueueChannel:
-    """In a thread of the caller's process."""
+class Channel:
+    """The worker's end. On ranks other than 0 it does nothing."""
 
-    def __init__(self, messages: SimpleQueue[Message | None], is_stop_requested: Callable[[], bool]) -> None:
-        self.send = messages.put
-        self.is_stop_requested = is_stop_requested
-
-
-class _FileChannel:
-    """In a worker. The channel of every rank but 0 does nothing."""
-
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, is_main: bool) -> None:
         self._stop = str(folder / STOP_FILE)
-        self._lines = LineWriter(folder / MESSAGES_FILE) if os.environ["RANK"] == "0" else None
+        self._lines = LineWriter(folder / MESSAGES_FILE) if is_main else None
 
     def send(self, message: Message) -> None:
+        """Send a message of JSON values."""
         if self._lines is not None:
             self._lines.write(message)
 
     def is_stop_requested(self) -> bool:
+        """Whether the work should end soon. Cheap enough to call after every step."""
         return self._lines is not None and os.path.exists(self._stop)  # noqa: PTH110 (a Path takes ten times as long)
 
     def close(self) -> None:
@@ -190,9 +175,6 @@ class _FileChannel:
             self._lines.close()
 
 
-def _work_with_channel(work: Callable[[Channel], Any], folder: Path) -> Any:
-    channel = _FileChannel(folder)
-    try:
+def _work_with_channel(work: Callable[[Channel], Any], folder: Path, is_main: bool | None = None) -> Any:
+    with closing(Channel(folder, os.environ["RANK"] == "0" if is_main is None else is_main)) as channel:
         return work(channel)
-    finally:
-        channel.close()

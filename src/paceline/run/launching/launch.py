@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -62,28 +63,10 @@ def launch(
     With `logs` the standard output and error of rank R, even of a single worker, are appended to `rank-R.out` and
     `rank-R.err` in that folder, and rank 0's are also shown here.
     """
-    count = workers_to_start(num_workers)
-    if _runs_here(count, max_restarts, logs):
+    options = Launch(workers_to_start(num_workers), max_restarts, logs)
+    if options.runs_here:
         return fn(*args, **(kwargs or {}))
-    return launch_workers(fn, count, args, kwargs or {}, max_restarts, logs)
-
-
-def launch_workers(
-    fn: Callable[..., Any],
-    count: int,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    max_restarts: int = 0,
-    logs: str | os.PathLike[str] | None = None,
-    is_cancelled: Callable[[], bool] = lambda: False,
-) -> Any:
-    """As `launch`, always in processes started for it. They are killed once `is_cancelled` returns True."""
-    from paceline.run.launching.payload import save_call  # imports cloudpickle
-
-    with run_folder() as folder:
-        save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs or {})
-        _run_workers(folder, count, max_restarts, logs, is_cancelled=is_cancelled)
-        return worker.load(folder / worker.RESULT_FILE)
+    return launch_workers(fn, args, kwargs or {}, options)
 
 
 def run_script(
@@ -99,15 +82,42 @@ def run_script(
     With several `nodes` each of them calls this, and `num_workers` counts its own workers. After a signal it raises
     `Stopped` if the workers have saved. It sets sys.argv and sys.path[0], which the workers take over.
     """
-    count = workers_to_start(num_workers)
+    options = Launch(workers_to_start(num_workers), max_restarts, logs, nodes)
     sys.argv[:] = [path, *argv]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(path).resolve().parent)
-    if _runs_here(count, max_restarts, logs, nodes):
+    if options.runs_here:
         runpy.run_path(path, run_name="__main__")
         return
     with run_folder() as folder:
-        _run_workers(folder, count, max_restarts, logs, nodes, script=path)
+        _run_workers(folder, options, script=path)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many workers to start on this node, and how. `ValueError` if this process cannot do that."""
+
+    num_workers: int
+    max_restarts: int = 0
+    logs: str | os.PathLike[str] | None = None
+    nodes: Nodes = SINGLE_NODE
+
+    def __post_init__(self) -> None:
+        if type(self.max_restarts) is not int or self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts!r}: choose an integer >= 0")
+        if self.logs is not None and Path(self.logs).exists() and not Path(self.logs).is_dir():
+            raise ValueError(f"logs={os.fspath(self.logs)!r} is not a folder: choose a folder, or a new name")
+        if is_worker() and (self.logs is not None or self.nodes.num > 1):
+            raise ValueError(
+                "logs and nodes have no effect in a process that already is a worker: omit them; torchrun has "
+                "--log-dir with --redirects, and --nnodes"
+            )
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this process does the work: it is a worker, or the only one and needs no process around it."""
+        is_plain = self.max_restarts == 0 and self.logs is None and self.nodes.num == 1
+        return self.num_workers == 1 and (is_worker() or is_plain)
 
 
 def workers_to_start(num_workers: int | None) -> int:
@@ -129,43 +139,35 @@ def workers_to_start(num_workers: int | None) -> int:
     return 1
 
 
-def check_logs_and_nodes(logs: str | os.PathLike[str] | None, nodes: Nodes = SINGLE_NODE) -> None:
-    """Raise `ValueError` if `logs` cannot be a folder, or if this process cannot start workers on `nodes`."""
-    if logs is not None and Path(logs).exists() and not Path(logs).is_dir():
-        raise ValueError(f"logs={os.fspath(logs)!r} is not a folder: choose a folder, or a new name")
-    if is_worker() and (logs is not None or nodes.num > 1):
-        raise ValueError(
-            "logs and nodes have no effect in a process that already is a worker: omit them; torchrun has --log-dir "
-            "with --redirects, and --nnodes"
-        )
+def launch_workers(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Launch,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> Any:
+    """As `launch`, always in processes started for it. They are killed once `is_cancelled` returns True."""
+    from paceline.run.launching.payload import save_call  # imports cloudpickle
 
-
-def _runs_here(count: int, max_restarts: int, logs: str | os.PathLike[str] | None, nodes: Nodes = SINGLE_NODE) -> bool:
-    """Whether this process does the work: it is a worker, or the only one and nothing requires a process around it."""
-    if type(max_restarts) is not int or max_restarts < 0:
-        raise ValueError(f"max_restarts={max_restarts!r}: choose an integer >= 0")
-    check_logs_and_nodes(logs, nodes)
-    return count == 1 and (is_worker() or (max_restarts == 0 and logs is None and nodes.num == 1))
+    with run_folder() as folder:
+        save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs)
+        _run_workers(folder, options, is_cancelled=is_cancelled)
+        return worker.load(folder / worker.RESULT_FILE)
 
 
 def _run_workers(
-    folder: Path,
-    count: int,
-    max_restarts: int,
-    logs: str | os.PathLike[str] | None,
-    nodes: Nodes = SINGLE_NODE,
-    script: str | None = None,
-    is_cancelled: Callable[[], bool] = lambda: False,
+    folder: Path, options: Launch, script: str | None = None, is_cancelled: Callable[[], bool] = lambda: False
 ) -> None:
     """Start the workers, wait for all of them, and raise the first failure."""
-    output = None if logs is None else Path(logs).absolute()
-    options = {"nodes": nodes.num, "max_restarts": max_restarts}
-    write_atomically(folder / worker.START_FILE, json.dumps(_start_description(script, output)))
+    nodes, count = options.nodes, options.num_workers
+    logs = None if options.logs is None else Path(options.logs).absolute()
+    common = {"nodes": nodes.num, "max_restarts": options.max_restarts}
+    write_atomically(folder / worker.START_FILE, json.dumps(_start_description(script, logs)))
     with (
         ForkServer(folder / worker.START_FILE, _environment(folder, count, nodes)) as server,  # first: it takes longest
-        closing(NodeRendezvous(nodes, count, folder.name, options)) as rendezvous,
-        nullcontext() if output is None else follow_output(output, [0] if rendezvous.first_rank == 0 else []),
-        Agent(folder, server, rendezvous, max_restarts, output, is_cancelled) as agent,
+        closing(NodeRendezvous(nodes, count, folder.name, common)) as rendezvous,
+        nullcontext() if logs is None else follow_output(logs, [0] if rendezvous.first_rank == 0 else []),
+        Agent(folder, server, rendezvous, options.max_restarts, logs, is_cancelled) as agent,
     ):
         try:
             failure = agent.run()
@@ -177,13 +179,13 @@ def _run_workers(
         raise failure
 
 
-def _start_description(script: str | None, output: Path | None) -> dict[str, Any]:
+def _start_description(script: str | None, logs: Path | None) -> dict[str, Any]:
     """What `fork_server.py` and `worker.py` need to start."""
     cells = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None}
     return {
         "launcher_pid": os.getpid(),
         "script": script,
-        "logs": None if output is None else str(output),
+        "logs": None if logs is None else str(logs),
         "path": [str(entry) for entry in sys.path],
         "argv": sys.argv,
         "sources": cells,  # source lines without a file (notebook cells), for tracebacks

@@ -81,9 +81,7 @@ class NodeRendezvous:
         self.environment: dict[str, str] = {}  # variables with which workers of several nodes connect
         self._start = 0
         self._lock = threading.Lock()
-        self._raw_records: dict[int, bytes] = {}
         self._heard_s: dict[int, float] = {}  # when the record of another node last changed
-        self._store_contact_s = time.monotonic()
         self._store_error = ""
         self._has_news = threading.Event()
         self._thread: threading.Thread | None = None
@@ -185,8 +183,8 @@ class NodeRendezvous:
         if left := [record.name for record in awaited.values() if record.has_left]:
             return f"node {', '.join(left)} has left"
         silence = f"no heartbeat for {LOST_S:g} s: it is down, or the link to it"
-        if awaited and (self._store_error or now_s - self._store_contact_s > LOST_S):
-            return f"lost contact with the node at {self._nodes.address}: {self._store_error or silence}"
+        if awaited and self._store_error:
+            return f"lost contact with the node at {self._nodes.address}: {self._store_error}"
         silent = [record.name for i, record in awaited.items() if now_s - self._heard_s[i] > LOST_S]
         return f"lost contact with node {', '.join(silent)}: {silence}" if silent else ""
 
@@ -226,13 +224,13 @@ class NodeRendezvous:
         own = self._own
         store.set(self._key(self.index), self._sign(json.dumps(asdict(own)).encode(), self.index))  # type: ignore[arg-type]
         others = [index for index in range(self.num_nodes) if index != self.index]
-        joined = [index for index in others if index in self._raw_records or store.check([self._key(index)])]
+        joined = [index for index in others if index in self._records or store.check([self._key(index)])]
         found = store.multi_get([self._key(index) for index in joined]) if joined else []
         for index, raw in zip(joined, found, strict=True):
-            if raw != self._raw_records.get(index):
-                self._raw_records[index], self._heard_s[index] = raw, time.monotonic()
-                self._update(index, _Record.parse(self._verify(raw, index)))
-        self._store_contact_s = time.monotonic()
+            record = _Record.parse(self._verify(raw, index))
+            if index not in self._records or record.heartbeat != self._records[index].heartbeat:
+                self._heard_s[index] = time.monotonic()
+                self._update(index, record)
         return own.has_left and (not self._hosts_store or self._all_others_left())
 
     def _all_others_left(self) -> bool:
@@ -241,7 +239,7 @@ class NodeRendezvous:
 
     def _update(self, index: int, record: _Record | None = None, **changes: Any) -> None:
         with self._lock:
-            self._records = self._records | {index: replace(record or self._records[index], **changes)}
+            self._records = self._records | {index: record or replace(self._records[index], **changes)}
 
     def _key(self, index: int) -> str:
         return f"{self._prefix}/node-{index}"

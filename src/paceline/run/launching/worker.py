@@ -25,6 +25,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.core.errors import CommunicationTimeout
 from paceline.core.private_folder import why_not_private
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, is_own, read_stack, worker_file
 
@@ -41,6 +42,13 @@ STOPPED_EXIT_CODE = 75
 
 # Names the file by which a worker tells its agent that it has received SIGTERM and is saving.
 HEARD_VARIABLE = "PACELINE_HEARD_FILE"
+
+_KINDS = (
+    ("builtins", "KeyboardInterrupt", ExitKind.INTERRUPTED),
+    ("paceline.core.errors", "CommunicationError", ExitKind.COMMUNICATION),
+    ("paceline.run.saving.stopping", "Stopped", ExitKind.STOPPED),
+    ("paceline.run.saving.recovery", "NoProgressError", ExitKind.NO_PROGRESS),
+)
 
 
 def start_folder(folder: Path, num_restarts: int) -> Path:
@@ -157,26 +165,17 @@ def _describe(error: BaseException, folder: Path, rank: int, peers: list[int]) -
     trace, kind = user_traceback(error), _kind(error)
     step = error.step if kind == ExitKind.STOPPED else 0  # type: ignore[attr-defined]
     ended = WorkerExit(kind, rank, f"rank {rank} failed: {summary}\n\n{trace.rstrip()}", trace, step)
-    if _is_a(error, "paceline.core.errors", "CommunicationTimeout"):
+    if isinstance(error, CommunicationTimeout):
         return ended.with_notes(*_stacks_of(folder, peers))
     return ended
 
 
 def _kind(error: BaseException) -> ExitKind:
-    if isinstance(error, KeyboardInterrupt):
-        return ExitKind.INTERRUPTED
-    if _is_a(error, "paceline.run.saving.stopping", "Stopped"):
-        return ExitKind.STOPPED
-    if _is_a(error, "paceline.run.saving.recovery", "NoProgressError"):
-        return ExitKind.NO_PROGRESS
-    if _is_a(error, "paceline.core.errors", "CommunicationError"):
-        return ExitKind.COMMUNICATION
+    """By the error's class, without importing it: an error of a module that is not imported was not raised."""
+    for module, name, kind in _KINDS:
+        if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
+            return kind
     return ExitKind.FAILED
-
-
-def _is_a(error: BaseException, module: str, name: str) -> bool:
-    """Like isinstance, without importing the class: an error of a module that is not imported was not raised."""
-    return module in sys.modules and isinstance(error, getattr(sys.modules[module], name))
 
 
 def _stacks_of(folder: Path, peers: list[int]) -> list[str]:
