@@ -141,11 +141,12 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         parser.error(f"no such file: {options.script}")
     try:
         nodes = Nodes(options.nodes, options.address, options.join_timeout, options.secret_file)
-        launch.Launch(launch.workers_to_start(options.workers), options.max_restarts, options.logs, nodes)
+        count = launch.workers_to_start(options.workers)
+        how = launch.Launch(count, options.max_restarts, options.logs, nodes)
     except ValueError as error:
         parser.error(str(error))
     try:
-        launch.run_script(options.script, options.args, options.workers, options.max_restarts, options.logs, nodes)
+        launch.run_script(options.script, options.args, how)
     except KeyboardInterrupt:
         return 130
     except Stopped:

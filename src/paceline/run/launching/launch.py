@@ -69,20 +69,12 @@ def launch(
     return launch_workers(fn, args, kwargs or {}, options)
 
 
-def run_script(
-    path: str,
-    argv: Sequence[str] = (),
-    num_workers: int | None = None,
-    max_restarts: int = 0,
-    logs: str | os.PathLike[str] | None = None,
-    nodes: Nodes = SINGLE_NODE,
-) -> None:
+def run_script(path: str, argv: Sequence[str], options: Launch) -> None:
     """Run `python path *argv` on the workers that `launch` would use; same rules, same errors.
 
-    With several `nodes` each of them calls this, and `num_workers` counts its own workers. After a signal it raises
-    `Stopped` if the workers have saved. It sets sys.argv and sys.path[0], which the workers take over.
+    With several nodes each of them calls this. After a signal it raises `Stopped` if the workers have saved. It sets
+    sys.argv and sys.path[0], which the workers take over.
     """
-    options = Launch(workers_to_start(num_workers), max_restarts, logs, nodes)
     sys.argv[:] = [path, *argv]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(path).resolve().parent)
