@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +18,6 @@ from worker_pool import WorkerPool
 
 from bench.namespaces import ADDRESSES, INTERFACE, PORT, Link, missing_slow_link, slow_link
 from paceline.checkpoint.folders import complete_steps
-from paceline.run.launching import nodes as nodes_module
-from paceline.run.launching import rendezvous as rendezvous_module
-from paceline.run.launching.nodes import Nodes, NodesError, interface_of
-from paceline.run.launching.rendezvous import NodeRendezvous
 
 MISSING = missing_slow_link()
 needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -339,107 +333,3 @@ def test_a_signal_on_one_host_stops_both_after_saving(hosts: Hosts, tmp_path: Pa
         assert code == 75, err
         assert "Traceback" not in err
     assert len(complete_steps(run.root)) == 1
-
-
-# Hosts that do not find together
-
-
-def join(nodes: Nodes, **options: object) -> NodeRendezvous:
-    return NodeRendezvous(nodes, 1, "run", options)
-
-
-@pytest.fixture
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def test_a_missing_node_is_named_by_those_who_came(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = Nodes(2, free_address, 0.3)
-    with pytest.raises(
-        NodesError, match=rf"^1 of 2 nodes joined at {free_address} within join_timeout=0.3 s: .*127.0.0.1"
-    ):
-        join(nodes)
-    monkeypatch.setattr(nodes_module, "_listen", lambda *_: None)  # as on any other machine
-    with pytest.raises(NodesError, match=rf"^no answer from {free_address} within join_timeout=0.3 s .*same command"):
-        join(nodes)
-
-
-def test_somebody_else_at_the_port_is_no_launcher() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(NodesError, match=f"^the server at {address} is not a launcher: choose another port"):
-            join(Nodes(2, address, 1.0))
-
-
-def test_different_commands_are_named_on_both_nodes(free_address: str) -> None:
-    """Two launchers on one machine: the second finds the port taken and joins the first."""
-    nodes = Nodes(2, free_address, 20.0)
-    with ThreadPoolExecutor() as threads:
-        meetings = [threads.submit(join, nodes, max_restarts=restarts) for restarts in (0, 3)]
-        errors = [str(meeting.exception()) for meeting in meetings]
-    assert all("use the same command on every node" in error or "has left" in error for error in errors)
-    assert any("was started with {'max_restarts': " in error for error in errors)
-
-
-def test_one_node_too_many_is_told_so(free_address: str) -> None:
-    nodes = Nodes(2, free_address, 20.0)
-    with ThreadPoolExecutor() as threads:
-        meetings = [threads.submit(join, nodes) for _ in range(2)]
-        found = sorted((meeting.result() for meeting in meetings), key=lambda meeting: meeting.index)
-    with pytest.raises(NodesError, match=rf"2 nodes have already joined at {free_address}: choose another port"):
-        join(nodes)
-    assert [(meeting.first_rank, meeting.num_workers) for meeting in found] == [(0, 2), (1, 2)]
-    assert [meeting.environment["GLOO_SOCKET_IFNAME"] for meeting in found] == ["lo", "lo"]
-    for meeting in reversed(found):
-        meeting.close()
-
-
-def test_a_node_that_is_not_heard_any_more_is_lost(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = Nodes(2, free_address, 20.0)
-    with ThreadPoolExecutor() as threads:
-        meetings = [threads.submit(join, nodes) for _ in range(2)]
-        first, second = sorted((meeting.result() for meeting in meetings), key=lambda meeting: meeting.index)
-    try:
-        assert not first.lost()
-        assert not first.peer_failed()
-        monkeypatch.setattr(second, "_exchange", lambda _: True)  # it talks no more
-        second._thread.join()
-        monkeypatch.setattr(rendezvous_module, "LOST_S", 0.5)
-        deadline = time.monotonic() + 20
-        while not first.lost():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert first.lost().startswith(f"lost contact with node {second.name}: no heartbeat for 0.5 s")
-        assert first.peer_failed()
-        ending = first.first_failure()
-        assert ending is not None
-        assert ending.message == first.lost()
-    finally:
-        second.close()
-        first.close()
-
-
-@pytest.mark.parametrize(
-    ("num", "address", "timeout_s", "message"),
-    [
-        (2, None, 1.0, "nodes=2 requires an address: set address HOST:PORT"),
-        (1, "a:1", 1.0, "address='a:1' requires several nodes: choose nodes >= 2"),
-        (2, "a", 1.0, "address='a': choose HOST:PORT"),
-        (2, "a:b", 1.0, "address='a:b': choose HOST:PORT"),
-        (2, ":1", 1.0, "address=':1': choose HOST:PORT"),
-        (2, "a:70000", 1.0, "address='a:70000': choose HOST:PORT"),
-        (0, None, 1.0, "nodes=0: choose an integer >= 1"),
-        (2, "a:1", 0.0, "join_timeout=0: choose seconds > 0"),
-    ],
-)
-def test_bad_nodes_are_named(num: int, address: str | None, timeout_s: float, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        Nodes(num, address, timeout_s)
-
-
-def test_places_are_read() -> None:
-    assert Nodes(2, "node-1:29500").host_and_port == ("node-1", 29500)
-    assert Nodes(2, "[fd00::1]:29500").host_and_port == ("fd00::1", 29500)
-    assert (interface_of("127.0.0.1"), interface_of("192.0.2.1")) == ("lo", None)

@@ -87,6 +87,7 @@ class Agent:
             if time.monotonic() > deadline_s and (self._failures() or not is_saving):
                 break
             self._poll()
+        self._read_exits()  # if an interrupt came between an exit and its report
         return _to_error(first_failure(self._exits.values()))
 
     def __exit__(self, *_: object) -> None:
@@ -164,6 +165,9 @@ class Agent:
 
     def _poll(self) -> None:
         self._server.poll(POLL_S)
+        self._read_exits()
+
+    def _read_exits(self) -> None:
         for rank, exit_code in self._server.exit_codes.items():
             if rank not in self._exits:
                 self._exits[rank] = self._read_exit(rank, exit_code)
