@@ -17,7 +17,7 @@ import pytest
 import paceline as pl
 from paceline import __version__
 from paceline.cli.main import main
-from paceline.run.launching.output import _Followed
+from paceline.run.launching.output import Follower
 
 SCRIPT = """
     import os
@@ -185,7 +185,7 @@ def test_launch_writes_the_output_of_a_single_worker_too(tmp_path: Path, capsys:
 def test_characters_that_arrive_in_pieces_are_shown_whole(tmp_path: Path) -> None:
     stream = io.StringIO()
     with (tmp_path / "file").open("wb", buffering=0) as writer, (tmp_path / "file").open("rb") as reader:
-        followed = _Followed(reader, stream)
+        followed = Follower(reader, stream)
         for piece in (b"\xc3", b"\xbc\xff half a line"):
             writer.write(piece)
             followed.copy()
@@ -196,9 +196,7 @@ def test_a_folder_that_is_a_file_is_code_2(script: Path, capsys: pytest.CaptureF
     with pytest.raises(SystemExit) as ended:
         main(["run", "--logs", str(script), str(script)])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(
-        f": logs='{script}' is no folder: choose a folder, or a name for a new one\n"
-    )
+    assert capsys.readouterr().err.endswith(f": logs='{script}' is not a folder: choose a folder, or a new name\n")
 
 
 @pytest.mark.parametrize("options", [["--logs", "logs"], ["--nodes", "2", "--address", "a:1"]])
@@ -210,14 +208,14 @@ def test_a_worker_starts_no_others(
     with pytest.raises(SystemExit) as ended:
         main(["run", *options, str(script)])
     assert ended.value.code == 2
-    assert "this process already is one: leave them out here" in capsys.readouterr().err
+    assert "already is a worker: omit them" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nodes", "2"], "nodes=2 need a place to meet"),
-        (["--address", "a:1"], "address='a:1' is for several nodes"),
+        (["--nodes", "2"], "nodes=2 requires an address"),
+        (["--address", "a:1"], "address='a:1' requires several nodes"),
         (["--nodes", "0"], "argument --nodes: '0': choose an integer >= 1"),
         (["--nodes", "2", "--address", "a"], "address='a': choose HOST:PORT"),
     ],
@@ -243,6 +241,6 @@ def test_a_missing_node_is_one_message_and_code_1(
     assert main(["run", *options, str(script)]) == 1
     error = capsys.readouterr().err
     warning, message = error.splitlines()
-    assert warning.startswith(f"paceline: this run has no secret: whoever can reach {address} can join it")
-    assert message.startswith(f"paceline run: 1 of 2 nodes came to {address} within join_timeout=1 s: ")
-    assert "(127.0.0.1). Start the same command on the others too, with the same" in message
+    assert warning.startswith(f"paceline: this run has no secret: anyone who can reach {address} can join")
+    assert message.startswith(f"paceline run: 1 of 2 nodes joined at {address} within join_timeout=1 s: ")
+    assert "(127.0.0.1). Start the same command on the others, with the same" in message

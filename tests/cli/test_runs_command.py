@@ -205,7 +205,7 @@ def test_a_run_that_does_not_listen_yet_says_so(folder: Path) -> None:
         saved = runs("save")
         assert saved.code == 1
         assert "No such file or directory. Runs take requests once their workers have started; try again" in saved.err
-        assert "\nno answer  nobody listens at " in runs("status").out
+        assert "\nno answer  no process listens at " in runs("status").out
 
 
 def test_a_run_without_checkpoints_cannot_save(folder: Path) -> None:

@@ -18,7 +18,7 @@ from paceline.core.world import World
 from paceline.plan.steps import Position
 from paceline.run.capture.step import StepFunction
 from paceline.run.epoch_metrics import EpochMetrics, Tally
-from paceline.run.launching.background import Post
+from paceline.run.launching.background import Channel
 from paceline.run.saving.state import model_state, optimizer_state
 from paceline.run.saving.stopping import Stopped
 from paceline.run.step.loop import StepRecord
@@ -67,7 +67,7 @@ class Recipe:
         )
 
 
-def train(recipe: Recipe, post: Post) -> TrainedState:
+def train(recipe: Recipe, post: Channel) -> TrainedState:
     """One worker's part of the run."""
     with recipe.setup() as trainer:
         run = trainer._run
@@ -75,7 +75,7 @@ def train(recipe: Recipe, post: Post) -> TrainedState:
 
         def after_step(record: StepRecord) -> None:
             tally.add(record)
-            if post.is_stop_asked():
+            if post.is_stop_requested():
                 trainer.request_stop()
 
         trainer.every(1, after_step)

@@ -15,6 +15,7 @@ from paceline import __version__
 from paceline.cli.commands import add_command, escaped_output, integer
 from paceline.core.errors import WorkerError
 from paceline.run.launching import launch, worker
+from paceline.run.launching.allocator import restart_with_allocator_settings
 from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
 from paceline.run.launching.worker import STOPPED_EXIT_CODE
 from paceline.run.saving.stopping import Stopped
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if len(arguments) >= 3 and arguments[0] == "-t":  # `-t CONFIG train` is an alias of `train CONFIG`
         arguments = [arguments[2], arguments[1], *arguments[3:]]
+    if argv is None and arguments[:1] in (["run"], ["train"]):
+        restart_with_allocator_settings()
     parser = make_parser(arguments[0] if arguments else None)
     options, others = parser.parse_known_args(arguments)
     # argparse accepts positional arguments only in one place. KEY=VALUE may be given anywhere.
@@ -110,13 +113,13 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         parser.error(f"no such file: {options.script}")
     try:
-        launch.workers_to_start(options.workers)
         nodes = Nodes(options.nodes, options.address, options.join_timeout, options.secret_file)
-        launch.check_place(options.logs, nodes)
+        count = launch.workers_to_start(options.workers)
+        how = launch.Launch(count, options.max_restarts, options.logs, nodes)
     except ValueError as error:
         parser.error(str(error))
     try:
-        launch.run_script(options.script, options.args, options.workers, options.max_restarts, options.logs, nodes)
+        launch.run_script(options.script, options.args, how)
     except KeyboardInterrupt:
         return 130
     except Stopped:

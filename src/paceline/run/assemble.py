@@ -26,7 +26,6 @@ from paceline.plan.steps import Steps
 from paceline.run.capture.step import Stepping, graphs_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
-from paceline.run.host_memory import keep_freed_memory, use_huge_pages
 from paceline.run.saving.checkpointer import Checkpointer, RunParts
 from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.options import Checkpoints
@@ -95,9 +94,6 @@ def assemble(
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
             _check_device(world.device)
-        else:
-            keep_freed_memory()
-            use_huge_pages()
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
         communicator = connect(world, config.backend, config.timeout_s)
         stack.callback(communicator.close)

@@ -1,4 +1,4 @@
-"""Process-wide settings of a run: CPU threads, and in exact mode kernels that always add in the same order."""
+"""Process-wide settings of a run: CPU threads, and deterministic kernels in exact mode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from paceline.core.world import World
 
 
 def process_settings(world: World, *, exact: bool, threads: int | None) -> ExitStack:
-    """Set them now; the user's own settings come back when what is returned is closed.
+    """Apply the settings. Closing the returned stack restores the previous ones.
 
-    Exact mode fixes the number of CPU threads (1 unless given), since it decides how sums are split. Otherwise
-    local workers divide the cores among themselves; a worker alone on its host keeps what it has.
+    Exact mode fixes the number of CPU threads (default: 1), because it determines how sums are split. Otherwise the
+    workers of a host divide its cores; a worker that is alone on its host keeps its number of threads.
     """
-    # Not a generator: one that is never closed would complain when the interpreter ends.
+    # Not a generator-based context manager: one that is never closed raises at interpreter exit.
     before = ExitStack()
     num_threads = torch.get_num_threads()
     before.callback(torch.set_num_threads, num_threads)
@@ -31,7 +31,7 @@ def process_settings(world: World, *, exact: bool, threads: int | None) -> ExitS
 
 
 def _use_deterministic_kernels(before: ExitStack) -> None:
-    # cuBLAS reads this when its handle is made; without it deterministic mode refuses matrix products on a GPU.
+    # cuBLAS reads this when its handle is created; without it deterministic mode refuses matrix products on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before.callback(
         torch.use_deterministic_algorithms,
@@ -42,9 +42,9 @@ def _use_deterministic_kernels(before: ExitStack) -> None:
     before.callback(setattr, deterministic, "fill_uninitialized_memory", deterministic.fill_uninitialized_memory)
     before.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
     before.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
-    # Not warn-only: that leaves flash attention's backward nondeterministic.
+    # Not warn_only, which leaves flash attention's backward nondeterministic.
     torch.use_deterministic_algorithms(True)
-    # It helps to find reads of memory that nobody wrote, and takes 6 ms of 80 in a step of GPT-2 on an H200.
+    # Filling only helps to find reads of uninitialized memory. It takes 6 of 80 ms in a step of GPT-2 on an H200.
     deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -12,11 +12,14 @@ from torch import nn
 import paceline as pl
 
 X = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
-SEQUENCE = 4
+SEQUENCE = 2
+SHORT_ORDERS = ((1, 0, 2), (2, 1, 0))  # in which three nested trainers are closed
+ALL_ORDERS = tuple(itertools.permutations(range(3)))
+Orders = tuple[tuple[int, ...], ...]
 
 
-def count() -> int:
-    return SEQUENCE + 6 * 3 + 2
+def count(orders: Orders) -> int:
+    return SEQUENCE + len(orders) * 3 + 2
 
 
 def open_trainer(timeout_s: float = 60.0, fail: bool = False) -> pl.Trainer:
@@ -43,18 +46,18 @@ def digest_alone() -> str:
         return train(trainer)
 
 
-def all_digests() -> set[str]:
+def all_digests(orders: Orders = SHORT_ORDERS) -> set[str]:
     found = []
     for _ in range(SEQUENCE):
         with open_trainer() as trainer:
             found.append(train(trainer))
-    for order in itertools.permutations(range(3)):
+    for order in orders:
         nested = [open_trainer() for _ in range(3)]
         found += [train(trainer) for trainer in nested[::-1]]
         for index in order:
             nested[index].close()
     after_failures(found)
-    assert len(found) == count()
+    assert len(found) == count(orders)
     return set(found)
 
 
@@ -80,4 +83,6 @@ def main() -> None:
     with open_trainer() as trainer:
         together = trainer.gather(sorted(digests))
         if trainer.is_main:
-            print(f"trainers: {count()} digests: {sorted({d for each in together for d in each})}", flush=True)
+            print(
+                f"trainers: {count(SHORT_ORDERS)} digests: {sorted({d for each in together for d in each})}", flush=True
+            )

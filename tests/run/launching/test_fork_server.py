@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from paceline.core.errors import WorkerError
-from paceline.run.launching import agent, processes
+from paceline.run.launching import agent, fork_server
 from paceline.run.launching.launch import launch
 
 
 @pytest.fixture
 def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "IMPORTED_AHEAD", ())
+    monkeypatch.setattr(fork_server, "PRELOADED_MODULES", ())
     monkeypatch.setattr(agent, "GRACE_S", 1.0)
 
 
@@ -74,7 +74,7 @@ def test_what_is_imported_ahead_touches_no_accelerator() -> None:
         for name in sys.argv[1:]:
             __import__(name)
     """
-    words = [sys.executable, "-c", textwrap.dedent(program), *processes.IMPORTED_AHEAD]
+    words = [sys.executable, "-c", textwrap.dedent(program), *fork_server.PRELOADED_MODULES]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -157,7 +157,7 @@ def test_one_that_was_stopped_is_no_obstacle(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its workers are started again, or have ended already, of which it cannot tell."""
-    monkeypatch.setattr(processes, "STOPPED_S", 1.0)
+    monkeypatch.setattr(fork_server, "MAX_STOPPED_POLLS", 3)
 
     def work(ends: bool) -> str:
         start = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -169,5 +169,5 @@ def test_one_that_was_stopped_is_no_obstacle(
         return start
 
     assert launch(work, 2, args=(False,), max_restarts=3) == "1"
-    assert "forked from (pid" in capfd.readouterr().err
+    assert "the fork server (pid" in capfd.readouterr().err
     assert launch(work, 2, args=(True,), max_restarts=3) == "0"

@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import WorkerError
-from paceline.run.launching import agent, fork_server, processes, worker
+from paceline.run.launching import agent, fork_server, worker
 from paceline.run.launching import launch as launch_module
 from paceline.run.launching.launch import launch
+from paceline.run.launching.nodes import Nodes
 
-END_S = 10.0  # whatever happens, everything has ended by then
+END_S = 60.0  # a hang would be longer, on any machine: workers that are not ended sleep for 600 s
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +33,8 @@ def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(agent, "GRACE_S", 1.0)  # launchers in scripts of their own keep the real one
-    monkeypatch.setattr(processes, "IMPORTED_AHEAD", ())  # likewise; most functions here need none of it
+    monkeypatch.setattr(agent, "GRACE_S", 1.0)
+    monkeypatch.setattr(fork_server, "PRELOADED_MODULES", ())  # most functions here need none of them
     yield folder
     assert workers_of(folder) == []
     assert list(folder.iterdir()) == []
@@ -60,18 +61,23 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.02)
 
 
+# The settings of the fixture above, for launchers in other processes.
+FAST = """
+from paceline.run.launching import agent, fork_server
+agent.GRACE_S, fork_server.PRELOADED_MODULES = 1.0, ()
+"""
+
+
 def start_script(folder: Path, source: str) -> subprocess.Popen[str]:
     path = folder / "script.py"
-    path.write_text(textwrap.dedent(source))
+    path.write_text(FAST + textwrap.dedent(source))
     return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def fail_on(num_workers: int, fn: Callable[..., Any], *args: Any) -> WorkerError:
-    """The error of a launch that must fail, in time."""
-    started = time.monotonic()
+    """The error of a launch that must fail."""
     with pytest.raises(WorkerError) as caught:
         launch(fn, num_workers, args=args)
-    assert time.monotonic() - started < END_S + 5.0  # the time to start included
     return caught.value
 
 
@@ -103,18 +109,22 @@ def test_a_worker_of_a_world_calls_the_function_itself(monkeypatch: pytest.Monke
 
 
 def test_an_unpicklable_argument_stops_the_launch_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "_run_workers", lambda *_: pytest.fail("workers were started"))
+    monkeypatch.setattr(launch_module, "_run_workers", lambda *_, **__: pytest.fail("workers were started"))
     with pytest.raises(TypeError, match=r"^kwargs\['lock'\] cannot be sent to the workers"):
         launch(os.getpid, 2, kwargs={"lock": threading.Lock()})
 
 
-def test_workers_divide_the_cores_unless_the_user_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_divide_the_cores_unless_the_user_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
-    threads = [launch_module._threads(count) for count in (1, 2, 4, 16)]
-    assert threads == [{"OMP_NUM_THREADS": str(n)} for n in (9, 4, 2, 1)]
+    nodes = Nodes(2, "a:1")
+
+    def threads(count: int) -> str:
+        return launch_module._environment(tmp_path, count, nodes)["OMP_NUM_THREADS"]
+
+    assert [threads(count) for count in (1, 2, 4, 16)] == ["9", "4", "2", "1"]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert launch_module._threads(2) == {}
+    assert threads(2) == "7"
 
 
 def test_folders_of_killed_launchers_are_swept_and_live_ones_kept(temporary_folder: Path) -> None:
@@ -123,7 +133,7 @@ def test_folders_of_killed_launchers_are_swept_and_live_ones_kept(temporary_fold
     abandoned.mkdir()
     (abandoned / launch_module.LOCK_FILE).touch()
     in_the_making.mkdir()
-    with launch_module._run_folder() as first, launch_module._run_folder() as second:
+    with launch_module.run_folder() as first, launch_module.run_folder() as second:
         assert first.stat().st_mode & 0o777 == 0o700
         assert sorted(temporary_folder.iterdir()) == sorted([in_the_making, first, second])
     in_the_making.rmdir()
@@ -255,7 +265,8 @@ def test_notebook_cells_are_launched_and_their_lines_shown() -> None:
         run_cell(2, "print(launch(work, 2, args=(5,)))\\n")
         run_cell(3, "def broken():\\n    return scale / 0  # in a cell\\nlaunch(broken, 2)\\n")
     """
-    done = subprocess.run([sys.executable, "-"], input=textwrap.dedent(notebook), capture_output=True, text=True)
+    program = FAST + textwrap.dedent(notebook)
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True)
     assert done.stdout == "15\n"
     assert done.stderr.count(" failed: ZeroDivisionError: division by zero\n") == 1
     assert '  File "<cell 3>", line 2, in broken\n    return scale / 0  # in a cell\n' in done.stderr
@@ -323,7 +334,9 @@ def test_a_crash_in_native_code_shows_where(capfd: pytest.CaptureFixture[str]) -
         time.sleep(600)
 
     error = fail_on(2, work)
-    assert str(error).startswith("rank 0 was killed by SIGSEGV (a crash in native code)\n\nit stood at:\n  File ")
+    assert str(error).startswith(
+        "rank 0 was killed by SIGSEGV (a crash in native code)\n\nits last Python stack:\n  File "
+    )
     assert "ctypes.string_at(0)  # crashes here" in error.traceback_text
     assert capfd.readouterr() == ("", "")
 
@@ -346,10 +359,10 @@ def test_a_timeout_shows_where_the_others_stand(tmp_path: Path) -> None:
     assert error.rank == 0
     assert str(error).startswith("rank 0 failed: CommunicationTimeout: nobody came within 1 s\n\nTraceback")
     assert 'raise CommunicationTimeout("nobody came within 1 s")' in error.traceback_text
-    where, _, rest = str(error).partition("rank 1 is still running and stands at:\n")[2].partition("\n\n")
+    where, _, rest = str(error).partition("rank 1 is still running, at:\n")[2].partition("\n\n")
     assert where.startswith(f'  File "{__file__}", line ')
     assert where.endswith("in work\n    time.sleep(600)  # never arrives")
-    assert rest == "rank 2 is still running and does not say where: stopped, or not yet started"
+    assert rest == "rank 2 is still running but did not report its stack: it is suspended, or has not started yet"
 
 
 def test_other_ways_to_end() -> None:
@@ -418,5 +431,5 @@ def test_workers_end_with_their_launcher(
         wait_until(lambda: workers_of(temporary_folder) == [], END_S)
         (left,) = temporary_folder.iterdir()
         assert json.loads((left / "start.json").read_text())["launcher_pid"] == launcher.pid
-        with launch_module._run_folder():  # the next launch
+        with launch_module.run_folder():  # the next launch
             assert not left.exists()

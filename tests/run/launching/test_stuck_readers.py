@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import paceline as pl
+from paceline.run.launching import agent
 
 TIMEOUT_S = 2.0
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
@@ -78,6 +79,12 @@ def train(kind: type, settings: dict[str, Any], marker: Path, stop_rank: int | N
         return digest(trainer.model.state_dict())
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "GRACE_S", 0.5)
+    monkeypatch.setattr(agent, "CAUSE_WAIT_S", 0.5)
+
+
 DISPATCHED = {"feed": "dispatched"}
 CASES: dict[str, tuple[type, dict[str, Any], int | None]] = {
     "dispatched": (Numbered, DISPATCHED, None),
@@ -99,21 +106,21 @@ def cases(*short: str) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("case", cases("dispatched", "stopped, stream"))
+@pytest.mark.parametrize("case", cases("dispatched"))
 def test_a_worker_that_stands_still_is_named_in_time(case: tuple[Any, ...], tmp_path: Path) -> None:
     kind, settings, stop_rank = case
     with pytest.raises(pl.WorkerError) as caught:
-        pl.launch(train, 3, args=(kind, settings, tmp_path / "marker", stop_rank))
+        pl.launch(train, 2, args=(kind, settings, tmp_path / "marker", stop_rank))
     text = str(caught.value)
     assert f"waited timeout_s={TIMEOUT_S:g} s" in text
     if stop_rank is None:
         assert "in hang_once" in text, text
         assert Path(__file__).name in text
     else:
-        assert f"rank {stop_rank} is still running and does not say where: stopped" in text, text
+        assert f"rank {stop_rank} is still running but did not report its stack" in text, text
 
 
-@pytest.mark.parametrize("case", cases("stream", "stopped, dispatched"))
+@pytest.mark.parametrize("case", cases("stopped, stream"))
 def test_a_worker_that_stands_still_is_started_again(
     case: tuple[Any, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

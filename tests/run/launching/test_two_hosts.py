@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,18 +17,22 @@ from worker_pool import WorkerPool
 
 from bench.namespaces import ADDRESSES, INTERFACE, PORT, Link, missing_slow_link, slow_link
 from paceline.checkpoint.folders import complete_steps
-from paceline.run.launching import nodes as nodes_module
-from paceline.run.launching import rendezvous as meeting_module
-from paceline.run.launching.nodes import Nodes, NodesError, interface_of
-from paceline.run.launching.rendezvous import Meeting
 
 MISSING = missing_slow_link()
 needs_hosts = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 ADDRESS = f"{ADDRESSES[0]}:{PORT}"
-PACELINE = ("-m", "paceline", "run", "--nodes", "2", "--address", ADDRESS, "--workers")
+# `paceline run` with a short timeout for lost nodes.
+LAUNCHER = """
+import sys
+from paceline.cli.main import main
+from paceline.run.launching import agent, rendezvous
+rendezvous.LOST_S = 2.0
+agent.CAUSE_WAIT_S = 1.0
+sys.exit(main(["run", *sys.argv[1:]]))
+"""
+PACELINE = ("-c", LAUNCHER, "--nodes", "2", "--address", ADDRESS, "--workers")
 TORCHRUN = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node")
-END_S = 30.0  # a failure, and the time for both launchers to end on a busy machine
 
 # Moves to a namespace, with a disk of its own mounted where one is given, and becomes python with the rest.
 ENTER = """
@@ -128,6 +129,7 @@ def digest_of_one_host(session_pool: WorkerPool, tmp_path_factory: pytest.TempPa
 # The same result
 
 
+@pytest.mark.soak
 @needs_hosts
 def test_two_hosts_train_like_one(hosts: Hosts, tmp_path: Path, digest_of_one_host: str) -> None:
     run = run_in(tmp_path / "run")
@@ -140,7 +142,7 @@ def test_two_hosts_train_like_one(hosts: Hosts, tmp_path: Path, digest_of_one_ho
 
 
 @needs_hosts
-@pytest.mark.parametrize("workers", [(2, 2), (1, 2)])
+@pytest.mark.parametrize("workers", [pytest.param((2, 2), marks=pytest.mark.soak), (1, 2)], ids=str)
 def test_hosts_of_several_workers_train_like_one(
     hosts: Hosts, tmp_path: Path, digest_of_one_host: str, workers: tuple[int, int]
 ) -> None:
@@ -157,7 +159,7 @@ def test_hosts_of_several_workers_train_like_one(
 
 
 @needs_hosts
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_torchrun_on_two_hosts_trains_like_one(
     hosts: Hosts, tmp_path: Path, digest_of_one_host: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,15 +188,13 @@ def test_a_failure_on_one_host_is_shown_on_both(hosts: Hosts, tmp_path: Path) ->
     """The worker on the other host takes part in no exchange that could fail."""
     run = run_in(tmp_path / "run")
     (run.folder / "script.py").write_text(FAILS_ON_RANK_1)
-    started = time.monotonic()
     launchers = hosts.start_all(run, "--logs", str(tmp_path / "logs"))
     for launcher in launchers:
-        code, err = end(launcher)
+        code, err = end(launcher, 100.0)
         assert code == 1
         assert "paceline run: rank 1 failed: ValueError: bad sample 7\n\nTraceback" in err
         assert f"; the output of rank 1 is in {tmp_path}/logs/rank-1.err" in err
         assert "rank 1 ran on node " in err
-    assert time.monotonic() - started < 2 * END_S
 
 
 @needs_hosts
@@ -204,13 +204,11 @@ def test_a_cut_link_ends_both_hosts_in_time(workers: tuple[int, int], hosts: Hos
     launchers = hosts.start_all(run, workers=workers)
     wait_until(lambda: run.step >= 3, launchers[0])
     hosts.cut()
-    cut_s = time.monotonic()
     for launcher in launchers:
         code, err = end(launcher)
         assert code == 1
         assert "waited timeout_s=2 s in all_reduce" in err
         assert "lost contact with " in err
-    assert time.monotonic() - cut_s < END_S
     assert run.digest is None
 
 
@@ -329,109 +327,3 @@ def test_a_signal_on_one_host_stops_both_after_saving(hosts: Hosts, tmp_path: Pa
         assert code == 75, err
         assert "Traceback" not in err
     assert len(complete_steps(run.root)) == 1
-
-
-# Hosts that do not find together
-
-
-def meet(nodes: Nodes, **terms: object) -> Meeting:
-    return Meeting(nodes, 1, "run", terms)
-
-
-@pytest.fixture
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def test_a_missing_node_is_named_by_those_who_came(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = Nodes(2, free_address, 0.3)
-    with pytest.raises(
-        NodesError, match=rf"^1 of 2 nodes came to {free_address} within join_timeout=0.3 s: .*127.0.0.1"
-    ):
-        meet(nodes)
-    monkeypatch.setattr(nodes_module, "_own_address", lambda _: "")  # as on any other machine
-    with pytest.raises(
-        NodesError, match=rf"^nobody answers at {free_address} within join_timeout=0.3 s .*same command"
-    ):
-        meet(nodes)
-
-
-def test_somebody_else_at_the_port_is_no_launcher() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(NodesError, match=f"^what listens at {address} does not answer .*choose another port"):
-            meet(Nodes(2, address, 1.0))
-
-
-def test_different_commands_are_named_on_both_nodes(free_address: str) -> None:
-    """Two launchers on one machine: the second finds the port taken and joins the first."""
-    nodes = Nodes(2, free_address, 20.0)
-    with ThreadPoolExecutor() as threads:
-        meetings = [threads.submit(meet, nodes, max_restarts=restarts) for restarts in (0, 3)]
-        errors = [str(meeting.exception()) for meeting in meetings]
-    assert all("give the same command on every node" in error or "has left" in error for error in errors)
-    assert any("was started with {'max_restarts': " in error for error in errors)
-
-
-def test_one_node_too_many_is_told_so(free_address: str) -> None:
-    nodes = Nodes(2, free_address, 20.0)
-    with ThreadPoolExecutor() as threads:
-        meetings = [threads.submit(meet, nodes) for _ in range(2)]
-        found = sorted((meeting.result() for meeting in meetings), key=lambda meeting: meeting.index)
-    with pytest.raises(NodesError, match=rf"2 nodes have already met at {free_address}: choose another port"):
-        meet(nodes)
-    assert [(meeting.first_rank, meeting.num_workers) for meeting in found] == [(0, 2), (1, 2)]
-    assert [meeting.environment["GLOO_SOCKET_IFNAME"] for meeting in found] == ["lo", "lo"]
-    for meeting in reversed(found):
-        meeting.close()
-
-
-def test_a_node_that_is_not_heard_any_more_is_lost(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = Nodes(2, free_address, 20.0)
-    with ThreadPoolExecutor() as threads:
-        meetings = [threads.submit(meet, nodes) for _ in range(2)]
-        first, second = sorted((meeting.result() for meeting in meetings), key=lambda meeting: meeting.index)
-    try:
-        assert not first.lost()
-        assert not first.is_failing()
-        monkeypatch.setattr(second, "_exchange", lambda _: True)  # it talks no more
-        second._talker.join()
-        monkeypatch.setattr(meeting_module, "LOST_S", 0.5)
-        deadline = time.monotonic() + 20
-        while not first.lost():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert first.lost().startswith(f"lost contact with node {second.name}: nothing heard for 0.5 s")
-        assert first.is_failing()
-        ending = first.first_ending()
-        assert ending is not None
-        assert ending.text == first.lost()
-    finally:
-        second.close()
-        first.close()
-
-
-@pytest.mark.parametrize(
-    ("num", "address", "timeout_s", "message"),
-    [
-        (2, None, 1.0, "nodes=2 need a place to meet: give address HOST:PORT"),
-        (1, "a:1", 1.0, "address='a:1' is for several nodes: choose nodes >= 2"),
-        (2, "a", 1.0, "address='a': choose HOST:PORT"),
-        (2, "a:b", 1.0, "address='a:b': choose HOST:PORT"),
-        (2, ":1", 1.0, "address=':1': choose HOST:PORT"),
-        (2, "a:70000", 1.0, "address='a:70000': choose HOST:PORT"),
-        (0, None, 1.0, "nodes=0: choose an integer >= 1"),
-        (2, "a:1", 0.0, "join_timeout=0: choose seconds > 0"),
-    ],
-)
-def test_bad_nodes_are_named(num: int, address: str | None, timeout_s: float, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        Nodes(num, address, timeout_s)
-
-
-def test_places_are_read() -> None:
-    assert Nodes(2, "node-1:29500").place == ("node-1", 29500)
-    assert Nodes(2, "[fd00::1]:29500").place == ("fd00::1", 29500)
-    assert (interface_of("127.0.0.1"), interface_of("192.0.2.1")) == ("lo", None)

@@ -1,1 +1,1 @@
-"""Starting workers, on one machine or on several, and telling which of them failed first."""
+"""Starts workers, on one machine or on several, watches them, and reports the first failure."""

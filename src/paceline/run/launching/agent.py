@@ -1,212 +1,223 @@
-"""The workers of one launch on this node: watched, ended together, and started again.
-
-How the nodes of a launch find together and agree is `meeting.py`'s, what processes do is `processes.py`'s.
-"""
+"""The agent of a node: starts its workers, watches them, ends all of them when one fails, and restarts them."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.run.launching import worker
-from paceline.run.launching.failure import ASKED, DIED, Ending, first_ending, first_failure, read_reports
-from paceline.run.launching.processes import Processes
-from paceline.run.launching.rendezvous import Meeting, Outcome
-from paceline.run.launching.worker import heard_file, output_file
+from paceline.run.launching.fork_server import ForkServer
+from paceline.run.launching.output import output_file
+from paceline.run.launching.rendezvous import NodeRendezvous, NodeResult
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
+from paceline.run.saving.stopping import Stopped
 
-GRACE_S = 3.0  # between asking a worker to end and killing it
-# A worker leaves the others before it says why: so long they are left alone if all they know is that it has left.
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
+# When a worker fails, the others notice a broken exchange before its report arrives. If all reports so far are of
+# broken exchanges, wait this long for the report of the cause.
 CAUSE_WAIT_S = 2.0
 POLL_S = 0.1
 
+# Exits after which the workers are not restarted.
+_FINAL = {ExitKind.STOPPED, ExitKind.ABORTED, ExitKind.NO_PROGRESS, ExitKind.INTERRUPTED}
+# Exits that are the result of a node even if its command received a signal.
+_REPORTED = {ExitKind.FAILED, ExitKind.DIED, ExitKind.STOPPED}
 
-class Workers:
-    """The workers of one launch on this node: started by `wait`, gone after the `with` block.
 
-    `folder` is theirs and the launcher's; `worker.py` says what lies in it. Where one fails, on whichever node, all are
-    started again, up to `max_restarts` times. `logs` is where their output goes, if not to the terminal.
+class Agent:
+    """Runs the workers of one launch on this node. They are gone after the `with` block.
+
+    `folder` is shared with the launcher and the workers, see `worker.py`. When a worker fails, on any node, all workers
+    of all nodes are restarted, up to `max_restarts` times. `logs` is the folder of the workers' output, if it goes to
+    files. The workers are killed once `is_cancelled` returns True.
     """
 
     def __init__(
         self,
         folder: Path,
-        processes: Processes,
-        meeting: Meeting,
+        server: ForkServer,
+        rendezvous: NodeRendezvous,
         max_restarts: int = 0,
         logs: Path | None = None,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._shared = folder
-        self._processes = processes
-        self._meeting = meeting
+        self._launch_folder = folder
+        self._server = server
+        self._rendezvous = rendezvous
         self._max_restarts = max_restarts
         self._logs = logs
+        self._is_cancelled = is_cancelled
         self._num_restarts = 0
-        self._asked: set[int] = set()  # the ranks that were asked to end
-        self._killed: set[int] = set()  # those of them that did not
-        self._is_asked_to_end = False
-        self._has_said = False  # how the current start ended here
+        self._exits: dict[int, WorkerExit] = {}  # by rank, of the current start
+        self._signals: dict[int, signal.Signals] = {}  # the last signal that the agent sent, by rank
+        self._is_stopping = False
+        self._reserved_port: socket.socket | None = None
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Agent:
         return self
 
-    def wait(self) -> BaseException | None:
-        """Return when all workers, of all nodes, have ended for good: the first failure of the last start, or None."""
-        self._start()
-        while not self._is_over():
-            self._start_again()
-        ending = self._meeting.first_ending()
-        return None if ending is None else ending.error()
+    def run(self) -> BaseException | None:
+        """Run the workers until they have ended for good on all nodes. Returns the first failure, or None."""
+        while True:
+            self._start()
+            self._watch()
+            self._rendezvous.publish(self._result())
+            if not self._rendezvous.wait_for_restart(POLL_S):
+                return _to_error(self._rendezvous.first_failure())
+            self._server.kill()  # what the ended workers left running
+            failure = self._rendezvous.first_failure()
+            reason = failure.message.partition("\n")[0] if failure is not None else "the workers ended"
+            self._num_restarts += 1
+            print(f"paceline: restart {self._num_restarts}: {reason}", file=sys.stderr)
+            self._rendezvous.begin_next_start()
 
     def stop(self) -> BaseException | None:
-        """Ask the workers to end, and wait for those that heard it and save: what they say, or None."""
-        self._is_asked_to_end = True
-        self._ask()
+        """Ask the workers to end, and wait for those that are saving. Returns what they report, or None."""
+        self._is_stopping = True
+        self._terminate()
         deadline_s = time.monotonic() + GRACE_S
-        while self._processes.pids and (running := self._processes.running):
-            saving = [rank for rank in running if heard_file(self._folder, rank).exists()]
-            if time.monotonic() > deadline_s and (self._somebody_failed() or self._reports().keys() >= set(saving)):
+        while self._server.pids and (running := self._server.running):
+            is_saving = any(worker_file(self._folder, "heard", rank).exists() for rank in running)
+            if time.monotonic() > deadline_s and (self._failures() or not is_saving):
                 break
-            self._processes.listen(POLL_S)
-        return first_failure(self._folder, self._meeting.num_workers_here, {}, self._killed, self._meeting.first_rank)
+            self._poll()
+        self._read_exits()  # if an interrupt came between an exit and its report
+        return _to_error(first_failure(self._exits.values()))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the workers if they still run, and let the other nodes know."""
         try:
-            if self._processes.running and not self._is_asked_to_end:
+            if self._server.running and not self._is_stopping:
                 self.stop()
         finally:  # a second Ctrl-C comes straight here
-            self._is_asked_to_end = True
+            self._is_stopping = True
             self._kill()
-            self._say_how_it_ended()
+            self._rendezvous.publish(self._result())
+            if self._reserved_port is not None:
+                self._reserved_port.close()
 
     @property
     def _folder(self) -> Path:
         """Where the workers of the current start report."""
-        return worker.start_folder(self._shared, self._num_restarts)
+        return worker.start_folder(self._launch_folder, self._num_restarts)
 
     def _start(self) -> None:
-        first_rank = self._meeting.first_rank
-        ranks = range(first_rank, first_rank + self._meeting.num_workers_here)
-        self._asked, self._killed, self._has_said = set(), set(), False
-        self._processes.start({rank: self._environment(rank, rank - first_rank) for rank in ranks})
+        self._exits, self._signals = {}, {}
+        first_rank, here = self._rendezvous.first_rank, self._rendezvous.num_workers_here
+        shared = self._shared_environment()
+        self._server.start(
+            {
+                rank: {**shared, "RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank - first_rank)}
+                for rank in range(first_rank, first_rank + here)
+            }
+        )
 
-    def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
-        """What torchrun tells its workers."""
-        meeting = self._meeting
+    def _shared_environment(self) -> dict[str, str]:
+        """The variables that torchrun sets for its workers, but for the ranks."""
+        nodes = self._rendezvous
         values: dict[str, Any] = {
-            "RANK": rank,
-            "WORLD_SIZE": meeting.num_workers,
-            "LOCAL_RANK": local_rank,
-            "LOCAL_WORLD_SIZE": meeting.num_workers_here,
-            "GROUP_RANK": meeting.index,
-            "GROUP_WORLD_SIZE": meeting.num_nodes,
+            "WORLD_SIZE": nodes.num_workers,
+            "LOCAL_WORLD_SIZE": nodes.num_workers_here,
+            "GROUP_RANK": nodes.index,
+            "GROUP_WORLD_SIZE": nodes.num_nodes,
             "ROLE_NAME": "worker",
-            "ROLE_RANK": rank,
-            "ROLE_WORLD_SIZE": meeting.num_workers,
-            "TORCHELASTIC_RUN_ID": meeting.run_id,
+            "ROLE_WORLD_SIZE": nodes.num_workers,
+            "TORCHELASTIC_RUN_ID": nodes.run_id,
             "TORCHELASTIC_RESTART_COUNT": self._num_restarts,
             "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
+            **nodes.environment,
         }
-        if meeting.num_nodes == 1:
-            values[STORE_VARIABLE] = self._folder / worker.STORE_FILE
-        return {name: str(value) for name, value in values.items()} | meeting.environment
-
-    def _is_over(self) -> bool:
-        """Return when the current start has ended on all nodes: whether it was the last."""
-        self._watch()
-        self._say_how_it_ended()
-        outcomes = self._meeting.outcomes()
-        while outcomes is None and not self._meeting.lost():
-            time.sleep(POLL_S)
-            outcomes = self._meeting.outcomes()
-        return outcomes is None or not all(outcome.may_start_again for outcome in outcomes)
+        if nodes.num_nodes == 1:
+            # Paceline's own rendezvous is a file. The port is for process groups of the user, and only reserved: if the
+            # user calls init_process_group(), torch opens it on rank 0.
+            if self._reserved_port is not None:
+                self._reserved_port.close()
+            self._reserved_port = socket.socket()
+            self._reserved_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch: both may bind it
+            self._reserved_port.bind(("127.0.0.1", 0))
+            host, port = self._reserved_port.getsockname()
+            store = self._folder / worker.STORE_FILE
+            values |= {STORE_VARIABLE: store, "MASTER_ADDR": host, "MASTER_PORT": port}
+        return {name: str(value) for name, value in values.items()}
 
     def _watch(self) -> None:
-        """Return when this node's workers have ended: by themselves, or because one failed, here or elsewhere."""
-        patience_s = deadline_s = float("inf")
-        while self._processes.running:
+        """Return when this node's workers have ended: by themselves, or because a worker of any node failed."""
+        terminate_at_s = kill_at_s = float("inf")
+        while self._server.running:
             now_s = time.monotonic()
-            if now_s > deadline_s:
+            if self._is_cancelled():
+                self._server.kill()
+            elif now_s > kill_at_s:
                 self._kill()
-            elif deadline_s == float("inf") and (self._somebody_failed() or self._meeting.is_failing()):
-                patience_s = min(patience_s, now_s + (CAUSE_WAIT_S if self._are_echoes() else 0.0))
-                if now_s >= patience_s:
-                    self._ask()
-                    deadline_s = now_s + GRACE_S
-            self._processes.listen(POLL_S)
+            elif kill_at_s == float("inf") and (self._failures() or self._rendezvous.peer_failed()):
+                wait_s = CAUSE_WAIT_S if self._failures() == {ExitKind.COMMUNICATION} else 0.0
+                terminate_at_s = min(terminate_at_s, now_s + wait_s)
+                if now_s >= terminate_at_s:
+                    self._terminate()
+                    kill_at_s = now_s + GRACE_S
+            self._poll()
 
-    def _somebody_failed(self) -> bool:
-        return bool(self._failures())
+    def _poll(self) -> None:
+        self._server.poll(POLL_S)
+        self._read_exits()
 
-    def _are_echoes(self) -> bool:
-        """Whether workers have failed, but only at exchanges: the cause may be about to show."""
-        return self._failures() == {worker.COMMUNICATION}
+    def _read_exits(self) -> None:
+        for rank, exit_code in self._server.exit_codes.items():
+            if rank not in self._exits:
+                self._exits[rank] = self._read_exit(rank, exit_code)
 
-    def _failures(self) -> set[str]:
-        """How workers failed by now: those that have reported an error, and those that are gone without a report."""
-        reports = self._reports()
-        # Who was stopped waits for the others by itself.
-        told = {report["outcome"] for report in reports.values()} - {worker.DONE, worker.STOPPED}
-        return told if self._processes.exit_codes.keys() <= reports.keys() else told | {DIED}
+    def _read_exit(self, rank: int, exit_code: int) -> WorkerExit:
+        ended = WorkerExit.read(self._folder, rank, exit_code)
+        has_no_report = ended.kind in (ExitKind.DIED, ExitKind.TERMINATED)
+        sent = self._signals.get(rank)
+        is_ours = sent == signal.SIGKILL or (sent is not None and (self._is_stopping or exit_code == -sent))
+        return WorkerExit(ExitKind.ENDED, rank) if has_no_report and is_ours else ended
 
-    def _ask(self) -> None:
-        self._asked |= set(self._processes.running)
-        self._processes.terminate()
+    def _failures(self) -> set[ExitKind]:
+        """The failures so far that are a reason to end the other workers. A stop is not: all workers stop."""
+        return {each.kind for each in self._exits.values() if each.kind.is_failure} - {ExitKind.STOPPED}
+
+    def _terminate(self) -> None:
+        self._signals |= dict.fromkeys(self._server.running, signal.SIGTERM)
+        self._server.terminate()
 
     def _kill(self) -> None:
-        self._killed |= set(self._processes.running)
-        self._processes.kill()
+        self._signals |= dict.fromkeys(self._server.running, signal.SIGKILL)
+        self._server.kill()
 
-    def _start_again(self) -> None:
-        self._processes.kill()  # what the ended workers left running
-        ending = self._meeting.first_ending()
-        reason = ending.text.partition("\n")[0] if ending is not None else "the workers ended"
-        self._num_restarts += 1
-        print(f"paceline: restart {self._num_restarts}: {reason}", file=sys.stderr)
-        self._meeting.begin(self._num_restarts)
-        self._start()
-
-    # How a start ended
-
-    def _reports(self) -> dict[int, dict[str, Any]]:
-        return read_reports(self._folder, self._meeting.num_workers_here, self._meeting.first_rank)
-
-    def _say_how_it_ended(self) -> None:
-        if not self._has_said:
-            self._meeting.say(self._outcome())
-            self._has_said = True
-
-    def _outcome(self) -> Outcome:
-        """How this node's part of the start ended, for the others to know."""
-        said = [report["outcome"] for report in self._reports().values()]
-        if said == [worker.DONE] * self._meeting.num_workers_here:
-            return Outcome(is_done=True)
-        is_final = not {worker.STOPPED, worker.ABORTED, worker.NO_PROGRESS, worker.INTERRUPTED}.isdisjoint(said)
-        has_another = self._num_restarts < self._max_restarts and not self._is_asked_to_end
-        return Outcome(False, self._ending(), may_start_again=has_another and not is_final)
-
-    def _ending(self) -> Ending | None:
-        first_rank = self._meeting.first_rank
-        exit_codes = {
-            rank: exit_code
-            for rank, exit_code in self._processes.exit_codes.items()
-            if rank not in self._asked or exit_code != -signal.SIGTERM
-        }
-        ending = first_ending(self._folder, self._meeting.num_workers_here, exit_codes, self._killed, first_rank)
-        if self._is_asked_to_end and (ending is None or ending.kind not in (worker.FAILED, DIED, worker.STOPPED)):
-            return Ending(ASKED, first_rank, f"the command was ended on node {self._meeting.name}")
-        where = "" if ending is None else self._where(ending.rank)
-        return ending.add(where) if ending is not None and where else ending
+    def _result(self) -> NodeResult:
+        """How the current start ended on this node."""
+        kinds = [each.kind for each in self._exits.values()]
+        if kinds == [ExitKind.DONE] * self._rendezvous.num_workers_here:
+            return NodeResult(is_done=True)
+        failure = first_failure(self._exits.values())
+        if self._is_stopping and (failure is None or failure.kind not in _REPORTED):
+            message = f"the command was ended on node {self._rendezvous.name}"
+            failure = WorkerExit(ExitKind.CANCELLED, self._rendezvous.first_rank, message)
+        elif failure is not None:
+            failure = failure.with_notes(self._where(failure.rank))
+        may_restart = self._num_restarts < self._max_restarts and not self._is_stopping and _FINAL.isdisjoint(kinds)
+        return NodeResult(False, failure, may_restart)
 
     def _where(self, rank: int) -> str:
-        """Where to look for more about a worker, as far as it is not plain."""
-        node = f"rank {rank} ran on node {self._meeting.name}" if self._meeting.num_nodes > 1 else ""
+        """Where to find more about a worker."""
+        node = f"rank {rank} ran on node {self._rendezvous.name}" if self._rendezvous.num_nodes > 1 else ""
         output = f"the output of rank {rank} is in {output_file(self._logs, rank, 'err')}" if self._logs else ""
         return "; ".join(filter(None, [node, output]))
+
+
+def _to_error(failure: WorkerExit | None) -> BaseException | None:
+    if failure is None:
+        return None
+    if failure.kind == ExitKind.INTERRUPTED:
+        return KeyboardInterrupt()
+    if failure.kind == ExitKind.STOPPED:
+        return Stopped(failure.step)
+    return WorkerError(failure.message, rank=failure.rank, traceback_text=failure.traceback_text)

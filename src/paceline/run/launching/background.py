@@ -1,88 +1,74 @@
-"""Work that goes on while its starter does something else: in a thread of this process, or on workers it starts.
+"""Runs work in the background: in a thread of this process, or on workers started for it.
 
-The work is a function that is handed a `Post`: there it leaves messages for the starter, and sees whether it is to
-stop. Of the workers that are started, rank 0 does so for all; what lies between them and the starter is a folder with
-a file of JSON lines, and one that says stop by being there.
+The work is a function that receives a `Channel`, through which it sends messages to the caller and sees whether it
+should stop; with several workers rank 0 does so for all. The channel is a folder with a file of JSON lines and, once a
+stop is requested, an empty file.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
-import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.errors import MisuseError
-from paceline.core.private_folder import new_private_folder
-from paceline.core.world import World
 from paceline.observe.json_lines import LineReader, LineWriter
-from paceline.run.launching.launch import FOLDER_PREFIX, LOCK_FILE, launch
+from paceline.run.launching.launch import Launch, launch_workers, run_folder
 
 logger = logging.getLogger("paceline")
 
 POLL_S = 0.05
+MESSAGES_FILE = "messages.jsonl"
+STOP_FILE = "stop"
 
-# Held by the one run that may be under way in a thread: torch's random generators and settings are the process's.
+# Held by the one run that may be in a thread: torch's random generators and settings belong to the process.
 _this_process = threading.Lock()
 
 Message = Mapping[str, Any]
 
 
-class Post(Protocol):
-    """A worker's end."""
-
-    def send(self, message: Message) -> None:
-        """Leave a message of plain values, as JSON knows them."""
-
-    def is_stop_asked(self) -> bool:
-        """Whether the work is to end soon. Cheap: asked after every step."""
-
-
 class Background:
-    """Runs `work(post)` on `num_workers` workers from now on; 1: in a thread, else in processes of their own.
+    """Runs `work(channel)` on `num_workers` workers, starting now: 1 in a thread, several in processes.
 
-    Nothing is left of it when it has ended. Daemon threads: whoever owns this calls `end` before the interpreter exits.
+    The threads are daemons: the owner calls `end` before the interpreter exits.
     """
 
-    def __init__(self, work: Callable[[Post], Any], num_workers: int) -> None:
+    def __init__(self, work: Callable[[Channel], Any], num_workers: int) -> None:
         if num_workers == 1 and not _this_process.acquire(blocking=False):
             raise MisuseError(
-                "another run is under way in this process, and the two would draw from the same random generators: "
-                "join or stop it first"
+                "another run is active in this process, and both would use the same random generators: join or stop "
+                "it first"
             )
-        # What a Ctrl-C may interrupt is plain values, a lock and this queue: one that hits inside an Event leaves its
-        # lock locked for ever.
-        self._messages: SimpleQueue[Message | None] = SimpleQueue()  # None: it has ended
-        self._is_stop_asked = self._is_kill_asked = False
+        # A Ctrl-C may interrupt any method. Interrupting an Event can leave its lock held, so there is none here.
+        self._messages: SimpleQueue[Message | None] = SimpleQueue()  # None: the work has ended
+        self._is_stop_requested = self._is_kill_requested = False
         self.has_ended = False
         self._running = threading.Lock()
         self._running.acquire()
         self._result: Any = None
         self.error: BaseException | None = None
-        self.is_told = False  # somebody has asked for the result
+        self.is_told = False  # the result was asked for
         self._thread = threading.Thread(
             target=self._run, args=(work, num_workers), name="paceline-background", daemon=True
         )
         self._thread.start()
 
     def next_message(self, timeout_s: float | None = None) -> Message | None:
-        """The next message; None when there will be none any more. Raises `queue.Empty` after `timeout_s`."""
+        """The next message; None after the last one. Raises `queue.Empty` after `timeout_s`."""
         if self.has_ended and self._messages.empty():
             return None
         message = self._messages.get(timeout=timeout_s)
         if message is None:
-            self._messages.put(None)  # others may be waiting too
+            self._messages.put(None)  # for other threads that wait
         return message
 
     def new_messages(self) -> list[Message]:
-        """What has come since the last call, without waiting."""
+        """The messages since the last call, without waiting."""
         messages = []
         with suppress(Empty):
             while (message := self.next_message(timeout_s=0)) is not None:
@@ -90,10 +76,10 @@ class Background:
         return messages
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether it ends within the time. What it held is then released."""
+        """Wait for the end, at most `timeout_s`. Whether it has ended."""
         if threading.current_thread() is self._thread:
-            return False  # it is asked to wait for itself
-        # Not the thread's `join`, a Ctrl-C in which makes Python 3.11 believe that the thread has ended.
+            return False
+        # Not Thread.join: after a Ctrl-C in it Python 3.11 believes that the thread has ended.
         if not self.has_ended:
             if not self._running.acquire(timeout=-1 if timeout_s is None else timeout_s):
                 return False
@@ -102,7 +88,7 @@ class Background:
         return True
 
     def result(self) -> Any:
-        """What rank 0's work returned, or its error: after the end."""
+        """What rank 0's work returned; its error is raised. Call it after the end."""
         self.is_told = True
         if self.error is not None:
             raise self.error
@@ -110,28 +96,30 @@ class Background:
 
     def stop(self) -> None:
         """Ask it to end soon."""
-        self._is_stop_asked = True
+        self._is_stop_requested = True
 
     def kill(self) -> None:
-        """End it in whatever it does, if it runs in processes of its own; a thread can only be asked."""
+        """Kill it if it runs in processes; a thread can only be asked to stop."""
         self.stop()
-        self._is_kill_asked = True
+        self._is_kill_requested = True
 
     def end(self, grace_s: float) -> None:
-        """Ask it to end, and see that it does. An error that came before is logged: nobody else will tell."""
-        if self.error is not None and not self.is_told and not self._is_kill_asked:
-            logger.error("a run in the background failed, and nobody asked how it ended", exc_info=self.error)
+        """Stop it, kill it after `grace_s`, and log an error that `result` has not raised."""
+        if self.error is not None and not self.is_told and not self._is_kill_requested:
+            logger.error("a run in the background failed, and its result was not requested", exc_info=self.error)
         self.stop()
         if not self.wait(grace_s):
             self.kill()
             self.wait(grace_s)
 
-    def _run(self, work: Callable[[Post], Any], num_workers: int) -> None:
+    def _run(self, work: Callable[[Channel], Any], num_workers: int) -> None:
         try:
-            if num_workers == 1:
-                self._result = work(_QueuePost(self._messages, lambda: self._is_stop_asked))
-            else:
-                self._result = self._launch(work, num_workers)
+            with run_folder() as folder, self._relaying(folder):
+                if num_workers == 1:
+                    self._result = _work_with_channel(work, folder, is_main=True)
+                else:
+                    args, is_killed = (work, folder), lambda: self._is_kill_requested
+                    self._result = launch_workers(_work_with_channel, args, {}, Launch(num_workers), is_killed)
         except BaseException as error:
             self.error = error
         finally:
@@ -141,103 +129,52 @@ class Background:
             self._messages.put(None)
             self._running.release()
 
-    def _launch(self, work: Callable[[Post], Any], num_workers: int) -> Any:
+    @contextmanager
+    def _relaying(self, folder: Path) -> Iterator[None]:
+        """Pass on the workers' messages to the caller, and the request to stop to the workers."""
         is_over = threading.Event()
-        with _folder() as folder:
-            (folder / _FolderPost.MESSAGES).touch()
-            relay = threading.Thread(target=self._relay, args=(folder, is_over), name="paceline-relay", daemon=True)
-            relay.start()
-            try:
-                return launch(_work_with_post, num_workers, args=(work, folder))
-            finally:
-                is_over.set()
-                relay.join()
+        (folder / MESSAGES_FILE).touch()
 
-    def _relay(self, folder: Path, is_over: threading.Event) -> None:
-        """Carry the workers' messages here, and the wish to stop there."""
-        reader = LineReader(folder / _FolderPost.MESSAGES)
-        while True:
-            is_last = is_over.wait(POLL_S)
-            for message in reader.read():
-                self._messages.put(message)
-            if is_last:
-                return
-            if self._is_stop_asked:
-                (folder / _FolderPost.STOP).touch()
-            if self._is_kill_asked:
-                _kill_workers(folder)
+        def relay() -> None:
+            reader = LineReader(folder / MESSAGES_FILE)
+            is_last = False
+            while not is_last:
+                is_last = is_over.wait(POLL_S)
+                for message in reader.read():
+                    self._messages.put(message)
+                if self._is_stop_requested:
+                    (folder / STOP_FILE).touch()
+
+        thread = threading.Thread(target=relay, name="paceline-relay", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
 
-@contextmanager
-def _folder() -> Iterator[Path]:
-    """A folder that is gone at the end; after a SIGKILL of this process the next launch removes it with its own."""
-    folder = new_private_folder(FOLDER_PREFIX)
-    try:
-        unfinished = folder / f"{LOCK_FILE}.new"
-        with unfinished.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            unfinished.rename(folder / LOCK_FILE)
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+class Channel:
+    """The worker's end. On ranks other than 0 it does nothing."""
 
-
-class _QueuePost:
-    """In the process that asked for the work."""
-
-    def __init__(self, messages: SimpleQueue[Message | None], is_stop_asked: Callable[[], bool]) -> None:
-        self._messages = messages
-        self.is_stop_asked = is_stop_asked
+    def __init__(self, folder: Path, is_main: bool) -> None:
+        self._stop = str(folder / STOP_FILE)
+        self._lines = LineWriter(folder / MESSAGES_FILE) if is_main else None
 
     def send(self, message: Message) -> None:
-        self._messages.put(message)
+        """Send a message of JSON values."""
+        if self._lines is not None:
+            self._lines.write(message)
 
-
-class _FolderPost:
-    """In a worker: files that the starter looks at."""
-
-    MESSAGES, STOP, PIDS = "messages.jsonl", "stop", "pid-*"
-
-    def __init__(self, folder: Path) -> None:
-        self._stop = str(folder / self.STOP)
-        self._lines = LineWriter(folder / self.MESSAGES)
-
-    def send(self, message: Message) -> None:
-        self._lines.write(message)
-
-    def is_stop_asked(self) -> bool:
-        return os.path.exists(self._stop)  # noqa: PTH110 (a microsecond, in every step; a Path takes ten)
+    def is_stop_requested(self) -> bool:
+        """Whether the work should end soon. Cheap enough to call after every step."""
+        return self._lines is not None and os.path.exists(self._stop)  # noqa: PTH110 (a Path takes ten times as long)
 
     def close(self) -> None:
-        self._lines.close()
+        if self._lines is not None:
+            self._lines.close()
 
 
-class _Listener:
-    """The post of the other workers, for whom rank 0 speaks and listens."""
-
-    def send(self, message: Message) -> None:
-        return
-
-    def is_stop_asked(self) -> bool:
-        return False
-
-
-def _work_with_post(work: Callable[[Post], Any], folder: Path) -> Any:
-    own_pid = folder / f"pid-{os.getpid()}"
-    own_pid.touch()
-    try:
-        if not World.from_environment("cpu").is_main:
-            return work(_Listener())
-        post = _FolderPost(folder)
-        try:
-            return work(post)
-        finally:
-            post.close()
-    finally:
-        own_pid.unlink(missing_ok=True)
-
-
-def _kill_workers(folder: Path) -> None:
-    for path in folder.glob(_FolderPost.PIDS):
-        with suppress(OSError):  # gone already
-            os.kill(int(path.name.removeprefix("pid-")), signal.SIGKILL)
+def _work_with_channel(work: Callable[[Channel], Any], folder: Path, is_main: bool | None = None) -> Any:
+    with closing(Channel(folder, os.environ["RANK"] == "0" if is_main is None else is_main)) as channel:
+        return work(channel)

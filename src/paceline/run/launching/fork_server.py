@@ -1,16 +1,16 @@
 """The process that a node's workers are forked from: `python fork_server.py START CHANNEL MODULE...`.
 
-It imports the modules, once for all workers and while the launcher gets ready: torch alone takes longer than everything
-else in a launch, and workers that are started again find it there. Forking it is safe because it only imports: it has
-no thread of its own, touches no accelerator and runs nothing of the user's.
+The server imports the modules once for all workers, while the launcher gets ready: importing torch takes longer than
+the rest of a launch, and restarted workers find it imported. Forking is safe because the server only imports: it has no
+threads, touches no accelerator and runs no user code.
 
-START is the launcher's file, see `worker.py`. On the socket CHANNEL come and go lines of JSON:
+START is the launcher's file, see `worker.py`. CHANNEL is a connection that carries JSON messages:
 
-    {"environments": [{"RANK": "0", ...}, ...]}       from the launcher: start a worker for each
+    {"environments": [{"RANK": "0", ...}, ...]}       from the launcher: start one worker for each
     {"started": [PID, ...]}
     {"ended": PID, "exit_code": CODE}                 negative for a signal
 
-Workers whose environment names no MASTER_ADDR get a port that is free, for process groups of the user's own.
+`ForkServer` is the launcher's end. The lower half of the file runs in the server.
 """
 
 from __future__ import annotations
@@ -20,106 +20,199 @@ import gc
 import json
 import os
 import signal
-import socket
+import subprocess
 import sys
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NoReturn
 
-_LOOPBACK = "127.0.0.1"
+# What workers import before their first step. Every optimizer of torch imports torch._dynamo, which takes as long as
+# torch itself.
+PRELOADED_MODULES = ("torch", "torch._dynamo", "paceline.api.trainer", "paceline.comm.shared_memory.communicator")
+KILL_WAIT_S = 5.0  # for killed processes to disappear
+# A server that is stopped (SIGSTOP) would never report an exit: kill it after this many polls in a row that find it
+# stopped. Polls, not seconds: suspending and resuming launcher and server together must not count.
+MAX_STOPPED_POLLS = 50
 
 
-def main(start_file: Path, channel: int, modules: Sequence[str]) -> NoReturn:
+class ForkServer:
+    """The worker processes of one launch on this node. After the `with` block they and their children are gone.
+
+    The constructor starts the server with `environment`, and does not wait for it. For the current start: `pids` by
+    rank, empty until the workers run, and `exit_codes` by rank, in the order of the exits, negative for a signal.
+    """
+
+    def __init__(self, start_file: Path, environment: Mapping[str, str]) -> None:
+        self._start_file = start_file
+        self._environment = dict(environment)
+        self._start_server()
+        self._ranks: list[int] = []
+        self.pids: dict[int, int] = {}
+        self.exit_codes: dict[int, int] = {}
+
+    def _start_server(self) -> None:
+        self._channel, server_end = Pipe()
+        self._stopped_polls = 0
+        with server_end:
+            arguments = [str(self._start_file), str(server_end.fileno()), *PRELOADED_MODULES]
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", __file__, *arguments],
+                env=self._environment,
+                pass_fds=[server_end.fileno()],
+                process_group=0,  # a Ctrl-C in the terminal goes to the launcher alone
+            )
+
+    def start(self, environments: Mapping[int, dict[str, str]]) -> None:
+        """Start one worker per rank, with these variables added to its environment. No worker may be running."""
+        self._ranks, self.pids, self.exit_codes = list(environments), {}, {}
+        if self._server.poll() is not None:  # killed, and its workers with it
+            self._channel.close()
+            self._start_server()
+        with suppress(OSError):  # just killed: `poll` notices
+            self._channel.send_bytes(json.dumps({"environments": list(environments.values())}).encode())
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that have not ended, including those that have not started yet."""
+        return [rank for rank in self._ranks if rank not in self.exit_codes]
+
+    def poll(self, timeout_s: float) -> None:
+        """Process what the server has reported; wait at most `timeout_s` for a report."""
+        self._kill_stopped_server()
+        try:
+            if not self._channel.poll(timeout_s):
+                return
+            report = json.loads(self._channel.recv_bytes())
+        except (EOFError, OSError):  # the server is gone, and the kernel has killed its workers
+            self.kill()
+            self.exit_codes |= dict.fromkeys(self.running, self._server.wait())
+            return
+        if "started" in report:
+            self.pids = dict(zip(self._ranks, report["started"], strict=True))
+        else:
+            rank = next(rank for rank, pid in self.pids.items() if pid == report["ended"])
+            self.exit_codes[rank] = report["exit_code"]
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the running workers; not to their children, which they may still need."""
+        for rank in self.running:
+            with suppress(OSError, KeyError):  # gone, or not started yet
+                os.kill(self.pids[rank], signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the process groups of all workers, including the children of workers that have ended."""
+        for pid in self.pids.values():
+            with suppress(OSError):  # gone
+                os.killpg(pid, signal.SIGKILL)
+
+    def _kill_stopped_server(self) -> None:
+        self._stopped_polls = self._stopped_polls + 1 if _is_stopped(self._server.pid) else 0
+        if self._stopped_polls > MAX_STOPPED_POLLS:
+            self._stopped_polls = 0
+            print(f"paceline: the fork server (pid {self._server.pid}) was stopped: killing it", file=sys.stderr)
+            self._server.kill()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        deadline_s = time.monotonic() + KILL_WAIT_S
+        try:
+            self.kill()
+            while self.pids and self.running and time.monotonic() < deadline_s:
+                self.poll(deadline_s - time.monotonic())
+        finally:
+            self._server.kill()  # this also ends a worker that it is just forking
+            self._server.wait()
+            self._channel.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False  # gone, or not Linux
+
+
+# In the server
+
+
+def main(start_file: Path, channel: Connection, modules: Sequence[str]) -> NoReturn:
     start = json.loads(start_file.read_text())
-    die_with(start["launcher_pid"])
-    os.environ.update(start["environment"])  # OpenMP reads its part of it once, when torch is imported
+    die_with_parent(start["launcher_pid"])
     sys.path[:] = start["path"]
     _import(modules)
-    _serve(start_file.parent, start, channel)
+    with suppress(EOFError):  # the launcher has closed the channel
+        while True:
+            _run_workers(json.loads(channel.recv_bytes())["environments"], start_file.parent, start, channel)
     os._exit(0)
 
 
-def die_with(parent_pid: int) -> None:
-    """Have this process killed by the kernel when its parent is gone, however it went."""
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when its parent ends, in any way."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it went before the line above
+    if os.getppid() != parent_pid:  # the parent ended before the line above
         os._exit(1)
 
 
 def _import(modules: Sequence[str]) -> None:
-    gc.disable()  # one collection at the end instead of hundreds on the way, which take a sixth of the time
+    gc.disable()  # one collection at the end instead of hundreds in between, which take a sixth of the time
     try:
         for name in modules:
             import_module(name)
     except Exception:
-        # The user's code is to meet the error, in a process that has not half imported torch: this one, begun anew.
+        # The error belongs into the user's code. Start over without the modules, which may be partly imported.
         os.execv(sys.executable, sys.orig_argv[: -len(modules)])
     gc.collect()
     gc.enable()
 
 
-def _serve(shared: Path, start: dict[str, Any], channel: int) -> None:
-    """Start workers whenever the launcher asks for them, until it closes the channel."""
+def _run_workers(environments: list[dict[str, str]], folder: Path, start: dict[str, Any], channel: Connection) -> None:
+    """Fork one worker for each environment, and report each exit until all have ended."""
 
-    def be_worker(environment: dict[str, str]) -> None:
+    def run_worker(environment: dict[str, str]) -> None:
         from paceline.run.launching import worker
 
-        os.close(channel)
-        os.setsid()  # so that all it starts can be ended with it, and the terminal's Ctrl-C is the launcher's alone
+        channel.close()
+        os.setsid()  # its own process group, so that its children can be killed with it
         os.environ.update(environment)
-        _draw_own_numbers()
-        worker.main(shared, start)
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            numpy_random.seed()  # unseeded numbers differ between workers; Python and torch take care of theirs
+        worker.main(folder, start)
 
-    def say(**news: Any) -> None:
-        os.write(channel, json.dumps(news).encode() + b"\n")
+    def send(**message: Any) -> None:
+        channel.send_bytes(json.dumps(message).encode())
 
-    with open(channel, "rb", closefd=False) as requests:
-        for request in requests:
-            with _with_port(json.loads(request)["environments"]) as environments:
-                running = [_fork(partial(be_worker, own)) for own in environments]
-                say(started=running)
-                while running:
-                    pid, status = os.wait()
-                    running.remove(pid)
-                    say(ended=pid, exit_code=os.waitstatus_to_exitcode(status))
+    running = [_fork(partial(run_worker, environment)) for environment in environments]
+    send(started=running)
+    while running:
+        pid, status = os.wait()
+        running.remove(pid)
+        send(ended=pid, exit_code=os.waitstatus_to_exitcode(status))
 
 
-@contextmanager
-def _with_port(environments: list[dict[str, str]]) -> Iterator[list[dict[str, str]]]:
-    """The environments with a port for process groups of the user's own, where several nodes have none in common.
-
-    It is only reserved: if the user calls init_process_group(), torch opens it on rank 0. Paceline itself does not.
-    """
-    if "MASTER_ADDR" in environments[0]:
-        yield environments
-        return
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # torch sets it too: then both may bind it
-        reserved.bind((_LOOPBACK, 0))
-        port = str(reserved.getsockname()[1])
-        yield [own | {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": port} for own in environments]
-
-
-def _fork(role: Callable[[], object]) -> int:
-    """The process id of a child that has this role, and ends with it or with this process."""
+def _fork(function: Callable[[], object]) -> int:
+    """The process id of a child that runs `function`. It ends when the function returns, and with this process."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    own_pid = os.getpid()
+    parent_pid = os.getpid()
     with warnings.catch_warnings():
-        # Python 3.12 warns of threads. Those here are of numpy's BLAS, which ends them before a fork.
+        # Python 3.12 warns about threads. The only ones here belong to numpy's BLAS, which ends them before a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         try:
-            die_with(own_pid)
-            role()
+            die_with_parent(parent_pid)
+            function()
         except BaseException:
             traceback.print_exc()
         finally:
@@ -127,14 +220,5 @@ def _fork(role: Callable[[], object]) -> int:
     return pid
 
 
-def _draw_own_numbers() -> None:
-    """Let unseeded random numbers differ between workers, as in processes that have nothing in common.
-
-    Python's generator sees to that itself, and torch's begins with the same seed in every process.
-    """
-    if (numpy_random := sys.modules.get("numpy.random")) is not None:
-        numpy_random.seed()
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), Connection(int(sys.argv[2])), sys.argv[3:])

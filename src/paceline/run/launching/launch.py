@@ -1,4 +1,4 @@
-"""Run a function or a script on N workers: here, on workers started for it, or in the world this process is in."""
+"""Runs a function or a script on N workers: in this process, on workers started for it, or in an existing world."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,11 +25,13 @@ from paceline.core.private_folder import new_private_folder
 from paceline.core.rank_variables import is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.run.launching import worker
-from paceline.run.launching.agent import Workers
-from paceline.run.launching.nodes import ALONE, Nodes
-from paceline.run.launching.output import shown
-from paceline.run.launching.processes import Processes
-from paceline.run.launching.rendezvous import Meeting
+from paceline.run.launching.agent import Agent
+from paceline.run.launching.allocator import allocator_environment
+from paceline.run.launching.fork_server import ForkServer
+from paceline.run.launching.nodes import SINGLE_NODE, Nodes
+from paceline.run.launching.output import follow_output
+from paceline.run.launching.rendezvous import NodeRendezvous
+from paceline.run.launching.worker_exit import write_atomically
 
 FOLDER_PREFIX = "paceline-run-"
 LOCK_FILE = "lock"
@@ -45,66 +48,77 @@ def launch(
 ) -> Any:
     """Call `fn(*args, **kwargs)` on `num_workers` workers of this machine and return rank 0's result.
 
-    `num_workers` defaults to the number of accelerators, on a CPU to 1. With one worker, and in a process that
-    already is a worker (of torchrun, `paceline run` or `launch`), `fn` is simply called here. Otherwise `fn`, its
-    arguments and the result travel by value: lambdas, closures and notebook functions work, and scripts need no
+    `num_workers` defaults to the number of accelerators, and to 1 on a CPU. With one worker, and in a process that
+    already is a worker (of torchrun, `paceline run` or `launch`), `fn` is called in this process. Otherwise `fn`, its
+    arguments and the result are sent by value: lambdas, closures and notebook functions work, and scripts need no
     `if __name__ == "__main__"`.
 
-    The first worker that fails ends all others and is raised here as `WorkerError`, with its rank and traceback.
-    When `launch` returns or raises, its workers are gone, and with them what they left running in their process
-    groups.
+    If a worker fails, the others are ended and the failure is raised here as `WorkerError`, with rank and traceback.
+    When `launch` returns or raises, its workers and their process groups are gone.
 
-    With `max_restarts` the workers, also a single one, are started again when one fails, as often at most: `fn` begins
-    anew, and a trainer in it goes on from its newest checkpoint. Under torchrun its own --max-restarts counts.
+    With `max_restarts` the workers, even a single one, are restarted when one fails, at most this many times: `fn` is
+    called again, and a trainer in it continues from its newest checkpoint. Under torchrun its own --max-restarts
+    applies.
 
-    With `logs` the standard output and error of the worker of rank R, also of a single one, are appended to
-    `rank-R.out` and `rank-R.err` in that folder, and rank 0's are shown here as well.
+    With `logs` the standard output and error of rank R, even of a single worker, are appended to `rank-R.out` and
+    `rank-R.err` in that folder, and rank 0's are also shown here.
     """
-    count = workers_to_start(num_workers)
-    if _is_done_here(count, max_restarts, logs):
+    options = Launch(workers_to_start(num_workers), max_restarts, logs)
+    if options.runs_here:
         return fn(*args, **(kwargs or {}))
-    from paceline.run.launching.payload import save_call  # cloudpickle: only those who start workers pay for it
-
-    with _run_folder() as folder:
-        save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs or {})
-        _run_workers(folder, count, max_restarts, logs)
-        return worker.load(folder / worker.RESULT_FILE)
+    return launch_workers(fn, args, kwargs or {}, options)
 
 
-def run_script(
-    path: str,
-    argv: Sequence[str] = (),
-    num_workers: int | None = None,
-    max_restarts: int = 0,
-    logs: str | os.PathLike[str] | None = None,
-    nodes: Nodes = ALONE,
-) -> None:
+def run_script(path: str, argv: Sequence[str], options: Launch) -> None:
     """Run `python path *argv` on the workers that `launch` would use; same rules, same errors.
 
-    With several `nodes` each of them calls this, and `num_workers` counts its own workers.
-
-    Asked to end, by a signal, it raises `Stopped` if the script's workers saved before they ended.
-
-    This process becomes the script's, also where it only starts the workers: they take over its argv and path.
+    With several nodes each of them calls this. After a signal it raises `Stopped` if the workers have saved. It sets
+    sys.argv and sys.path[0], which the workers take over.
     """
-    count = workers_to_start(num_workers)
     sys.argv[:] = [path, *argv]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(path).resolve().parent)
-    if _is_done_here(count, max_restarts, logs, nodes):
+    if options.runs_here:
         runpy.run_path(path, run_name="__main__")
         return
-    with _run_folder() as folder:
-        _run_workers(folder, count, max_restarts, logs, nodes, script=path)
+    with run_folder() as folder:
+        _run_workers(folder, options, script=path)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many workers to start on this node, and how. `ValueError` if this process cannot do that."""
+
+    num_workers: int
+    max_restarts: int = 0
+    logs: str | os.PathLike[str] | None = None
+    nodes: Nodes = SINGLE_NODE
+
+    def __post_init__(self) -> None:
+        if type(self.max_restarts) is not int or self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts!r}: choose an integer >= 0")
+        if self.logs is not None and Path(self.logs).exists() and not Path(self.logs).is_dir():
+            raise ValueError(f"logs={os.fspath(self.logs)!r} is not a folder: choose a folder, or a new name")
+        if is_worker() and (self.logs is not None or self.nodes.num > 1):
+            raise ValueError(
+                "logs and nodes have no effect in a process that already is a worker: omit them; torchrun has "
+                "--log-dir with --redirects, and --nnodes"
+            )
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this process does the work: it is a worker, or the only one and needs no process around it."""
+        is_plain = self.max_restarts == 0 and self.logs is None and self.nodes.num == 1
+        return self.num_workers == 1 and (is_worker() or is_plain)
 
 
 def workers_to_start(num_workers: int | None) -> int:
-    """How many workers a launch starts; 1 means none: the work is done in this process."""
+    """The number of workers a launch needs; with 1 it may run in this process."""
     if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
         raise ValueError(f"num_workers={num_workers!r}: choose an integer >= 1, or None for all devices")
     if num_workers is not None and not is_worker():
         return num_workers
-    from paceline.core.world import World, device_count  # it imports torch, which those above need not wait for
+    from paceline.core.world import World, device_count  # imports torch
 
     if not is_worker():
         return device_count()
@@ -112,94 +126,80 @@ def workers_to_start(num_workers: int | None) -> int:
     if num_workers not in (None, size):
         raise ValueError(
             f"num_workers={num_workers} in a process that already is a worker of a world of WORLD_SIZE={size}: "
-            f"choose num_workers={size}, or leave it out"
+            f"choose num_workers={size}, or omit it"
         )
     return 1
 
 
-def check_place(logs: str | os.PathLike[str] | None, nodes: Nodes = ALONE) -> None:
-    """Raise `ValueError` if output cannot go to this folder, or workers cannot be started on these nodes from here."""
-    if logs is not None and Path(logs).exists() and not Path(logs).is_dir():
-        raise ValueError(f"logs={os.fspath(logs)!r} is no folder: choose a folder, or a name for a new one")
-    if is_worker() and (logs is not None or nodes.num > 1):
-        raise ValueError(
-            "logs and nodes are for whoever starts the workers, and this process already is one: leave them out here; "
-            "torchrun has --log-dir with --redirects, and --nnodes"
-        )
+def launch_workers(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Launch,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> Any:
+    """As `launch`, always in processes started for it. They are killed once `is_cancelled` returns True."""
+    from paceline.run.launching.payload import save_call  # imports cloudpickle
 
-
-def _is_done_here(count: int, max_restarts: int, logs: str | os.PathLike[str] | None, nodes: Nodes = ALONE) -> bool:
-    """Whether this process does the work: it is a worker, or alone and need not outlive its own end."""
-    if type(max_restarts) is not int or max_restarts < 0:
-        raise ValueError(f"max_restarts={max_restarts!r}: choose how often workers are started again, 0 for never")
-    check_place(logs, nodes)
-    return count == 1 and (is_worker() or (max_restarts == 0 and logs is None and nodes.num == 1))
+    with run_folder() as folder:
+        save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs)
+        _run_workers(folder, options, is_cancelled=is_cancelled)
+        return worker.load(folder / worker.RESULT_FILE)
 
 
 def _run_workers(
-    folder: Path,
-    count: int,
-    max_restarts: int,
-    logs: str | os.PathLike[str] | None,
-    nodes: Nodes = ALONE,
-    script: str | None = None,
+    folder: Path, options: Launch, script: str | None = None, is_cancelled: Callable[[], bool] = lambda: False
 ) -> None:
-    """Start the workers, wait for all, raise the first failure."""
-    output = None if logs is None else Path(logs).absolute()
-    terms = {"nodes": nodes.num, "max_restarts": max_restarts}
-    environment = _threads(count) | (_own_secret(folder) if nodes.num == 1 else {})
-    worker.write_atomically(folder / worker.START_FILE, json.dumps(_start(script, output, environment)))
+    """Start the workers, wait for all of them, and raise the first failure."""
+    nodes, count = options.nodes, options.num_workers
+    logs = None if options.logs is None else Path(options.logs).absolute()
+    common = {"nodes": nodes.num, "max_restarts": options.max_restarts}
+    write_atomically(folder / worker.START_FILE, json.dumps(_start_description(script, logs)))
     with (
-        Processes(folder / worker.START_FILE) as processes,  # first: it gets ready while the rest does
-        Meeting(nodes, count, folder.name, terms) as meeting,
-        nullcontext() if output is None else shown(output, ranks=[0] if meeting.first_rank == 0 else []),
-        Workers(folder, processes, meeting, max_restarts, output) as workers,
+        ForkServer(folder / worker.START_FILE, _environment(folder, count, nodes)) as server,  # first: it takes longest
+        closing(NodeRendezvous(nodes, count, folder.name, common)) as rendezvous,
+        nullcontext() if logs is None else follow_output(logs, [0] if rendezvous.first_rank == 0 else []),
+        Agent(folder, server, rendezvous, options.max_restarts, logs, is_cancelled) as agent,
     ):
         try:
-            failure = workers.wait()
+            failure = agent.run()
         except (KeyboardInterrupt, SystemExit):
-            failure = workers.stop()
+            failure = agent.stop()
             if script is None or failure is None:
                 raise
     if failure is not None:
         raise failure
 
 
-def _start(script: str | None, output: Path | None, environment: dict[str, str]) -> dict[str, Any]:
-    """What the workers must know to begin."""
+def _start_description(script: str | None, logs: Path | None) -> dict[str, Any]:
+    """What `fork_server.py` and `worker.py` need to start."""
+    cells = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None}
     return {
         "launcher_pid": os.getpid(),
         "script": script,
-        "logs": None if output is None else str(output),
-        "environment": environment,
+        "logs": None if logs is None else str(logs),
         "path": [str(entry) for entry in sys.path],
         "argv": sys.argv,
-        # Source lines that come from no file (notebook cells), so that tracebacks can show them.
-        "sources": {
-            name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None
-        },
+        "sources": cells,  # source lines without a file (notebook cells), for tracebacks
     }
 
 
-def _own_secret(folder: Path) -> dict[str, str]:
-    """The environment with a secret that is made for this run and ends with its folder."""
-    path = folder / worker.SECRET_FILE
-    with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
-        file.write(secrets.token_hex(32))
-    return {FILE_VARIABLE: str(path)}
-
-
-def _threads(count: int) -> dict[str, str]:
-    """The environment in which `count` workers divide the cores, so that their threads do not fight."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return {}
+def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
+    """The environment of the workers, but for their ranks."""
+    environment = {**os.environ, **allocator_environment()}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"OMP_NUM_THREADS": str(max(1, cores // count))}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))  # read when torch is imported
+    if nodes.num == 1:  # a secret for this run, which ends with its folder
+        path = folder / worker.SECRET_FILE
+        with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+            file.write(secrets.token_hex(32))
+        environment[FILE_VARIABLE] = str(path)
+    return environment
 
 
 @contextmanager
-def _run_folder() -> Iterator[Path]:
-    """A private folder for one launch. It is gone at the end; after a SIGKILL of this process, at the next launch."""
+def run_folder() -> Iterator[Path]:
+    """A private folder for one launch, removed at the end; if this process is killed, by the next launch."""
     for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         _remove_if_abandoned(old)
     with _exit_on_termination():
@@ -208,7 +208,7 @@ def _run_folder() -> Iterator[Path]:
             unfinished = folder / f"{LOCK_FILE}.new"
             with unfinished.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                unfinished.rename(folder / LOCK_FILE)  # only now may other launches look at it: it is held
+                unfinished.rename(folder / LOCK_FILE)  # after locking, so that no other launch removes the folder
                 yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -222,27 +222,26 @@ def _remove_if_abandoned(folder: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     except OSError:
-        return  # in use, or just being made or removed
+        return  # in use, or being created or removed
 
 
 @contextmanager
 def _exit_on_termination() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a process at once; in this block they end it by SystemExit, after the clean-up.
+    """In this block SIGTERM and SIGHUP raise SystemExit, so that cleanup runs.
 
-    A handler that the user has set stays, and only the main thread can set any.
+    Handlers that the user has set stay. Only the main thread can set handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
-    def leave(number: int, _frame: FrameType | None) -> None:
+    def exit_with(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    unhandled = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in unhandled:
-        signal.signal(number, leave)
+    numbers = []
+    if threading.current_thread() is threading.main_thread():
+        numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, exit_with)
     try:
         yield
     finally:
-        for number in unhandled:
+        for number in numbers:
             signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,7 @@
-"""On which machines a launch runs, and the store where their launchers meet."""
+"""On which machines a launch runs, and the store through which their launchers communicate."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import socket
 import struct
@@ -25,18 +24,16 @@ if TYPE_CHECKING:
 DEFAULT_JOIN_TIMEOUT_S = 300.0
 RETRY_S = 0.2
 
-_LOOPBACK = "127.0.0.1"
-
 
 class NodesError(PacelineError):
-    """The nodes of a launch did not come together."""
+    """The nodes of a launch could not connect to each other."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many machines take part, and where they meet: at `HOST:PORT`, HOST being one of them. Default: this one.
+    """The number of machines, and the address `HOST:PORT` of their rendezvous; HOST is one of them. Default: this one.
 
-    `secret_file` holds what all of them know and nobody else; see `core.secret` for where else it may be.
+    `secret_file` holds a secret that all nodes share; see `core.secret` for the variables that can replace it.
     """
 
     num: int = 1
@@ -48,112 +45,88 @@ class Nodes:
         if self.num < 1:
             raise ValueError(f"nodes={self.num}: choose an integer >= 1")
         if self.num > 1 and self.address is None:
-            raise ValueError(f"nodes={self.num} need a place to meet: give address HOST:PORT, the same on every node")
+            raise ValueError(f"nodes={self.num} requires an address: set address HOST:PORT, the same on every node")
         if self.num == 1 and self.address is not None:
-            raise ValueError(f"address={self.address!r} is for several nodes: choose nodes >= 2, or leave it out")
-        if self.address is not None and not _is_place(self.address):
-            raise ValueError(
-                f"address={self.address!r}: choose HOST:PORT, HOST being one of the nodes, PORT free there"
-            )
+            raise ValueError(f"address={self.address!r} requires several nodes: choose nodes >= 2, or omit it")
+        if self.address is not None:
+            host, _, port = self.address.rpartition(":")
+            if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+                raise ValueError(
+                    f"address={self.address!r}: choose HOST:PORT, where HOST is one of the nodes and PORT is free there"
+                )
         if not self.join_timeout_s > 0:
             raise ValueError(f"join_timeout={self.join_timeout_s:g}: choose seconds > 0")
         if self.num == 1 and self.secret_file is not None:
             raise ValueError(
-                f"secret_file={self.secret_file!r} is for several nodes: leave it out, the workers of one node get a "
-                "secret of their own"
+                f"secret_file={self.secret_file!r} requires several nodes: omit it, the workers of one node get a "
+                "secret automatically"
             )
         self.secret()
 
     def secret(self) -> Secret | None:
-        """What the launchers of several nodes know each other by."""
+        """The secret with which the launchers of several nodes sign their messages."""
         if self.num == 1:
             return None
         return run_secret() if self.secret_file is None else read_secret(Path(self.secret_file))
 
     @property
-    def place(self) -> tuple[str, int]:
-        """Host and port; port 0 stands for any that is free."""
-        if self.address is None:
-            return _LOOPBACK, 0
+    def host_and_port(self) -> tuple[str, int]:
+        assert self.address is not None
         host, _, port = self.address.rpartition(":")
         return host.strip("[]"), int(port)
 
 
-ALONE = Nodes()
+SINGLE_NODE = Nodes()
 
 
-def _is_place(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
+def open_store(nodes: Nodes) -> tuple[TCPStore, bool, str]:
+    """Open the store on the node that has the address, and connect to it from the others, as soon as it is up.
 
-
-@dataclass(frozen=True)
-class Opened:
-    """The store of the meeting: on this node (`is_here`), or reached from it. `own_address` is how it was reached."""
-
-    store: TCPStore
-    is_here: bool
-    own_address: str
-
-
-def open_store(nodes: Nodes) -> Opened:
-    """Open the store on the node whose address it is; connect to it on the others, as soon as it is there."""
+    Returns the store, whether this node hosts it, and this node's own address.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    host, port = nodes.place
+    host, port = nodes.host_and_port
     timeout = timedelta(seconds=nodes.join_timeout_s)
     deadline_s = time.monotonic() + nodes.join_timeout_s
     while True:
         try:
-            if own := _own_address(host):
-                with suppress(RuntimeError, _PortTaken):  # by another launcher of this run, or by somebody else
-                    return Opened(_listen(own, port, timeout), True, own)
+            if (listener := _listen(host, port)) is not None:
+                own_address = listener.getsockname()[0]
+                store = TCPStore(
+                    own_address, port, is_master=True, timeout=timeout, wait_for_workers=False,
+                    master_listen_fd=listener.detach(),
+                )  # fmt: skip
+                return store, True, own_address
             with socket.create_connection((host, port), timeout=1.0) as connection:
-                own = connection.getsockname()[0]
+                own_address = connection.getsockname()[0]
             break
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise NodesError(
-                    f"nobody answers at {nodes.address} within join_timeout={nodes.join_timeout_s:g} s ({error}): "
-                    "start the same command on that node too, and see that its port can be reached"
+                    f"no answer from {nodes.address} within join_timeout={nodes.join_timeout_s:g} s ({error}): "
+                    "start the same command on that node, and check that its port can be reached"
                 ) from None
             time.sleep(RETRY_S)
     try:
-        return Opened(_within(deadline_s, lambda: TCPStore(host, port, timeout=timeout)), False, own)
+        connect_s = max(1.0, deadline_s - time.monotonic())
+        return _call(lambda: TCPStore(host, port, timeout=timeout), connect_s), False, own_address
     except (RuntimeError, TimeoutError):
         raise NodesError(
-            f"what listens at {nodes.address} does not answer like a launcher: choose another port, the same on every "
-            "node"
+            f"the server at {nodes.address} is not a launcher: choose another port, the same on every node"
         ) from None
 
 
-class _PortTaken(Exception):
-    pass
+def _listen(host: str, port: int) -> socket.socket | None:
+    """Listen at this address alone (torch would listen at all addresses); None if it is not ours, or is in use."""
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with suppress(OSError):
+            return socket.create_server(address[:2], family=family)
+    return None
 
 
-def _listen(own_address: str, port: int, timeout: timedelta) -> TCPStore:
-    """A store that listens at this address, where torch by itself would listen at all that the machine has."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
-    try:
-        listener = socket.create_server((own_address, port), family=family)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise _PortTaken from None
-    return TCPStore(
-        own_address,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
-def _within(deadline_s: float, connect: Callable[[], TCPStore]) -> TCPStore:
-    """What `connect` returns. It runs in a thread: torch waits for any listener without end or interruption."""
+def _call(connect: Callable[[], TCPStore], timeout_s: float) -> TCPStore:
+    """Call it in a thread: torch waits for the reply of any listener, without a timeout or interruption."""
     result: Future[TCPStore] = Future()
 
     def run() -> None:
@@ -163,30 +136,16 @@ def _within(deadline_s: float, connect: Callable[[], TCPStore]) -> TCPStore:
             result.set_exception(error)
 
     threading.Thread(target=run, name="paceline-connect", daemon=True).start()
-    return result.result(max(1.0, deadline_s - time.monotonic()))
-
-
-def _own_address(host: str) -> str:
-    """The address behind this name if it is one of this machine's, else nothing: only its own can be bound."""
-    for family, kind, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return str(address[0])
-    return ""
+    return result.result(timeout_s)
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address; None if it cannot be told."""
+    """The network interface with this IPv4 address, or None."""
     siocgifaddr = 0x8915
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            try:
+            with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(any_socket.fileno(), siocgifaddr, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
     return None

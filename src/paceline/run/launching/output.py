@@ -1,35 +1,69 @@
-"""Show here what workers write into their files."""
+"""The output of workers in files: redirected there by the worker, and shown by the launcher."""
 
 from __future__ import annotations
 
 import codecs
+import io
+import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
-from paceline.run.launching.worker import OUTPUT_NAMES, output_file
+POLL_S = 0.1
 
-FOLLOW_S = 0.1
+
+def output_file(folder: Path, rank: int, stream: str) -> Path:
+    """Where the worker's output goes with `logs`; `stream` is "out" or "err"."""
+    return folder / f"rank-{rank}.{stream}"
+
+
+def redirect_output(folder: Path, rank: int, num_restarts: int) -> None:
+    """Append both streams to files, including the output of native code and of child processes."""
+    for name in ("out", "err"):
+        stream = getattr(sys, f"std{name}")
+        file = os.open(output_file(folder, rank, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        if name == "err" and os.fstat(file).st_size > 0:
+            os.write(file, f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: start {num_restarts + 1}\n".encode())
+        stream.flush()
+        os.dup2(file, stream.fileno())
+        os.close(file)
+        buffer = io.BufferedWriter(_OutputFile(stream.fileno(), "w", closefd=False))
+        # Line buffering: a crash keeps all complete lines.
+        setattr(sys, f"std{name}", io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))
+
+
+class _OutputFile(io.FileIO):
+    """Loses output when the disk is full, because a print must not end the run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
 
 
 @contextmanager
-def shown(folder: Path, ranks: Iterable[int]) -> Iterator[None]:
-    """Make the folder, and copy what these ranks append to their files to this process's streams, at the end all."""
+def follow_output(folder: Path, ranks: list[int]) -> Iterator[None]:
+    """Create the folder, and copy what these ranks append to their files to this process's stdout and stderr."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as files:
-        followed = []
-        for path, stream in [(output_file(folder, r, n), s) for r in ranks for n, s in _streams().items()]:
-            path.touch()
-            followed.append(_Followed(files.enter_context(path.open("rb")), stream))
+        followers = []
+        for rank in ranks:
+            for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+                file = files.enter_context(output_file(folder, rank, name).open("a+b"))  # at the end of earlier runs
+                followers.append(Follower(file, stream))
         is_over = threading.Event()
 
         def follow() -> None:
-            while not is_over.wait(FOLLOW_S):
-                for file in followed:
-                    file.copy()
+            is_last = False
+            while not is_last:
+                is_last = is_over.wait(POLL_S)
+                for follower in followers:
+                    follower.copy()
 
         thread = threading.Thread(target=follow, name="paceline-output", daemon=True)
         thread.start()
@@ -38,18 +72,13 @@ def shown(folder: Path, ranks: Iterable[int]) -> Iterator[None]:
         finally:
             is_over.set()
             thread.join()
-            for file in followed:
-                file.copy()
 
 
-def _streams() -> dict[str, TextIO]:
-    return dict(zip(OUTPUT_NAMES, (sys.stdout, sys.stderr), strict=True))
+class Follower:
+    """Copies what is appended to a file to a stream."""
 
-
-class _Followed:
     def __init__(self, file: IO[bytes], stream: TextIO) -> None:
         self._file = file
-        self._file.seek(0, 2)  # what is there is of an earlier run
         self._stream = stream
         self._has_failed = False
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -59,5 +88,5 @@ class _Followed:
             try:
                 self._stream.write(self._decode(new))
                 self._stream.flush()
-            except (OSError, ValueError):  # whoever read it is gone, or its disk is full: the run goes on
+            except (OSError, ValueError):  # its reader is gone, or the disk is full: the run continues
                 self._has_failed = True

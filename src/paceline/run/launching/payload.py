@@ -1,4 +1,4 @@
-"""Functions, arguments and results on their way between launcher and workers: by value, with cloudpickle."""
+"""Functions, arguments and results that travel between launcher and workers: by value, with cloudpickle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REGISTRY_LOCK = threading.Lock()
 
 
 def save_call(path: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Write the call; a TypeError names the argument, and the part of it, that cannot be sent."""
+    """Write the call. A TypeError names the argument, and the part of it, that cannot be pickled."""
     parts = {"fn": fn}
     parts |= {f"args[{i}]": value for i, value in enumerate(args)}
     parts |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
@@ -27,10 +27,9 @@ def save_call(path: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def save_result(path: Path, value: Any) -> None:
-    """Write rank 0's return value; a TypeError names the part that cannot be sent."""
-    _save(
-        path, value, {"the return value of rank 0": value}, "to the caller: return plain data, tensors or state dicts"
-    )
+    """Write rank 0's return value. A TypeError names the part that cannot be pickled."""
+    remedy = "to the caller: return plain data, tensors or state dicts"
+    _save(path, value, {"the return value of rank 0": value}, remedy)
 
 
 def _save(path: Path, value: Any, parts: Mapping[str, Any], remedy: str) -> None:
@@ -39,27 +38,20 @@ def _save(path: Path, value: Any, parts: Mapping[str, Any], remedy: str) -> None
             cloudpickle.dump(value, file)
     except Exception:
         for name, part in parts.items():
-            if (error := _pickling_error(part)) is not None:
-                name, error = _culprit(name, part, error)
-                raise TypeError(f"{name} cannot be sent {remedy} ({error})") from None
-        raise  # not a matter of any part: the disk is full, or the like
+            if found := _unpicklable(name, part):
+                raise TypeError(f"{found[0]} cannot be sent {remedy} ({found[1]})") from None
+        raise  # not about any part: for example a full disk
 
 
-def _pickling_error(value: Any) -> Exception | None:
+def _unpicklable(name: str, value: Any, depth: int = 0) -> tuple[str, Exception] | None:
+    """The innermost part of `value` that cannot be pickled, and why; None if `value` can be."""
     try:
         cloudpickle.dumps(value)
     except Exception as error:
-        return error
+        parts = _parts(value) if depth < _MAX_DEPTH else ()
+        inner = (_unpicklable(name + suffix, part, depth + 1) for suffix, part in parts)
+        return next(filter(None, inner), (name, error))
     return None
-
-
-def _culprit(name: str, value: Any, error: Exception, depth: int = 0) -> tuple[str, Exception]:
-    """The innermost part of `value` that cannot be pickled on its own, and why."""
-    if depth < _MAX_DEPTH:
-        for suffix, part in _parts(value):
-            if (part_error := _pickling_error(part)) is not None:
-                return _culprit(name + suffix, part, part_error, depth + 1)
-    return name, error
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
@@ -86,7 +78,7 @@ def _module_of(fn: Callable[..., Any]) -> str | None:
 
 @contextmanager
 def _by_value(module_name: str | None) -> Iterator[None]:
-    """Send what this module defines by value if a worker could not import it (a file loaded by its path)."""
+    """Pickle what this module defines by value if workers cannot import it, such as a file loaded by its path."""
     module = sys.modules.get(module_name or "")
     if module is None or module_name == "__main__" or _importable(module.__name__):
         yield
@@ -100,7 +92,7 @@ def _by_value(module_name: str | None) -> Iterator[None]:
 
 
 def _importable(name: str) -> bool:
-    """Whether `import name` would find, in a fresh process with this sys.path, the file this module came from."""
+    """Whether `import name`, in a new process with this sys.path, finds the file this module came from."""
     parent = name.rpartition(".")[0]
     if parent and (parent not in sys.modules or not _importable(parent)):
         return False

@@ -1,20 +1,17 @@
-"""One worker process, from its beginning in `fork_server.py` to its end; the environment tells its rank.
+"""The main function of a worker process, which `fork_server.py` forks. Its environment holds its rank.
 
-It prints nothing of its own: how it ended goes into the launch's folder, where the launcher reads it.
+It prints nothing itself: it writes how it ended to the folder of the launch, where its agent reads it.
 
-What lies in that folder: `start.json`, `call.pkl` and `secret` from the launcher; from rank 0 `result.pkl`; and in
-`start-N` for the group's N-th start `store`, where the workers of one host find each other, and from the worker of rank
-R `pid-R` (it is up and answers STACK_SIGNAL), `stack-R` (its Python stack when asked or crashed), `heard-R` (it was
-told to end and needs a moment to save), `report-R.json` (how it ended).
-With several nodes each has a folder of its own, with what its own workers say.
+That folder contains `start.json`, `call.pkl` and `secret` from the launcher, `result.pkl` from rank 0, and for the N-th
+start of the workers a folder `start-N` with `store`, the rendezvous of the workers of one host, and for each rank R
+`stack-R` (process id, then Python stacks on STACK_SIGNAL and after a crash), `heard-R` (the worker has received SIGTERM
+and is saving), `report-R` (how it ended). Each node has its own folder.
 """
 
 from __future__ import annotations
 
 import atexit
 import faulthandler
-import io
-import json
 import linecache
 import os
 import pickle
@@ -27,8 +24,10 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.core.errors import CommunicationTimeout
 from paceline.core.private_folder import why_not_private
-from paceline.run.launching import fork_server
+from paceline.run.launching.output import redirect_output
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, is_own, read_stack, worker_file
 
 START_FILE = "start.json"
 CALL_FILE = "call.pkl"
@@ -37,154 +36,81 @@ STORE_FILE = "store"
 SECRET_FILE = "secret"
 STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
-# How long a worker that was stopped waits for the others to be done too: its end makes the agent end them.
-STOPPED_WAIT_S = 30.0
-LAUNCHING_FILES = (__file__, fork_server.__file__, "<frozen runpy>")  # whose frames lie above the user's
 
-# How a worker ended, in its report.
-DONE = "done"
-FAILED = "failed"
-COMMUNICATION = "communication"  # an exchange failed: mostly the echo of another worker's end
-INTERRUPTED = "interrupted"
-STOPPED = "stopped"  # it was asked to stop, and did after saving
-NO_PROGRESS = "no progress"  # since the last restart: another one would gain nothing
-ABORTED = "aborted"  # it was told to end at once, and not to start again
-
-# EX_TEMPFAIL of sysexits.h: nothing is wrong, and running the same command again goes on.
+# EX_TEMPFAIL of sysexits.h: no error; the same command continues the run.
 STOPPED_EXIT_CODE = 75
 
-# What a worker writes to its standard streams, where the user wants it in files.
-OUTPUT_NAMES = ("out", "err")
-
-# Names the file by which a worker tells its launcher that it has heard a signal and needs a moment.
+# Names the file by which a worker tells its agent that it has received SIGTERM and is saving.
 HEARD_VARIABLE = "PACELINE_HEARD_FILE"
+
+_KINDS = (
+    ("builtins", "KeyboardInterrupt", ExitKind.INTERRUPTED),
+    ("paceline.core.errors", "CommunicationError", ExitKind.COMMUNICATION),
+    ("paceline.run.saving.stopping", "Stopped", ExitKind.STOPPED),
+    ("paceline.run.saving.resuming", "NoProgressError", ExitKind.NO_PROGRESS),
+)
 
 
 def start_folder(folder: Path, num_restarts: int) -> Path:
     return folder / f"start-{num_restarts}"
 
 
-def heard_file(folder: Path, rank: int) -> Path:
-    return folder / f"heard-{rank}"
-
-
-def pid_file(folder: Path, rank: int) -> Path:
-    return folder / f"pid-{rank}"
-
-
-def stack_file(folder: Path, rank: int) -> Path:
-    return folder / f"stack-{rank}"
-
-
-def report_file(folder: Path, rank: int) -> Path:
-    return folder / f"report-{rank}.json"
-
-
-def output_file(folder: Path, rank: int, name: str) -> Path:
-    return folder / f"rank-{rank}.{name}"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the whole text or no file."""
-    unfinished = path.with_name(path.name + ".new")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-
-
 def load(path: Path) -> Any:
-    """What `payload.py` saved. The launch made the folder, for itself alone: no pickle from elsewhere is loaded."""
+    """Load what `payload.py` saved. Only from the launch's private folder: no pickle from elsewhere is loaded."""
     if reason := why_not_private(path.parent):
         raise PermissionError(f"{path} is not loaded: {path.parent} is not a private folder of this user: {reason}")
     with path.open("rb") as file:
         return pickle.load(file)
 
 
-def user_traceback(error: BaseException, *also_launching: str) -> str:
-    """The traceback as python would print it had it started the user's code itself."""
+def user_traceback(error: BaseException, *also_own: str) -> str:
+    """The traceback without the frames, above the user's code, that started it."""
     frame = error.__traceback__
-    while frame and frame.tb_frame.f_code.co_filename in (*LAUNCHING_FILES, *also_launching):
+    while frame and (is_own(file := frame.tb_frame.f_code.co_filename) or file in also_own):
         frame = frame.tb_next
     return "".join(traceback.format_exception(type(error), error, frame))
 
 
 def main(shared: Path, start: dict[str, Any]) -> NoReturn:
-    """Do what `start` says, in the folder `shared` by all workers of this node, and end the process."""
-    rank, num_restarts, ranks_here = _read_environment()
-    if start["logs"] is not None:
-        _write_to_files(Path(start["logs"]), rank, num_restarts)
-    folder = start_folder(shared, num_restarts)
-    folder.mkdir(exist_ok=True)
-    _answer_stack_requests(folder, rank)
-    os.environ[HEARD_VARIABLE] = str(heard_file(folder, rank))
-    try:
-        _take_over(start)
-        _work(start, shared, rank)
-        _finish_like_python()
-        report: dict[str, Any] = {"outcome": DONE}
-    except BaseException as error:
-        report = _describe(error, folder, rank, ranks_here)
-    write_atomically(report_file(folder, rank), json.dumps(report))
-    if report["outcome"] == STOPPED:
-        _wait_for_peers(folder, ranks_here)
-    _leave({DONE: 0, STOPPED: STOPPED_EXIT_CODE}.get(report["outcome"], 1))
-
-
-def _read_environment() -> tuple[int, int, range]:
-    """This worker's rank, how often the workers were restarted, and the ranks of all workers of this node."""
+    """Run the script or the call that `start` names, in the folder `shared` by this node's workers, and exit."""
     rank, local_rank, local_size, num_restarts = (
         int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     )
-    return rank, num_restarts, range(rank - local_rank, rank - local_rank + local_size)
-
-
-def _write_to_files(folder: Path, rank: int, num_restarts: int) -> None:
-    """Let both streams, also of native code and of child processes, end in files: appended, never overwritten."""
-    for stream, name in zip((sys.stdout, sys.stderr), OUTPUT_NAMES, strict=True):
-        file = os.open(output_file(folder, rank, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        if name == "err" and os.fstat(file).st_size > 0:
-            os.write(file, f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: start {num_restarts + 1}\n".encode())
-        stream.flush()
-        os.dup2(file, stream.fileno())
-        os.close(file)
-        # Line by line: a crash leaves all lines before it.
-        text = io.TextIOWrapper(
-            io.BufferedWriter(_Output(stream.fileno())), "utf-8", "backslashreplace", line_buffering=True
-        )
-        setattr(sys, "stdout" if name == "out" else "stderr", text)
-
-
-class _Output(io.FileIO):
-    """A worker's output file. On a full disk output is lost; a print must not end the run."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, "w", closefd=False)
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or 0
-        except OSError:
-            return len(data)
+    if start["logs"] is not None:
+        redirect_output(Path(start["logs"]), rank, num_restarts)
+    folder = start_folder(shared, num_restarts)
+    folder.mkdir(exist_ok=True)
+    _answer_stack_requests(folder, rank)
+    os.environ[HEARD_VARIABLE] = str(worker_file(folder, "heard", rank))
+    sys.argv[:] = start["argv"]
+    for name, lines in start["sources"].items():  # notebook cells: tracebacks show their lines
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+    try:
+        _run(start["script"], shared, rank)
+        # As at the end of a Python program: wait for the user's threads, and run exit handlers.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        ended = WorkerExit(ExitKind.DONE, rank)
+    except BaseException as error:
+        peers = range(rank - local_rank, rank - local_rank + local_size)
+        ended = _describe(error, folder, rank, [peer for peer in peers if peer != rank])
+    ended.write(folder)
+    _exit({ExitKind.DONE: 0, ExitKind.STOPPED: STOPPED_EXIT_CODE}.get(ended.kind, 1))
 
 
 def _answer_stack_requests(folder: Path, rank: int) -> None:
-    stack = stack_file(folder, rank).open("w")  # stays open: faulthandler writes to it until the end
-    faulthandler.enable(stack, all_threads=False)
-    faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
-    write_atomically(pid_file(folder, rank), str(os.getpid()))
+    file = worker_file(folder, "stack", rank).open("w")  # stays open: faulthandler writes to it until the end
+    faulthandler.enable(file, all_threads=False)
+    faulthandler.register(STACK_SIGNAL, file, all_threads=False)
+    file.write(f"{os.getpid()}\n")  # only now may peers send the signal
+    file.flush()
 
 
-def _take_over(start: dict[str, Any]) -> None:
-    """Look like the launcher's process to the user's code."""
-    sys.argv[:] = start["argv"]
-    for name, lines in start["sources"].items():  # of notebook cells: tracebacks show their lines
-        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
-
-
-def _work(start: dict[str, Any], folder: Path, rank: int) -> None:
+def _run(script: str | None, folder: Path, rank: int) -> None:
     result = None
     try:
-        if start["script"] is not None:
-            runpy.run_path(start["script"], run_name="__main__")
+        if script is not None:
+            runpy.run_path(script, run_name="__main__")
         else:
             fn, args, kwargs = load(folder / CALL_FILE)
             result = fn(*args, **kwargs)
@@ -194,87 +120,62 @@ def _work(start: dict[str, Any], folder: Path, rank: int) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-    if rank == 0 and start["script"] is None:
+    if rank == 0 and script is None:
         from paceline.run.launching.payload import save_result
 
         save_result(folder / RESULT_FILE, result)
 
 
-def _finish_like_python() -> None:
-    """Wait for the user's threads and run exit handlers: after this nothing of theirs is left to do."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-
-
-def _describe(error: BaseException, folder: Path, rank: int, ranks_here: range) -> dict[str, Any]:
-    report = {
-        "outcome": FAILED,
-        "time_s": time.monotonic(),
-        "summary": _summary(error),
-        "traceback": user_traceback(error),
-        "peers": {},
-    }
-    # Errors that nobody imported cannot have been raised, so there is nothing to import here.
-    errors = sys.modules.get("paceline.core.errors")
-    recovery = sys.modules.get("paceline.run.saving.resuming")
-    stopping = sys.modules.get("paceline.run.saving.stopping")
-    if isinstance(error, KeyboardInterrupt):
-        report["outcome"] = INTERRUPTED
-    elif stopping is not None and isinstance(error, stopping.Stopped):
-        report |= {"outcome": STOPPED, "step": error.step}
-    elif recovery is not None and isinstance(error, recovery.NoProgressError):
-        report["outcome"] = NO_PROGRESS
-    elif errors is not None and isinstance(error, errors.CommunicationError):
-        report["outcome"] = COMMUNICATION
-        if isinstance(error, errors.CommunicationTimeout):
-            report["peers"] = _stacks_of_peers(folder, rank, ranks_here)
-    return report
-
-
-def _summary(error: BaseException) -> str:
+def _describe(error: BaseException, folder: Path, rank: int, peers: list[int]) -> WorkerExit:
     try:
         text = str(error)
     except Exception:
         text = "(its text cannot be shown)"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    trace, kind = user_traceback(error), _kind(error)
+    step = error.step if kind == ExitKind.STOPPED else 0  # type: ignore[attr-defined]
+    ended = WorkerExit(kind, rank, f"rank {rank} failed: {summary}\n\n{trace.rstrip()}", trace, step)
+    if isinstance(error, CommunicationTimeout):
+        return ended.with_notes(*_stacks_of(folder, peers))
+    return ended
 
 
-def _stacks_of_peers(folder: Path, rank: int, ranks_here: range) -> dict[int, str]:
-    """Where the node's workers that are still running stand; empty text for one that does not answer."""
-    running = [peer for peer in ranks_here if peer != rank and not report_file(folder, peer).exists()]
+def _kind(error: BaseException) -> ExitKind:
+    """By the error's class, without importing it: an error of a module that is not imported was not raised."""
+    for module, name, kind in _KINDS:
+        if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
+            return kind
+    return ExitKind.FAILED
+
+
+def _stacks_of(folder: Path, peers: list[int]) -> list[str]:
+    """Where the other workers of this node stand that are still running."""
+    running = [peer for peer in peers if not worker_file(folder, "report", peer).exists()]
     for peer in running:
         try:
-            os.kill(int(pid_file(folder, peer).read_text()), STACK_SIGNAL)
-        except (FileNotFoundError, ProcessLookupError):
+            os.kill(int(worker_file(folder, "stack", peer).read_text().partition("\n")[0]), STACK_SIGNAL)
+        except (FileNotFoundError, ProcessLookupError, ValueError):
             continue  # not up yet, or gone
     stacks: dict[int, str] = {}
-    deadline = time.monotonic() + STACK_WAIT_S
-    while time.monotonic() < deadline:
-        seen = {peer: _read_if_there(stack_file(folder, peer)) for peer in running}
-        if seen == stacks and all(seen.values()):  # complete: unchanged since the last look
+    deadline_s = time.monotonic() + STACK_WAIT_S
+    while time.monotonic() < deadline_s:
+        before, stacks = stacks, {peer: read_stack(folder, peer) for peer in running}
+        if stacks == before and all(stacks.values()):  # unchanged since the last look: complete
             break
-        stacks = seen
         time.sleep(0.05)
-    return stacks
+    return [
+        f"rank {peer} is still running, at:\n{stack}"
+        if stack
+        else f"rank {peer} is still running but did not report its stack: it is suspended, or has not started yet"
+        for peer, stack in stacks.items()
+    ]
 
 
-def _wait_for_peers(folder: Path, ranks_here: range) -> None:
-    deadline = time.monotonic() + STOPPED_WAIT_S
-    while time.monotonic() < deadline:
-        if all(report_file(folder, peer).exists() for peer in ranks_here):
-            return
-        time.sleep(0.05)
-
-
-def _read_if_there(path: Path) -> str:
-    return path.read_text(errors="replace") if path.exists() else ""
-
-
-def _leave(code: int) -> NoReturn:
-    """End without the interpreter's shutdown, in which native threads of a broken world hang or abort."""
+def _exit(code: int) -> NoReturn:
+    """Exit without the interpreter's shutdown, in which native threads of a broken world hang or abort."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except (OSError, ValueError):
-            continue  # closed: nobody reads it
+            continue  # closed by its reader
     os._exit(code)

@@ -1,0 +1,123 @@
+"""How workers end, and which exit among several is the cause of the others."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+_HINTS = {
+    signal.SIGKILL: "out of memory? `dmesg` shows what the kernel killed",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGABRT: "native code aborted; its message is on stderr",
+    signal.SIGBUS: "out of shared memory? check `df /dev/shm`",
+}
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class ExitKind(StrEnum):
+    """How a worker ended. In order of priority: the first kind among a start's exits is the cause of the others."""
+
+    FAILED = "failed"
+    DIED = "died"  # without a report: killed, crashed, or by os._exit
+    ABORTED = "aborted"  # by `paceline runs abort`; not restarted
+    NO_PROGRESS = "no progress"  # since the last restart; not restarted
+    CANCELLED = "cancelled"  # its launcher received a signal
+    COMMUNICATION = "communication"  # an exchange failed, usually because of another worker's exit
+    INTERRUPTED = "interrupted"
+    STOPPED = "stopped"  # on request, after saving
+    TERMINATED = "terminated"  # by a SIGTERM from elsewhere
+    ENDED = "ended"  # by its agent, because of another worker's failure
+    DONE = "done"
+
+    @property
+    def is_failure(self) -> bool:
+        return self not in (ExitKind.ENDED, ExitKind.DONE)
+
+
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one worker ended. A worker writes it to a file for its agent, and agents send it to other nodes."""
+
+    kind: ExitKind
+    rank: int
+    message: str = ""
+    traceback_text: str = ""
+    step: int = 0  # the last step of a worker that was stopped
+    time_s: float = field(default_factory=time.monotonic)
+
+    def with_notes(self, *notes: str) -> WorkerExit:
+        return replace(self, message="\n\n".join(filter(None, [self.message, *notes])))
+
+    def write(self, folder: Path) -> None:
+        write_atomically(worker_file(folder, "report", self.rank), json.dumps(asdict(self)))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> WorkerExit:
+        return cls(**values | {"kind": ExitKind(values["kind"])})
+
+    @classmethod
+    def read(cls, folder: Path, rank: int, exit_code: int) -> WorkerExit:
+        """From the worker's report, or from its exit code (negative for a signal) if it left none."""
+        path = worker_file(folder, "report", rank)
+        if path.exists():
+            return cls.from_dict(json.loads(path.read_text()))
+        if exit_code >= 0:
+            return cls(ExitKind.DIED, rank, f"rank {rank} exited with code {exit_code} before its work was done")
+        number = -exit_code
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = f" ({_HINTS[signal.Signals(number)]})" if number in _HINTS else ""
+        stack = read_stack(folder, rank)
+        kind = ExitKind.TERMINATED if number == signal.SIGTERM else ExitKind.DIED
+        death = cls(kind, rank, f"rank {rank} was killed by {name}{hint}", stack)
+        return death.with_notes(f"its last Python stack:\n{stack}") if stack else death
+
+
+def first_failure(exits: Iterable[WorkerExit]) -> WorkerExit | None:
+    """The cause among the exits of one node's workers; of several of a kind the earliest. None without a failure."""
+    failures = sorted((each for each in exits if each.kind.is_failure), key=lambda each: each.time_s)
+    failure = most_important(failures)
+    if failure is None or failure.kind != ExitKind.FAILED:
+        return failure
+    return failure.with_notes(*(each.message for each in failures if each.kind == ExitKind.DIED))
+
+
+def most_important(failures: Iterable[WorkerExit]) -> WorkerExit | None:
+    """By kind; the first of several of the same kind."""
+    return min(failures, key=lambda each: list(ExitKind).index(each.kind), default=None)
+
+
+# Files in the folder of a start
+
+
+def worker_file(folder: Path, kind: str, rank: int) -> Path:
+    return folder / f"{kind}-{rank}"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the whole text or no file."""
+    unfinished = path.with_name(path.name + ".new")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def read_stack(folder: Path, rank: int) -> str:
+    """The user's frames of the worker's last faulthandler dump, as in a traceback; empty if there is none."""
+    path = worker_file(folder, "stack", rank)
+    dump = path.read_text(errors="replace") if path.exists() else ""
+    frames = _FRAME.findall(dump.rpartition("(most recent call first)")[2])
+    return "".join(
+        traceback.format_list([(file, int(line), name, None) for file, line, name in frames if not is_own(file)][::-1])
+    ).rstrip()
+
+
+def is_own(file: str) -> bool:
+    """Whether a stack frame belongs to the code that starts workers, and not to the user."""
+    return file == "<frozen runpy>" or Path(file).parent == Path(__file__).parent

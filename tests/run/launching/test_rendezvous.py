@@ -1,0 +1,161 @@
+"""Nodes that join, fail to join, and disappear. Here all of them are on one machine."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from paceline.run.launching import nodes as nodes_module
+from paceline.run.launching import rendezvous as rendezvous_module
+from paceline.run.launching.nodes import Nodes, NodesError, interface_of
+from paceline.run.launching.rendezvous import NodeRendezvous, NodeResult
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit
+
+
+def join(nodes: Nodes, **options: object) -> NodeRendezvous:
+    return NodeRendezvous(nodes, 1, "run", options)
+
+
+@pytest.fixture
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def pair(free_address: str) -> Iterator[tuple[NodeRendezvous, NodeRendezvous]]:
+    """Two nodes that have joined, in the order of their ranks."""
+    with ThreadPoolExecutor() as threads:
+        joined = [threads.submit(join, Nodes(2, free_address, 20.0)) for _ in range(2)]
+        first, second = sorted((node.result() for node in joined), key=lambda node: node.index)
+    yield first, second
+    second.close()
+    first.close()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def failed(kind: ExitKind, rank: int, may_restart: bool = True) -> NodeResult:
+    return NodeResult(False, WorkerExit(kind, rank, f"{kind} on {rank}", time_s=0.0), may_restart)
+
+
+def test_all_nodes_restart_and_name_the_same_failure(pair: tuple[NodeRendezvous, NodeRendezvous]) -> None:
+    first, second = pair
+    first.publish(failed(ExitKind.COMMUNICATION, 0))
+    wait_until(second.peer_failed)
+    second.publish(failed(ExitKind.FAILED, 1))
+    second.publish(NodeResult(is_done=True))  # too late: the first result of a start counts
+    assert first.wait_for_restart(0.02)
+    assert second.wait_for_restart(0.02)
+    assert [node.first_failure() for node in pair] == [failed(ExitKind.FAILED, 1).failure] * 2
+    # One node can be one start ahead: the other still finds both results.
+    first.begin_next_start()
+    first.publish(failed(ExitKind.DIED, 0))
+    assert second.wait_for_restart(0.02)
+    second.begin_next_start()
+    wait_until(second.peer_failed)
+    second.publish(NodeResult(False, may_restart=False))
+    assert [node.wait_for_restart(0.02) for node in pair] == [False, False]
+    assert [node.first_failure() for node in pair] == [failed(ExitKind.DIED, 0).failure] * 2
+
+
+def test_a_stop_on_one_node_does_not_end_the_other(pair: tuple[NodeRendezvous, NodeRendezvous]) -> None:
+    first, second = pair
+    second.publish(failed(ExitKind.STOPPED, 1))
+    wait_until(lambda: first.first_failure() is not None)
+    assert not first.peer_failed()
+
+
+def test_a_node_that_leaves_ends_the_others(pair: tuple[NodeRendezvous, NodeRendezvous]) -> None:
+    first, second = pair
+    second.close()
+    wait_until(first.peer_failed)
+    assert first.lost() == f"node {second.name} has left"
+    assert not first.wait_for_restart(0.02)
+
+
+def test_a_missing_node_is_named_by_those_who_came(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = Nodes(2, free_address, 0.3)
+    with pytest.raises(
+        NodesError, match=rf"^1 of 2 nodes joined at {free_address} within join_timeout=0.3 s: .*127.0.0.1"
+    ):
+        join(nodes)
+    monkeypatch.setattr(nodes_module, "_listen", lambda *_: None)  # as on any other machine
+    with pytest.raises(NodesError, match=rf"^no answer from {free_address} within join_timeout=0.3 s .*same command"):
+        join(nodes)
+
+
+def test_somebody_else_at_the_port_is_no_launcher() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(NodesError, match=f"^the server at {address} is not a launcher: choose another port"):
+            join(Nodes(2, address, 1.0))
+
+
+def test_different_commands_are_named_on_both_nodes(free_address: str) -> None:
+    """Two launchers on one machine: the second finds the port taken and joins the first."""
+    nodes = Nodes(2, free_address, 20.0)
+    with ThreadPoolExecutor() as threads:
+        joined = [threads.submit(join, nodes, max_restarts=restarts) for restarts in (0, 3)]
+        errors = [str(node.exception()) for node in joined]
+    assert all("use the same command on every node" in error or "has left" in error for error in errors)
+    assert any("was started with {'max_restarts': " in error for error in errors)
+
+
+def test_one_node_too_many_is_told_so(pair: tuple[NodeRendezvous, NodeRendezvous], free_address: str) -> None:
+    with pytest.raises(NodesError, match=rf"2 nodes have already joined at {free_address}: choose another port"):
+        join(Nodes(2, free_address, 20.0))
+    assert [(node.first_rank, node.num_workers) for node in pair] == [(0, 2), (1, 2)]
+    assert [node.environment["GLOO_SOCKET_IFNAME"] for node in pair] == ["lo", "lo"]
+
+
+def test_a_node_without_heartbeat_is_lost(
+    pair: tuple[NodeRendezvous, NodeRendezvous], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    assert not first.lost()
+    assert not first.peer_failed()
+    monkeypatch.setattr(second, "_exchange", lambda _: True)
+    second._thread.join()
+    monkeypatch.setattr(rendezvous_module, "LOST_S", 0.5)
+    wait_until(first.lost)
+    assert first.lost().startswith(f"lost contact with node {second.name}: no heartbeat for 0.5 s")
+    assert first.peer_failed()
+    failure = first.first_failure()
+    assert failure is not None
+    assert failure.message == first.lost()
+    first.close()  # while the timeout is short: it waits for the other node
+
+
+@pytest.mark.parametrize(
+    ("num", "address", "timeout_s", "message"),
+    [
+        (2, None, 1.0, "nodes=2 requires an address: set address HOST:PORT"),
+        (1, "a:1", 1.0, "address='a:1' requires several nodes: choose nodes >= 2"),
+        (2, "a", 1.0, "address='a': choose HOST:PORT"),
+        (2, "a:b", 1.0, "address='a:b': choose HOST:PORT"),
+        (2, ":1", 1.0, "address=':1': choose HOST:PORT"),
+        (2, "a:70000", 1.0, "address='a:70000': choose HOST:PORT"),
+        (0, None, 1.0, "nodes=0: choose an integer >= 1"),
+        (2, "a:1", 0.0, "join_timeout=0: choose seconds > 0"),
+    ],
+)
+def test_bad_nodes_are_named(num: int, address: str | None, timeout_s: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Nodes(num, address, timeout_s)
+
+
+def test_places_are_read() -> None:
+    assert Nodes(2, "node-1:29500").host_and_port == ("node-1", 29500)
+    assert Nodes(2, "[fd00::1]:29500").host_and_port == ("fd00::1", 29500)
+    assert (interface_of("127.0.0.1"), interface_of("192.0.2.1")) == ("lo", None)
