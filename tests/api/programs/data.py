@@ -343,7 +343,7 @@ PROGRAMS: dict[str, Program] = {
         data=lambda: DataLoader(PAIRS, batch_size=MICRO_BATCH, sampler=DistributedSampler(PAIRS, 2, 0)),
     ),
     "worker_init_fn": Program(
-        refused(r"worker_init_fn, which Paceline's readers would not call"),
+        refused(r"worker_init_fn, which Paceline's readers do not call"),
         data=lambda: DataLoader(PAIRS, batch_size=MICRO_BATCH, worker_init_fn=print),
     ),
     "a stream": Program(EQUAL, data=Stream),

@@ -31,7 +31,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.local import LocalGroup
 from paceline.core.world import World
 from paceline.data.feeds.base import Feed
-from paceline.data.feeds.make_feed import Connect, DataSettings, as_data, link_of_its_own, make_feed
+from paceline.data.feeds.make_feed import Connect, DataSettings, as_data, make_feed, make_link
 from paceline.data.sources.arrow import ArrowSource
 from paceline.data.sources.base import as_source
 from paceline.data.sources.skip_bad import SkipBad
@@ -245,7 +245,7 @@ def feed_for(
     hands: Hands,
     planner: Planner,
     communicator: Communicator,
-    connect: Connect = link_of_its_own,
+    connect: Connect = make_link,
 ) -> Feed:
     samples_per_step = case.per_step * case.micro_batch
     num_samples = samples_per_step if "stream" in kind else case.num_samples

@@ -20,7 +20,7 @@ from worker_pool import WorkerPool
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.feeds.make_feed import DataSettings, make_feed
-from paceline.data.sources.streams import IterableStream, ShuffleBuffer, Slot, StreamReader
+from paceline.data.sources.streams import IterableStream, ShuffleBuffer, StreamReader, StreamRequest
 from paceline.plan.shares import ranges
 from paceline.plan.steps import Position, Steps
 
@@ -147,9 +147,9 @@ def test_a_shuffle_buffer_goes_on_where_it_was(num_samples: int, size: int, skip
 def test_a_reader_of_a_stream_may_go_back() -> None:
     reader = StreamReader(IterableStream(list(range(20))), 2, 2, seed=0)
     order = [0, 1, 4, 5, 2, 0, 9]
-    found = [reader(Slot(0, number)).batch.tolist() for number in order]
+    found = [reader(StreamRequest(0, number)).batch.tolist() for number in order]
     assert found == [[0, 2], [1, 3], [8, 10], [9, 11], [4, 6], [0, 2], [17, 19]]
-    assert reader(Slot(0, 10)).batch is None
+    assert reader(StreamRequest(0, 10)).batch is None
 
 
 @pytest.mark.parametrize(

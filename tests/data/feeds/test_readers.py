@@ -26,8 +26,8 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.data.feeds.packing import pack, unpack
-from paceline.data.feeds.prefetch import Prefetcher
 from paceline.data.feeds.readers import ReaderDied, ReaderProcesses, ReaderThread
+from paceline.data.feeds.sharded import Prefetcher
 from paceline.data.sources.base import as_source
 from paceline.data.sources.skip_bad import SkipBad
 
@@ -111,7 +111,7 @@ def test_a_reader_that_dies_is_an_error_not_a_wait() -> None:
     readers = ReaderProcesses(lambda _: os.kill(os.getpid(), signal.SIGKILL), 1)
     try:
         answer = readers.submit("anything")
-        with pytest.raises(ReaderDied, match=r"reader process 0 was killed by SIGKILL: .* choose fewer readers"):
+        with pytest.raises(ReaderDied, match=r"reader process 0 was killed by SIGKILL: .* set fewer readers"):
             answer()
     finally:
         readers.close()
@@ -153,7 +153,7 @@ def test_no_more_than_the_depth_is_under_way() -> None:
 
 
 def test_a_thread_reads_ahead_only_where_no_code_of_the_users_runs() -> None:
-    with pytest.raises(ValueError, match="prefetch=3 needs readers"):
+    with pytest.raises(ValueError, match="prefetch=3 needs reader processes"):
         train(prefetch=3)
     thread = ReaderThread(lambda request: request + 1)
     assert [answer() for answer in [thread.submit(n) for n in range(4)]] == [1, 2, 3, 4]
@@ -240,11 +240,7 @@ class Tagged:
     ],
 )
 def test_packing_gives_back_what_was_packed_aligned(batch: Any) -> None:
-    described, packed = pack(batch)
-    restored = unpack(described, None if packed is None else os.dup(packed.descriptor))
-    if packed is not None:
-        packed.close()
-    assert_same(restored, batch)
+    assert_same(unpack(*pack(batch)), batch)
 
 
 def assert_same(found: Any, expected: Any) -> None:

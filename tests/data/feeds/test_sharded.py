@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from paceline.data.epochs import SeededEpochs
+from paceline.comm.single import SingleCommunicator
+from paceline.core.world import World
+from paceline.data.epochs import epochs_of
 from paceline.data.feeds.device import to_device
 from paceline.data.feeds.sharded import ShardedFeed, weight_of
-from paceline.data.sources.base import as_source
+from paceline.data.sources.base import Columns, as_source
+from paceline.plan.shares import Plan
 from paceline.plan.steps import Position, Steps
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -30,9 +33,11 @@ def feed(
 
 
 def make(source: Any, steps: Steps, device: torch.device, **settings: Any) -> ShardedFeed:
-    """One worker takes everything that is left in one step."""
-    epochs = SeededEpochs(steps, len(source), seed=settings.pop("seed", 0), shuffle=settings.pop("shuffle"))
-    return ShardedFeed(source, epochs, lambda left: (range(left),), 0, device, **settings)
+    """One worker takes everything that is left in one step, unless a plan is given."""
+    order = {"seed": settings.pop("seed", 0), "shuffle": settings.pop("shuffle", True)}
+    plan_step = settings.pop("plan_step", lambda left: (range(left),))
+    epochs = epochs_of(source, steps, SingleCommunicator(World()), **order)
+    return ShardedFeed(source, epochs, plan_step, settings.pop("rank", 0), device, **settings)
 
 
 def read(feed: ShardedFeed, epoch: int, number: int, count: int = 1) -> tuple[Any, int]:
@@ -77,6 +82,52 @@ def test_epochs_differ_and_can_be_read_in_any_order() -> None:
     assert epoch_of(feed(50, 10, 5, seed=1), 0) != first
     # The order belongs to the epoch, not to how it is cut.
     assert [i for batch in epoch_of(feed(50, 25, 25), 0) for i in batch] == [i for batch in first for i in batch]
+
+
+def test_a_changing_plan_is_followed() -> None:
+    steps = Steps(16 * 4 * 8, 8 * 4, 4)
+    plans = [(range(n), range(n, 8)) for n in (4, 4, 4, 5, 5, 3, 0, 8, 8, 1, 1, 1, 1, 4, 4, 4)]
+    samples: list[int] = []
+    for rank in range(2):
+        upcoming = iter(plans)
+        source = Columns(torch.arange(steps.num_samples))
+        own = make(source, steps, CPU, rank=rank, plan_step=lambda _, upcoming=upcoming: next(upcoming))
+        position = Position()
+        for plan in plans:
+            own.begin_step(position)
+            for number in plan[rank]:
+                samples += own.micro_batch(range(number, number + 1))[0].tolist()
+            position = own.after_step(position)
+    assert sorted(samples) == [*range(steps.num_samples)]
+
+
+def test_a_step_that_is_begun_again_gets_its_samples_again_after_an_in_place_change() -> None:
+    shards, _ = feed(64, 4, 4)
+    first, _ = read(shards, 0, 0)
+    before = first.clone()
+    first.zero_()
+    assert torch.equal(read(shards, 0, 0)[0], before)
+
+
+@pytest.mark.parametrize("plan", [None, (range(1), range(1, 3)), (range(2), range(2, 2))])
+@pytest.mark.parametrize("num_samples", [64, 67, 60])
+def test_steps_of_an_epoch_in_order_equal_those_of_a_fresh_feed(plan: Plan | None, num_samples: int) -> None:
+    steps = Steps(num_samples, 12, 4)
+
+    def planned(left: int) -> Plan:
+        return plan if plan is not None and left >= plan[-1].stop else (range(0), range(min(left, 3)))
+
+    def fresh() -> ShardedFeed:
+        return make(Columns(torch.arange(num_samples)), steps, CPU, plan_step=planned)
+
+    going_on, position, num_seen = fresh(), Position(), 0
+    while position.epoch < 3:
+        step = going_on.begin_step(position)
+        assert step == fresh().begin_step(position)
+        assert step.num_samples == step.total_weight
+        num_seen += step.num_samples
+        position = going_on.after_step(position)
+    assert num_seen == 3 * num_samples
 
 
 def test_without_shuffling_the_data_keeps_its_order() -> None:
@@ -138,7 +189,7 @@ def test_anything_else_is_no_weight(value: Any, shown: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole text follows
         read(shards, 0, 0)
     assert str(caught.value) == (
-        f"weight_fn returned {shown}: it must be a whole number of at least 0, such as valid tokens"
+        f"weight_fn returned {shown}: it must be an integer >= 0, such as the number of valid tokens"
     )
 
 
