@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from paceline.comm.local import LocalGroup
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.epochs import epochs_of
+from paceline.data.feeds.base import DataSettings
 from paceline.data.feeds.device import to_device
 from paceline.data.feeds.sharded import ShardedFeed, weight_of
 from paceline.data.sources.base import Columns, as_source
@@ -36,8 +38,10 @@ def make(source: Any, steps: Steps, device: torch.device, **settings: Any) -> Sh
     """One worker takes everything that is left in one step, unless a plan is given."""
     order = {"seed": settings.pop("seed", 0), "shuffle": settings.pop("shuffle", True)}
     plan_step = settings.pop("plan_step", lambda left: (range(left),))
-    epochs = epochs_of(source, steps, SingleCommunicator(World()), **order)
-    return ShardedFeed(source, epochs, plan_step, settings.pop("rank", 0), device, **settings)
+    rank = settings.pop("rank", 0)
+    communicator = LocalGroup(["cpu"] * 2).members[rank] if rank else SingleCommunicator(World(device=device))
+    epochs = epochs_of(source, steps, communicator, **order)
+    return ShardedFeed(source, epochs, DataSettings(**order, **settings), plan_step, communicator)
 
 
 def read(feed: ShardedFeed, epoch: int, number: int, count: int = 1) -> tuple[Any, int]:

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from paceline.plan.shares import Plan
 from paceline.plan.steps import Position
 
+FeedKind: TypeAlias = Literal["sharded", "dispatched"]
+
 # Makes the plan of a step from the number of micro-batches that are left in the epoch.
-PlanStep = Callable[[int], Plan]
+PlanStep: TypeAlias = Callable[[int], Plan]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """How the data is read; see `Trainer.setup`."""
+
+    seed: int
+    shuffle: bool
+    feed: FeedKind = "sharded"
+    readers: int = 0
+    prefetch: int | None = None
+    num_shards: int | None = None
+    shuffle_buffer: int = 0
+    weight_fn: Callable[[Any], int] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    at_once: int = 1
+    resident: bool = False
 
 
 class Step(NamedTuple):

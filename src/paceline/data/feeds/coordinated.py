@@ -12,20 +12,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from paceline.comm.base import Link
+from paceline.comm.base import Communicator, Link
 from paceline.core.errors import CommunicationError, CommunicationTimeout, PacelineError
 from paceline.core.message import decode, encode
 from paceline.core.secret import run_secret
 from paceline.core.world import World
-from paceline.data.feeds.base import PlanStep, Step
+from paceline.data.feeds.base import DataSettings, PlanStep, Step
 from paceline.data.feeds.readers import ReaderProcesses, ReaderThread, ReaderTimeout
 from paceline.data.feeds.sharded import Delivery
+from paceline.data.feeds.stream_reader import StreamReader, StreamRequest
 from paceline.data.sources.base import Read, reads_in_thread
-from paceline.data.sources.streams import StreamRequest
 from paceline.plan.shares import Plan, ranges
 from paceline.plan.steps import Position
 
@@ -34,6 +34,9 @@ STEPS_AHEAD = 2
 # The timeout of a link that is used ahead of training, and so is idle while training is, for example in an evaluation.
 # A step that needs the data still waits at most timeout_s.
 NO_TIMEOUT_S = 7 * 24 * 3600.0
+
+# Makes the link of a world, with the timeout of a message and that of the connection itself, in seconds.
+Connect: TypeAlias = Callable[[World, float, float], Link]
 
 _MISSING = -1  # the number of samples of a micro-batch that does not exist
 
@@ -69,15 +72,6 @@ class StreamEpochs:
         return StreamRequest(epoch, number)
 
 
-class Reading(NamedTuple):
-    """How micro-batches are read. `reader_of(request, num_readers)`: the reader process that should read it, if any."""
-
-    read: Callable[[Any], Read]
-    num_readers: int
-    is_dispatched: bool
-    reader_of: Callable[[Any, int], int] | None = None
-
-
 class _PlannedStep(NamedTuple):
     position: Position
     plan: Plan
@@ -91,41 +85,47 @@ class _StepData(NamedTuple):
 
 
 class CoordinatedFeed:
-    """Keeps up to `STEPS_AHEAD` steps planned and in flight.
-
-    `connect(timeout_s, join_timeout_s)` makes the link to the other workers; it is called if there are any.
-    """
+    """Keeps up to `STEPS_AHEAD` steps planned and in flight. `connect` is called if there are other workers."""
 
     def __init__(
         self,
         data: object,
+        read: Callable[[Any], Read],
         epochs: Epochs,
-        reading: Reading,
+        settings: DataSettings,
         plan_step: PlanStep,
-        world: World,
-        connect: Callable[[float, float], Link],
-        *,
-        weight_fn: Callable[[Any], int] | None,
-        timeout_s: float,
+        communicator: Communicator,
+        connect: Connect,
     ) -> None:
+        if settings.at_once > 1:
+            raise ValueError(
+                "physical_batch needs data with numbered samples and feed='sharded': leave it out, or choose a larger "
+                "micro_batch"
+            )
+        if settings.prefetch is not None:
+            raise ValueError(
+                f"prefetch={settings.prefetch} has no effect on streams and dispatched data, which are read "
+                f"{STEPS_AHEAD} steps ahead: set readers instead"
+            )
+        self._read = read
         self._epochs = epochs
-        self._reading = reading
+        self._settings = settings
         self._plan_step = plan_step
-        self._world = world
-        self._timeout_s = timeout_s
-        self._deliver = Delivery(data, world.device, weight_fn)
-        in_background = reading.num_readers > 0 or reads_in_thread(data)
+        self._world = world = communicator.world
+        self._timeout_s = timeout_s = communicator.timeout_s
+        self._deliver = Delivery(data, world.device, settings.weight_fn)
+        in_background = settings.readers > 0 or reads_in_thread(data)
         self._num_ahead = STEPS_AHEAD if in_background else 0
         limit_s = NO_TIMEOUT_S if in_background else timeout_s
         self._processes: ReaderProcesses | None = None
         self._link: _WatchedLink | None = None
         self._submit: Callable[[_PlannedStep], Callable[[], _StepData]] = partial(partial, self._load)
         with ExitStack() as cleanup:
-            if reading.num_readers:
-                self._processes = ReaderProcesses(reading.read, reading.num_readers, limit_s)
+            if settings.readers:
+                self._processes = ReaderProcesses(read, settings.readers, limit_s)
                 cleanup.callback(self._processes.close)
             if world.size > 1:
-                self._link = _WatchedLink(connect(limit_s, timeout_s))
+                self._link = _WatchedLink(connect(world, limit_s, timeout_s))
                 cleanup.callback(self._link.close)
             if in_background:
                 thread = ReaderThread(self._load, timeout_s, abort=self._abort, explain=self._explain_timeout)
@@ -195,25 +195,27 @@ class CoordinatedFeed:
     def _load(self, planned: _PlannedStep) -> _StepData:
         """Read a step's micro-batches and exchange what other workers need of them."""
         plan, link = planned.plan, self._link
-        if link is None or not self._reading.is_dispatched:
-            own = self._read(planned, plan[self._world.rank])
+        if link is None or self._settings.feed == "sharded":
+            own = self._read_all(planned, plan[self._world.rank])
             counts = [read.num_samples if read.exists else _MISSING for read in own]
             return _StepData(counts if link is None else _all_counts(counts, plan, link), own)
         if link.world.rank != 0:
             return _StepData(*_receive(link))
-        reads = self._read(planned, range(plan[-1].stop))
+        reads = self._read_all(planned, range(plan[-1].stop))
         counts = [read.num_samples if read.exists else _MISSING for read in reads]
         for rank, numbers in enumerate(plan[1:], 1):
             _send(link, (counts, [reads[k] for k in numbers]), rank)
         return _StepData(counts, [reads[k] for k in plan[0]])
 
-    def _read(self, planned: _PlannedStep, numbers: range) -> list[Read]:
-        position, (read, num_readers, _, reader_of) = planned.position, self._reading
+    def _read_all(self, planned: _PlannedStep, numbers: range) -> list[Read]:
+        position, read = planned.position, self._read
         requests = [self._epochs.request(position.epoch, position.micro_batch + k) for k in numbers]
         if self._processes is None:
             return [read(request) for request in requests]
-        readers = [None if reader_of is None else reader_of(request, num_readers) for request in requests]
-        answers = [self._processes.submit(*item) for item in zip(requests, readers, strict=True)]
+        answers = []
+        for request in requests:
+            reader = read.reader_of(request, self._settings.readers) if isinstance(read, StreamReader) else None
+            answers.append(self._processes.submit(request, reader))
         return [answer() for answer in answers]
 
     def _abort(self) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -14,35 +11,15 @@ from torch.utils.data import IterableDataset
 from paceline.comm.base import Communicator, Link
 from paceline.core.world import World
 from paceline.data.epochs import NumberedData, epochs_of, source_of
+from paceline.data.feeds.base import DataSettings as DataSettings
 from paceline.data.feeds.base import Feed, PlanStep
-from paceline.data.feeds.coordinated import STEPS_AHEAD, CoordinatedFeed, Epochs, Reading, StreamEpochs
+from paceline.data.feeds.base import FeedKind as FeedKind
+from paceline.data.feeds.coordinated import Connect, CoordinatedFeed, StreamEpochs
 from paceline.data.feeds.sharded import ShardedFeed, reader_of
+from paceline.data.feeds.stream_reader import StreamReader
 from paceline.data.sources.base import Columns, Source, as_source
-from paceline.data.sources.batches import BatchStream
-from paceline.data.sources.streams import IterableStream, StreamReader
+from paceline.data.sources.streams import IterableStream
 from paceline.plan.steps import Steps
-
-FeedKind: TypeAlias = Literal["sharded", "dispatched"]
-
-# Makes the link of a world, with the timeout of a message and that of the connection itself, in seconds.
-Connect: TypeAlias = Callable[[World, float, float], Link]
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """How the data is read; see `Trainer.setup`."""
-
-    seed: int
-    shuffle: bool
-    feed: FeedKind = "sharded"
-    readers: int = 0
-    prefetch: int | None = None
-    num_shards: int | None = None
-    shuffle_buffer: int = 0
-    weight_fn: Callable[[Any], int] | None = None
-    collate_fn: Callable[[list[Any]], Any] | None = None
-    at_once: int = 1
-    resident: bool = False
 
 
 def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source | IterableStream:
@@ -74,86 +51,17 @@ def make_feed(
     connect: Connect = make_link,
 ) -> Feed:
     """The feed for this data. Invalid settings are refused before any process or connection is started."""
-    world, weight_fn, timeout_s = communicator.world, settings.weight_fn, communicator.timeout_s
-    is_dispatched = settings.feed == "dispatched"
-    read_from: Source | IterableStream
-    epochs: Epochs
     if isinstance(data, IterableStream):
-        read_from, stream_reader = data, make_stream_reader(data, settings, steps)
-        epochs, reading = (
-            StreamEpochs(),
-            Reading(stream_reader, settings.readers, is_dispatched, stream_reader.reader_of),
-        )
-    else:
-        read_from = resident(source_of(data), world.device) if settings.resident else source_of(data)
-        epochs = numbered = epochs_of(data, steps, communicator, seed=settings.seed, shuffle=settings.shuffle)
-        if not is_dispatched:
-            return ShardedFeed(
-                read_from,
-                numbered,
-                plan_step,
-                world.rank,
-                world.device,
-                weight_fn=weight_fn,
-                at_once=settings.at_once,
-                readers=settings.readers,
-                prefetch=settings.prefetch,
-                timeout_s=timeout_s,
-            )
-        reading = Reading(reader_of(read_from, is_weighed=weight_fn is not None), settings.readers, is_dispatched)
-    if settings.at_once > 1:
-        raise ValueError(
-            "physical_batch needs data with numbered samples and feed='sharded': leave it out, or choose a larger "
-            "micro_batch"
-        )
-    if settings.prefetch is not None:
-        raise ValueError(
-            f"prefetch={settings.prefetch} has no effect on streams and dispatched data, which are read {STEPS_AHEAD} "
-            "steps ahead: set readers instead"
-        )
-    link = partial(connect, world)
-    return CoordinatedFeed(read_from, epochs, reading, plan_step, world, link, weight_fn=weight_fn, timeout_s=timeout_s)
-
-
-def make_stream_reader(stream: IterableStream, settings: DataSettings, steps: Steps) -> StreamReader:
-    """Reads micro-batches of a stream by their numbers."""
-    is_weighed = settings.weight_fn is not None
-    if isinstance(stream, BatchStream):
-        return StreamReader(
-            stream,
-            1,
-            stream.num_shards,
-            seed=settings.seed,
-            in_a_row=steps.max_micro_batches // stream.num_shards,
-            as_read=partial(stream.as_read, is_weighed=is_weighed),
-        )
-    return StreamReader(
-        stream,
-        steps.micro_batch,
-        _checked_shards(settings.num_shards, stream, steps),
-        seed=settings.seed,
-        shuffle_buffer=settings.shuffle_buffer,
-        collate_fn=settings.collate_fn,
-        is_weighed=is_weighed,
-    )
-
-
-def _checked_shards(num_shards: int | None, stream: IterableStream, steps: Steps) -> int:
-    """A step takes the same number of micro-batches from every shard, so that a step without any ends the epoch.
-
-    The default is the largest number that the stream can be divided into: each shard of a stream that cannot be divided
-    reads everything.
-    """
-    per_step = steps.max_micro_batches
-    if num_shards is None:
-        return math.gcd(per_step, stream.num_own_shards)
-    if num_shards < 1 or per_step % num_shards:
-        divisors = [d for d in range(1, per_step + 1) if per_step % d == 0]
-        raise ValueError(
-            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of "
-            f"{', '.join(map(str, divisors))}"
-        )
-    return num_shards
+        reader = StreamReader(data, settings, steps)
+        return CoordinatedFeed(data, reader, StreamEpochs(), settings, plan_step, communicator, connect)
+    source = source_of(data)
+    if settings.resident:
+        source = resident(source, communicator.world.device)
+    epochs = epochs_of(data, steps, communicator, seed=settings.seed, shuffle=settings.shuffle)
+    if settings.feed == "sharded":
+        return ShardedFeed(source, epochs, settings, plan_step, communicator)
+    read = reader_of(source, is_weighed=settings.weight_fn is not None)
+    return CoordinatedFeed(source, read, epochs, settings, plan_step, communicator, connect)
 
 
 def resident(source: Source, device: torch.device) -> Columns:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
 import torch
 
+from paceline.comm.base import Communicator
 from paceline.data.epochs import EpochSamples, NumberedEpochs, Request
 from paceline.data.errors import ended_by_stop_iteration
-from paceline.data.feeds.base import PlanStep, Step
+from paceline.data.feeds.base import DataSettings, PlanStep, Step
 from paceline.data.feeds.device import DeviceCopier
 from paceline.data.feeds.readers import ReaderProcesses, Readers, ReaderThread
 from paceline.data.sources.base import CountedSource, Read, ReportsSkipped, Source, counts_samples, reads_in_thread
@@ -30,23 +30,17 @@ class ShardedFeed:
         self,
         source: Source,
         epochs: NumberedEpochs,
+        settings: DataSettings,
         plan_step: PlanStep,
-        rank: int,
-        device: torch.device,
-        *,
-        weight_fn: Callable[[Any], int] | None = None,
-        at_once: int = 1,
-        readers: int = 0,
-        prefetch: int | None = None,
-        timeout_s: float = math.inf,
+        communicator: Communicator,
     ) -> None:
         self._epochs = epochs
         self._plan_step = plan_step
-        self._rank = rank
-        self._at_once = at_once
-        self._read = reader_of(source, is_weighed=weight_fn is not None)
-        self._deliver = Delivery(source, device, weight_fn)
-        self._prefetcher = _prefetcher(source, self._read, readers, prefetch, timeout_s)
+        self._rank = communicator.world.rank
+        self._at_once = settings.at_once
+        self._read = reader_of(source, is_weighed=settings.weight_fn is not None)
+        self._deliver = Delivery(source, communicator.world.device, settings.weight_fn)
+        self._prefetcher = _prefetcher(source, self._read, settings, communicator.timeout_s)
         self._epoch: EpochSamples
         self._plan: Plan = ()
         self._position = Position()
@@ -180,14 +174,15 @@ def weight_of(batch: Any, weight_fn: Callable[[Any], int]) -> int:
 
 
 def _prefetcher(
-    source: Source, read: Callable[[Request], Read], num_readers: int, depth: int | None, timeout_s: float
+    source: Source, read: Callable[[Request], Read], settings: DataSettings, timeout_s: float
 ) -> Prefetcher | None:
-    if not num_readers and not reads_in_thread(source):
+    count, depth = settings.readers, settings.prefetch
+    if not count and not reads_in_thread(source):
         if depth:
             raise ValueError(
                 f"prefetch={depth} needs reader processes: this data runs user code, which must not run in a thread "
                 "beside the step; set readers >= 1"
             )
         return None
-    readers = ReaderProcesses(read, num_readers, timeout_s) if num_readers else ReaderThread(read, timeout_s)
-    return Prefetcher(readers, depth or 2 * max(1, num_readers))
+    readers = ReaderProcesses(read, count, timeout_s) if count else ReaderThread(read, timeout_s)
+    return Prefetcher(readers, depth or 2 * max(1, count))
