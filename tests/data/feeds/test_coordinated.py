@@ -55,7 +55,7 @@ def test_a_stream_ends_in_one_smaller_step() -> None:
     assert weights == [16, 16, 16, 2] * 2
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", ["numbered", "stream"])
 def test_sharded_and_dispatched_readers_and_workers_change_no_weight(kind: str, size: int, pool: WorkerPool) -> None:
     def data() -> Any:

@@ -171,9 +171,7 @@ def test_folders_that_cannot_be_used(folder: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no sub-folders: put the images of each class into one"):
         ImageFolder(folder / "dog")
     (folder / "fish").mkdir()
-    with pytest.raises(
-        FileNotFoundError, match=r"class folder .*fish has no images \(\.jpg .*\): add some"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"class folder .*fish has no images \(\.jpg .*\): add some"):
         ImageFolder(folder)
 
 
