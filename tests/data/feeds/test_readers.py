@@ -10,8 +10,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import namedtuple
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from torch.utils.data import Dataset
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.data.feeds.packing import pack, unpack
 from paceline.data.feeds.readers import ReaderDied, ReaderProcesses, ReaderThread
 from paceline.data.feeds.sharded import Prefetcher
 from paceline.data.sources.base import as_source
@@ -212,53 +209,3 @@ def test_readers_keep_no_connection_of_the_worker_open() -> None:
     assert there.recv(1) == b""  # the end, although the reader still runs
     there.close()
     readers.close()
-
-
-Point = namedtuple("Point", "x y")
-
-
-@dataclass(frozen=True)
-class Tagged:
-    values: torch.Tensor
-    name: str
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.arange(6).view(2, 3),
-        Point(torch.rand(3, 5), torch.tensor(7)),
-        {"a": [torch.rand(2, dtype=torch.bfloat16), "text"], "b": (1, None, 2.5)},
-        Tagged(torch.ones(3, dtype=torch.bool), "name"),
-        [np.arange(5, dtype=np.int16), np.array(["a", "b"]), np.arange(3, dtype=np.uint64)],
-        torch.empty(0, 4),
-        "no tensors",
-        torch.rand(4, 6).t(),
-        (torch.rand(700, 700), torch.rand(5)),  # large: mapped, not copied
-    ],
-)
-def test_packing_gives_back_what_was_packed_aligned(batch: Any) -> None:
-    assert_same(unpack(*pack(batch)), batch)
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype
-        assert torch.equal(found, expected)
-        assert found.data_ptr() % 64 == 0 or not found.numel()
-    elif isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key in expected:
-            assert_same(found[key], expected[key])
-    elif isinstance(expected, Tagged):
-        assert_same((found.values, found.name), (expected.values, expected.name))
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert_same(one, other)
-    else:
-        assert found == expected

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, UserDict, defaultdict
-from collections.abc import Callable
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from paceline.comm.local import LocalGroup
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.epochs import epochs_of
 from paceline.data.feeds.base import DataSettings
-from paceline.data.feeds.device import to_device
 from paceline.data.feeds.sharded import ShardedFeed, weight_of
 from paceline.data.sources.base import Columns, as_source
 from paceline.plan.shares import Plan
@@ -195,82 +191,3 @@ def test_anything_else_is_no_weight(value: Any, shown: str) -> None:
     assert str(caught.value) == (
         f"weight_fn returned {shown}: it must be an integer >= 0, such as the number of valid tokens"
     )
-
-
-# Moving to the device. The meta device stands for a GPU.
-
-
-class Nested(NamedTuple):
-    tokens: Any
-    rest: Any
-
-
-class Opaque:
-    def __init__(self) -> None:
-        self.tensor = torch.ones(1)
-
-
-def test_tensors_move_wherever_they_are_nested() -> None:
-    opaque = Opaque()
-    batch = {
-        "named": Nested(torch.ones(2), [torch.ones(3), (torch.ones(4), "text")]),
-        "deep": {"list": [{"x": torch.ones(5)}]},
-        "number": 7,
-        "nothing": None,
-        "array": np.ones(2),
-        "opaque": opaque,
-    }
-    moved = to_device(batch, META)
-    assert list(moved) == list(batch)
-    assert type(moved["named"]) is Nested
-    assert moved["named"].tokens.device == META
-    assert type(moved["named"].rest) is list
-    assert moved["named"].rest[0].device == META
-    assert type(moved["named"].rest[1]) is tuple
-    assert moved["named"].rest[1][0].device == META
-    assert moved["named"].rest[1][1] == "text"
-    assert moved["deep"]["list"][0]["x"].device == META
-    assert moved["number"] == 7
-    assert moved["nothing"] is None
-    assert moved["array"] is batch["array"]
-    assert moved["opaque"] is opaque
-    assert opaque.tensor.device == CPU
-    assert batch["named"].tokens.device == CPU, "the batch that was given stays as it was"
-    assert batch["deep"]["list"][0]["x"].device == CPU
-
-
-class Annotated(UserDict[str, Any]):
-    note: str = ""
-
-
-def annotated(items: dict[str, Any]) -> Annotated:
-    made = Annotated(items)
-    made.note = "kept"
-    return made
-
-
-@pytest.mark.parametrize(
-    "make", [dict, OrderedDict, lambda items: defaultdict(list, items), annotated, MappingProxyType]
-)
-def test_mappings_keep_their_type(make: Callable[..., Any]) -> None:
-    batch = make({"x": torch.ones(2), "y": 1})
-    moved = to_device(batch, META)
-    assert type(moved) is type(batch)
-    assert moved["x"].device == META
-    assert moved["y"] == 1
-    assert batch["x"].device == CPU
-    assert getattr(moved, "default_factory", None) is getattr(batch, "default_factory", None)
-    assert getattr(moved, "note", None) == getattr(batch, "note", None)
-
-
-def test_a_packed_sequence_keeps_its_lengths_on_the_host() -> None:
-    moved = to_device([pack_sequence([torch.ones(3), torch.ones(2)])], META)[0]
-    assert type(moved) is PackedSequence
-    assert moved.data.device == META
-    assert moved.batch_sizes.tolist() == [2, 2, 1]
-
-
-def test_what_is_there_already_is_not_copied() -> None:
-    tensor = torch.ones(3)
-    assert to_device(tensor, CPU) is tensor
-    assert to_device((tensor,), CPU)[0] is tensor
