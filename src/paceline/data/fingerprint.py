@@ -77,9 +77,9 @@ def facts_of(data: object) -> Facts:
 def facts_of_several(parts: Iterable[Any]) -> Facts:
     """The facts of several parts, prefixed by their numbers; of a single part without a prefix."""
     found = [facts_of(part) for part in parts]
-    return (
-        found[0] if len(found) == 1 else {k: v for i, facts in enumerate(found) for k, v in _prefixed(i, facts).items()}
-    )
+    if len(found) == 1:
+        return found[0]
+    return {key: value for i, facts in enumerate(found) for key, value in _prefixed(i, facts).items()}
 
 
 def _prefixed(name: object, facts: Facts) -> Facts:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,7 @@ from paceline.core.errors import CommunicationError, CommunicationTimeout, Pacel
 from paceline.core.message import decode, encode
 from paceline.core.secret import run_secret
 from paceline.core.world import World
+from paceline.data.epochs import NumberedEpochs
 from paceline.data.feeds.base import DataSettings, PlanStep, Step
 from paceline.data.feeds.readers import ReaderProcesses, ReaderThread, ReaderTimeout
 from paceline.data.feeds.sharded import Delivery
@@ -41,28 +42,14 @@ Connect: TypeAlias = Callable[[World, float, float], Link]
 _MISSING = -1  # the number of samples of a micro-batch that does not exist
 
 
-class Epochs(Protocol):
-    """The micro-batches of epochs, as far as they are known in advance."""
-
-    def begin(self, number: int, /) -> object:
-        """The run is in this epoch now. All workers call this together."""
-
-    def num_left(self, position: Position, /) -> int:
-        """Micro-batches to the end of the epoch; more than any step has if unknown; 0 if the epoch is not known yet."""
-
-    def after(self, position: Position, num_micro_batches: int, /) -> Position: ...
-
-    def request(self, epoch: int, number: int, /) -> Any:
-        """The request for one micro-batch. Called from the reading thread."""
-
-
 class StreamEpochs:
-    """Epochs of unknown length. A step in which no micro-batch exists ends the epoch."""
+    """Epochs of unknown length, with the interface of `NumberedEpochs`. A step without micro-batches ends the epoch."""
 
     def begin(self, number: int) -> None:
         return
 
     def num_left(self, position: Position) -> int:
+        """More than any step has: the end is not known in advance."""
         return sys.maxsize
 
     def after(self, position: Position, num_micro_batches: int) -> Position:
@@ -91,7 +78,7 @@ class CoordinatedFeed:
         self,
         data: object,
         read: Callable[[Any], Read],
-        epochs: Epochs,
+        epochs: NumberedEpochs | StreamEpochs,
         settings: DataSettings,
         plan_step: PlanStep,
         communicator: Communicator,
@@ -209,7 +196,7 @@ class CoordinatedFeed:
 
     def _read_all(self, planned: _PlannedStep, numbers: range) -> list[Read]:
         position, read = planned.position, self._read
-        requests = [self._epochs.request(position.epoch, position.micro_batch + k) for k in numbers]
+        requests: list[Any] = [self._epochs.request(position.epoch, position.micro_batch + k) for k in numbers]
         if self._processes is None:
             return [read(request) for request in requests]
         answers = []
