@@ -214,14 +214,13 @@ def test_an_epochs_order_depends_on_seed_and_epoch_alone(sampler: Any) -> None:
     assert Sampled(as_source(TENS), sampler(), seed=4).draw(0) != expected[0]
 
 
-@pytest.mark.parametrize("way", ["sharded", "dispatched"])
+@pytest.mark.parametrize("feed_kind", ["sharded", "dispatched"])
 @pytest.mark.parametrize("readers", [0, 1])
-@pytest.mark.parametrize("cut", range(8))
-def test_a_drawn_order_goes_on_where_it_was(cut: int, readers: int, way: Any) -> None:
+def test_a_drawn_order_goes_on_where_it_was(readers: int, feed_kind: Any) -> None:
     def steps_from(position: Position, limit: int) -> tuple[list[Any], Position]:
         data = Sampled(as_source(TENS), WeightedRandomSampler([1.0] * 10, 13), seed=1)
         feed = make_feed(
-            data, DataSettings(seed=1, shuffle=True, feed=way, readers=readers), Steps(13, 4, 2),
+            data, DataSettings(seed=1, shuffle=True, feed=feed_kind, readers=readers), Steps(13, 4, 2),
             lambda left: ranges((min(left, 2),)), SingleCommunicator(World()),
         )  # fmt: skip
         found = []
@@ -234,8 +233,9 @@ def test_a_drawn_order_goes_on_where_it_was(cut: int, readers: int, way: Any) ->
 
     whole, _ = steps_from(Position(), 8)
     assert [len(step) for step in whole] == [2, 2, 2, 1] * 2
-    before, position = steps_from(Position(), cut)
-    assert before + steps_from(position, 8 - cut)[0] == whole
+    for cut in (1, 3, 4, 6) if readers == 0 else (3, 5):  # in an epoch, before its last step, at its end
+        before, position = steps_from(Position(), cut)
+        assert before + steps_from(position, 8 - cut)[0] == whole
 
 
 def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_sampler(tmp_path: Any) -> None:
