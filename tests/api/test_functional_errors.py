@@ -29,7 +29,7 @@ import paceline as pl
         ({"epochs": 3, "cycle": 9}, ValueError, "epochs=3 and cycle=9 both say when to stop"),
         ({"buffersize": 2}, ValueError, "buffersize=2 would be ignored, since tensors and arrays are in memory"),
         ({"data": Stream(), "buffersize": 2}, ValueError, "buffersize=2 would be ignored, since a stream"),
-        ({"data": []}, ValueError, "data is empty: there is nothing to train on"),
+        ({"data": []}, ValueError, "data is empty: give at least one sample"),
         ({"optimizer": lambda _: "adam"}, TypeError, "optimizer made a str: pass a function from parameters"),
         ({"optimizer": sgd([torch.zeros(1)])}, TypeError, "optimizer is a SGD, but every replica needs one of its own"),
         ({"model": nn.ReLU()}, ValueError, "the model has no parameter that requires a gradient"),

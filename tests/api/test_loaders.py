@@ -57,7 +57,7 @@ def test_the_last_batch_is_kept_unless_asked() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"x": ROWS, "batch_size": 0}, ValueError, "batch_size=0: choose how many rows a batch has, at least 1"),
+        ({"x": ROWS, "batch_size": 0}, ValueError, "batch_size=0 must be an integer >= 1"),
         ({"x": ROWS, "batch_size": 64, "drop_last": True}, ValueError,
          "drop_last=True leaves no batch of 10 rows with batch_size=64: choose batch_size <= 10"),
         ({"x": ROWS, "y": ROWS[:3]}, ValueError, r"the columns of data have \[10, 3\] rows"),

@@ -19,8 +19,8 @@ from training import train
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.data.feeds import resident as resident_module
-from paceline.data.feeds.resident import resident
+from paceline.data.feeds import make_feed as make_feed_module
+from paceline.data.feeds.make_feed import resident
 from paceline.data.sources.base import Columns
 from paceline.data.sources.batches import num_samples_of
 from paceline.data.sources.skip_bad import Skipped
@@ -184,11 +184,11 @@ def test_the_user_may_weigh_batches_that_hold_no_tensor() -> None:
 @pytest.mark.parametrize(
     ("batches", "error", "text"),
     [
-        (["ab"], TypeError, "how many samples a batch holds cannot be seen: it is a str without rows: give weight_fn"),
-        ([torch.tensor(3)], TypeError, "cannot be seen: it is a Tensor without rows"),
+        (["ab"], TypeError, "cannot count the samples of a batch: it is a str without rows: set weight_fn"),
+        ([torch.tensor(3)], TypeError, "cannot count the samples of a batch: it is a Tensor without rows"),
         ([(torch.zeros(9), torch.zeros(2))], TypeError, r"differ in their number of rows \(batch.x: shape \(9,\), "),
         ([torch.zeros(0, 2)], ValueError, "a batch has no sample, since its tensors have no rows"),
-        ([], ValueError, "epoch 0 of the data has no sample: there is nothing to train on"),
+        ([], ValueError, "epoch 0 of the data has no samples: give at least one"),
     ],
 )
 def test_batches_that_cannot_be_trained(batches: list[Any], error: type[Exception], text: str) -> None:
@@ -211,17 +211,17 @@ def test_an_error_in_an_iterable_names_the_batch() -> None:
     ("make", "settings", "error", "text"),
     [
         (lambda: pl.Batches(iter([])), {}, TypeError, "Batches got a list_iterator, which can be read only once"),
-        (lambda: pl.Batches(3), {}, TypeError, "Batches got a int, which cannot be iterated over: give batches"),
+        (lambda: pl.Batches(3), {}, TypeError, "Batches got a int, which is not iterable: pass an iterable of batches"),
         (lambda: pl.PerWorker([]), {}, ValueError, "PerWorker got no iterables: give one per worker"),
         (lambda: pl.PerWorker([[], (i for i in [])]), {}, TypeError, "PerWorker got a generator, which can be read"),
         (lambda: pl.PerWorker([[], []]), {"batches_per_step": 5}, ValueError,
          "batches_per_step=5 is not a multiple of the 2 iterables of PerWorker: choose 4 or 6"),
         (lambda: pl.PerWorker([[], []]), {"batches_per_step": 1}, ValueError, "choose 2"),
         (lambda: pl.Batches([]), {"batches_per_step": None}, ValueError, "batches_per_step is missing"),
-        (lambda: pl.Batches([]), {"micro_batch": 4}, ValueError, "micro_batch has no meaning for Batches"),
-        (lambda: pl.Batches([]), {"physical_batch": 4}, ValueError, "physical_batch has no meaning for Batches"),
-        (lambda: pl.Batches([]), {"shuffle": True}, ValueError, "Batches gives batches in an order of its own"),
-        (lambda: pl.Batches([]), {"shuffle_buffer": 9}, ValueError, "Batches gives batches in an order of its own"),
+        (lambda: pl.Batches([]), {"micro_batch": 4}, ValueError, "micro_batch has no effect on Batches"),
+        (lambda: pl.Batches([]), {"physical_batch": 4}, ValueError, "physical_batch has no effect on Batches"),
+        (lambda: pl.Batches([]), {"shuffle": True}, ValueError, "Batches decides the order of its batches"),
+        (lambda: pl.Batches([]), {"shuffle_buffer": 9}, ValueError, "Batches decides the order of its batches"),
         (lambda: pl.Batches([]), {"resident": True}, ValueError, "resident needs data with numbered samples"),
         (lambda: pl.Batches([]), {"skip_bad_samples": True}, ValueError, "skip_bad_samples needs data with numbered"),
     ],
@@ -253,12 +253,12 @@ def test_columns_move_to_the_device_and_keep_their_form() -> None:
 
 
 def test_data_that_does_not_fit_says_what_it_needs_and_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident_module, "_free_bytes", lambda _: 3 << 29)
+    monkeypatch.setattr(make_feed_module, "_free_bytes", lambda _: 3 << 29)
     rows = torch.empty(1, dtype=torch.float32).expand(1 << 29)
-    text = "resident=True needs 2.00 GiB on cuda:0 for the data, where 1.50 GiB are free: leave it out"
+    text = "resident=True needs 2.00 GiB on cuda:0 for the data, but only 1.50 GiB are free: leave it out"
     with pytest.raises(MemoryError, match=re.escape(text)):
         resident(Columns(rows), GPU)
-    monkeypatch.setattr(resident_module, "_free_bytes", lambda _: -1)
+    monkeypatch.setattr(make_feed_module, "_free_bytes", lambda _: -1)
     with pytest.raises(MemoryError, match=re.escape("needs 0.00 GiB on cpu")):
         train((X, Y), global_batch=16, resident=True)
 
@@ -269,8 +269,8 @@ def test_data_that_does_not_fit_says_what_it_needs_and_what_is_free(monkeypatch:
         (list(zip(X, Y, strict=True)), {}, "resident=True needs data as whole columns .*, not a list: leave it out"),
         (DataLoader([1, 2], batch_size=2), {}, "not a list"),
         (set(range(5)), {}, "not a set"),
-        ((X, Y), {"readers": 1}, "readers would be ignored, since resident=True"),
-        ((X, Y), {"skip_bad_samples": True}, "skip_bad_samples would be ignored, since resident=True"),
+        ((X, Y), {"readers": 1}, "readers has no effect with resident=True"),
+        ((X, Y), {"skip_bad_samples": True}, "skip_bad_samples has no effect with resident=True"),
         ((X, Y), {"feed": "dispatched"}, "feed='dispatched' contradicts resident=True"),
     ],
 )

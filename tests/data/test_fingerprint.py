@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 import paceline as pl
-from paceline.data.adopt import Wishes, adopt
+from paceline.data.adopt import LoadingOptions, adopt
 from paceline.data.fingerprint import Facts, facts_of, positions
 from paceline.data.sources.base import as_source
 from paceline.data.sources.images import ImageFolder
@@ -225,19 +225,19 @@ def test_streams_say_what_they_declare() -> None:
 
     lines = Lines()
     lines.__class__.__iter__ = lambda _: iter([])  # making one asks whether it starts again
-    stream = adopt(lines, Wishes(global_batch=4), 0).data
+    stream = adopt(lines, LoadingOptions(global_batch=4), 0).data
     assert facts_of(stream) == {"type": "Lines", "unchecked": "a stream without a fingerprint"}
     lines.fingerprint = "v2"
     assert facts_of(stream) == {"fingerprint": "v2"}
-    assert "content" in facts_of(adopt(pl.Batches(list(X.split(4))), Wishes(batches_per_step=1), 0).data)
-    both = facts_of(adopt(pl.PerWorker([list(X), list(changed(X))]), Wishes(batches_per_step=2), 0).data)
+    assert "content" in facts_of(adopt(pl.Batches(list(X.split(4))), LoadingOptions(batches_per_step=1), 0).data)
+    both = facts_of(adopt(pl.PerWorker([list(X), list(changed(X))]), LoadingOptions(batches_per_step=2), 0).data)
     assert both["0.content"] != both["1.content"]
 
 
 def test_the_order_of_a_sampler_is_told_beside_the_data() -> None:
     def order(**settings: Any) -> Any:
         loader = DataLoader(TensorDataset(X), **settings)
-        return facts_of(adopt(loader, Wishes(batches_per_step=1), 0).data).get("order")
+        return facts_of(adopt(loader, LoadingOptions(batches_per_step=1), 0).data).get("order")
 
     assert order(batch_size=2, shuffle=True) is None  # a permutation of Paceline's own
     assert order(batch_size=2, sampler=SubsetRandomSampler([1, 2])) == "SubsetRandomSampler"

@@ -10,7 +10,7 @@ import torch
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.core.world import devices as all_devices
-from paceline.data.adopt import Adopted, Wishes, adopt
+from paceline.data.adopt import Adopted, LoadingOptions, adopt
 from paceline.data.epochs import source_of
 from paceline.data.feeds.device import DeviceCopier
 from paceline.data.feeds.make_feed import DataSettings, make_feed
@@ -58,15 +58,15 @@ class DataParallelDataLoader:
         if isinstance(data, PerWorker) and len(data.iterables) != count:
             raise ValueError(f"PerWorker has {len(data.iterables)} iterables for {count} devices: give one per device")
         comes_in_batches = isinstance(data, Batches | PerWorker)
-        wishes = Wishes(
+        options = LoadingOptions(
             micro_batch=batch_size,
             batches_per_step=count if comes_in_batches else None,
-            has_steps_of_its_own=True,
+            strategy_sets_step=True,
             shuffle=shuffle,
             readers=readers,
             collate_fn=collate_fn,
         )
-        adopted = adopt(data, wishes, seed)
+        adopted = adopt(data, options, seed)
         if adopted.micro_batch is None:
             raise ValueError("batch_size is missing: give the number of samples per device and step")
         self._is_stream = isinstance(adopted.data, IterableStream)

@@ -20,8 +20,8 @@ from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
 from paceline.core.world import World, device_count
-from paceline.data.adopt import Wishes, adopt, adopt_for_evaluation
-from paceline.data.feeds.make_feed import Way
+from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
+from paceline.data.feeds.make_feed import FeedKind
 from paceline.data.sources.skip_bad import Skipped
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
@@ -130,7 +130,7 @@ class Trainer:
         backend: str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         threads: int | None = None,
-        feed: Way | None = None,
+        feed: FeedKind | None = None,
         readers: int | None = None,
         prefetch: int | None = None,
         num_shards: int | None = None,
@@ -213,12 +213,12 @@ class Trainer:
         """
         adopted = adopt(
             data,
-            Wishes(
+            LoadingOptions(
                 global_batch=global_batch,
                 micro_batch=micro_batch,
                 physical_batch=physical_batch,
                 batches_per_step=batches_per_step,
-                has_steps_of_its_own=isinstance(strategy, Cadence),
+                strategy_sets_step=isinstance(strategy, Cadence),
                 shuffle=shuffle,
                 shuffle_buffer=shuffle_buffer,
                 num_shards=num_shards,

@@ -1,1 +1,1 @@
-"""Bringing micro-batches to workers."""
+"""Reading data: sources of samples, and feeds that deliver micro-batches to workers."""

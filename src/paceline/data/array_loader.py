@@ -1,4 +1,4 @@
-"""`ArrayLoader`: batches from arrays, for a loop of your own or as `data` of a run."""
+"""`ArrayLoader`: batches from arrays, for a custom loop or as `data` of a run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import numpy as np
 import torch
 
 from paceline.core.errors import MisuseError
-from paceline.data.epochs import SeededEpochs
+from paceline.data.epochs import EpochSamples, seeded_epoch
 from paceline.data.sources.base import Columns, Pair
 from paceline.plan.steps import Steps
 
 
 class ArrayLoader:
-    """Batches with .x and .y from arrays or tensors with one row per sample; .y is None where there is none.
+    """Batches with .x and .y from arrays or tensors with one row per sample; .y is None without y.
 
-    Iterate over it, or over `epoch()`, for the batches of one epoch; or ask for them one by one with `next_batch` as
-    long as `has_next`, and `reset` for the next epoch. Every epoch has all rows, in an order of its own if `shuffle`;
-    the last batch may be smaller, unless `drop_last`. Passed as `data` to `Trainer.setup` it stands for its arrays,
-    with batch_size as micro_batch.
+    Iterate over it, or over `epoch()`, for the batches of one epoch; or call `next_batch` while `has_next`, and `reset`
+    for the next epoch. Every epoch has all rows, in a new order if `shuffle`; the last batch may be smaller, unless
+    `drop_last`. Passed as `data` to `Trainer.setup` it stands for its arrays, with batch_size as micro_batch.
     """
 
     def __init__(
@@ -37,22 +36,22 @@ class ArrayLoader:
             if not isinstance(values, torch.Tensor | np.ndarray) and not (name == "y" and values is None):
                 raise TypeError(f"{name} is a {type(values).__name__}: give an array or tensor with one row per sample")
         if type(batch_size) is not int or batch_size < 1:
-            raise ValueError(f"batch_size={batch_size!r}: choose how many rows a batch has, at least 1")
+            raise ValueError(f"batch_size={batch_size!r} must be an integer >= 1")
         self.columns = Columns(x if y is None else (x, y))
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
         num_rows = len(self.columns)
         if not num_rows:
-            raise ValueError("x has no rows: there is nothing to load")
+            raise ValueError("x has no rows: give at least one")
         if drop_last and batch_size > num_rows:
             raise ValueError(
                 f"drop_last=True leaves no batch of {num_rows} rows with batch_size={batch_size}: choose "
                 f"batch_size <= {num_rows} or drop_last=False"
             )
         self._has_y = y is not None
+        self._seed = seed
         self._steps = Steps(num_rows, batch_size, batch_size, drop_last)
-        self._epochs = SeededEpochs(self._steps, num_rows, seed=seed, shuffle=shuffle)
         self._num_begun = 0
         self.reset()
 
@@ -68,9 +67,10 @@ class ArrayLoader:
         return self.epoch()
 
     def epoch(self) -> Iterator[Pair]:
-        """The batches of the next epoch; where `next_batch` stands does not matter to it."""
+        """The batches of the next epoch, independent of `next_batch`."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        return (self._batch(number, k) for k in range(self.n_batches))
+        samples = seeded_epoch(number, self._steps, len(self.columns), seed=self._seed, shuffle=self.shuffle)
+        return (self._batch(samples, k) for k in range(self.n_batches))
 
     def reset(self) -> None:
         """Let `next_batch` begin the next epoch."""
@@ -85,7 +85,7 @@ class ArrayLoader:
         self._num_left -= 1
         return next(self._current)
 
-    def _batch(self, epoch: int, number: int) -> Pair:
-        request = self._epochs.begin(epoch).request(number, 1)
+    def _batch(self, samples: EpochSamples, number: int) -> Pair:
+        request = samples.request(number, 1)
         batch = self.columns.read(request.indices, request.epoch, request.position)
         return batch if self._has_y else Pair(batch, None)

@@ -1,8 +1,8 @@
-"""What data holds, in a few lines that are cheap to find: stored in checkpoints, and compared when a run is resumed.
+"""Fingerprints of data: stored in checkpoints, and compared when a run is resumed.
 
-Small data is read as a whole. Of large data some samples are, spread from the first to the last: the same ones every
-time, so that a change of order or of many samples is found, and one of a single sample may not be. Contents count,
-not when files were changed or which folder they lie in: a copy on another machine is the same data.
+Small data is read completely. Of large data some samples are read, spread from the first to the last and always the
+same ones: a change of the order or of many samples is detected, a change of a single sample may not be. Only contents
+count, not modification times or folders: a copy on another machine is the same data.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 Facts: TypeAlias = dict[str, Any]
 
-# Up to here tensors and files are read as a whole.
+# Tensors and files up to this size are read completely.
 WHOLE_BYTES = 1 << 20
-# How many rows of columns, samples of a list, rows of a table, blocks of files are read of larger ones.
+# Of larger ones: rows of columns, samples of a list, rows of a table, blocks of files.
 NUM_ROWS, NUM_SAMPLES, NUM_TABLE_ROWS, NUM_BLOCKS = 256, 256, 64, 64
 BLOCK_BYTES = 4096
-# Of one sample: numbers of a tensor, so many in a run, bytes of a text, items of a list.
+# Of one sample: numbers of a tensor, in runs of this length, bytes of a text, items of a list.
 NUM_NUMBERS, RUN, NUM_BYTES, NUM_ITEMS = 256, 64, 4096, 64
-# More files than these are not listed one by one.
+# More files than this are not listed one by one.
 MAX_LISTED = 64
 _MAX_DEPTH = 8
 _PLAIN = (bool, int, float, complex, Decimal, date, time, timedelta, PurePath, np.generic)
@@ -37,9 +37,9 @@ _PLAIN = (bool, int, float, complex, Decimal, date, time, timedelta, PurePath, n
 
 @runtime_checkable
 class HasFingerprint(Protocol):
-    """Data that says itself what it holds: sources of Paceline, and data sets, sources and streams of yours.
+    """Data that identifies its contents: Paceline's sources, and users' data sets, sources and streams.
 
-    `fingerprint`: a text or number, or a method that returns one, which is another when the samples or their order are.
+    `fingerprint`: a text or number that changes with the samples or their order, or a method that returns one.
     Paceline's own sources return facts by name.
     """
 
@@ -47,8 +47,13 @@ class HasFingerprint(Protocol):
     def fingerprint(self) -> Any: ...
 
 
+def is_hf_dataset(data: Any) -> bool:
+    """Whether it is a `datasets.Dataset`, found without importing the package."""
+    return any((c.__module__, c.__name__) == ("datasets.arrow_dataset", "Dataset") for c in type(data).__mro__)
+
+
 def facts_of(data: object) -> Facts:
-    """What is known about data: facts by name, of which only `type` may be known."""
+    """The fingerprint of data as facts by name; at least its `type`."""
     if isinstance(data, HasFingerprint):
         found = data.fingerprint
         found = found() if callable(found) else found
@@ -58,32 +63,31 @@ def facts_of(data: object) -> Facts:
         return tensor_facts({"rows": data})
     if type(data) is TensorDataset:
         return tensor_facts({str(number): tensor for number, tensor in enumerate(data.tensors)})
-    if type(data) in (list, tuple):
-        return _list_facts(data)  # type: ignore[arg-type]
+    kind: Facts = {"type": type(data).__name__}
+    if isinstance(data, list | tuple) and type(data) in (list, tuple):
+        return kind | value_facts(data)
     if isinstance(data, Subset):
         indices = value_facts(data.indices) if isinstance(data.indices, list | tuple | range) else {}
-        return {"type": type(data).__name__} | within("indices", indices) | within("of", facts_of(data.dataset))
+        return kind | _prefixed("indices", indices) | _prefixed("of", facts_of(data.dataset))
     if isinstance(data, ConcatDataset | StackDataset):
-        parts = data.datasets.values() if isinstance(data.datasets, dict) else data.datasets
-        return {"type": type(data).__name__} | facts_of_several(parts)
-    from paceline.data.sources.hf import is_hf_dataset  # not above: what it makes of one is a source
-
-    return _hf_facts(data) if is_hf_dataset(data) else {"type": type(data).__name__}
+        return kind | facts_of_several(data.datasets.values() if isinstance(data.datasets, dict) else data.datasets)
+    return _hf_facts(data) if is_hf_dataset(data) else kind
 
 
 def facts_of_several(parts: Iterable[Any]) -> Facts:
-    """What is known of several parts; of one, without a number."""
+    """The facts of several parts, prefixed by their numbers; of a single part without a prefix."""
     found = [facts_of(part) for part in parts]
-    return found[0] if len(found) == 1 else {k: v for i, facts in enumerate(found) for k, v in within(i, facts).items()}
+    if len(found) == 1:
+        return found[0]
+    return {key: value for i, facts in enumerate(found) for key, value in _prefixed(i, facts).items()}
 
 
-def within(name: object, facts: Facts) -> Facts:
-    """The facts of a part, under its name."""
+def _prefixed(name: object, facts: Facts) -> Facts:
     return {f"{name}.{key}": value for key, value in facts.items()}
 
 
 def tensor_facts(columns: Mapping[str, torch.Tensor | np.ndarray[Any, Any]]) -> Facts:
-    """Of tensors or arrays with one row per sample."""
+    """The facts of tensors or arrays with one row per sample."""
     total = blake2b(digest_size=8)
     for column in columns.values():
         _feed_array(total, column if column.nbytes <= WHOLE_BYTES else _some_rows(column), num_numbers=WHOLE_BYTES)
@@ -92,7 +96,7 @@ def tensor_facts(columns: Mapping[str, torch.Tensor | np.ndarray[Any, Any]]) -> 
 
 
 def _some_rows(column: Any) -> Any:
-    """Some numbers of some rows, however they lie in memory, without touching the rest."""
+    """Some numbers of some rows, in any memory layout, without reading the others."""
     row_size = int(np.prod(column.shape[1:]))
     rows = np.array(positions(len(column), NUM_ROWS))
     places = np.unravel_index((rows[:, None] * row_size + _some_numbers(row_size)).reshape(-1), column.shape)
@@ -100,7 +104,7 @@ def _some_rows(column: Any) -> Any:
 
 
 def _some_numbers(count: int) -> Any:
-    """Runs of neighbours, which lie in few pages of memory."""
+    """Positions in runs of neighbours, which are on few pages of memory."""
     if count <= NUM_NUMBERS:
         return np.arange(count)
     starts = np.array(positions(count - RUN + 1, NUM_NUMBERS // RUN))
@@ -108,7 +112,7 @@ def _some_numbers(count: int) -> Any:
 
 
 def value_facts(values: Sequence[Any]) -> Facts:
-    """Of samples in memory; those of types that nobody can read are named."""
+    """The facts of samples in memory. Types that cannot be read are named."""
     total, unknown = blake2b(digest_size=8), set[str]()
     for place in positions(len(values), NUM_SAMPLES):
         _feed(total, values[place], unknown)
@@ -117,11 +121,11 @@ def value_facts(values: Sequence[Any]) -> Facts:
 
 
 def file_facts(paths: Sequence[str], known: Sequence[str] | None = None) -> Facts:
-    """Of files in their order: names from the folder they share on, sizes, and some of their contents.
+    """The facts of files in order: names relative to their common folder, sizes, and some of their contents.
 
-    `known`: what is known of each file already, beginning with its size; else the sizes are looked up.
+    `known`: text that identifies each file, starting with its size; by default the size is looked up.
     """
-    # Strings: of a million paths, objects would take seconds.
+    # Strings: for a million paths, Path objects would take seconds.
     paths = [os.path.abspath(path) for path in paths]  # noqa: PTH100
     folder = os.path.commonpath([os.path.dirname(path) for path in paths])  # noqa: PTH120
     names = [path[len(folder) :].lstrip(os.sep) for path in paths]
@@ -141,18 +145,14 @@ def file_facts(paths: Sequence[str], known: Sequence[str] | None = None) -> Fact
 
 
 def positions(length: int, count: int) -> list[int]:
-    """At most `count` of them, spread from the first to the last."""
+    """At most `count` positions, spread from the first to the last."""
     if length <= count:
         return list(range(length))
     return [i * (length - 1) // (count - 1) for i in range(count)]
 
 
-def _list_facts(samples: Sequence[Any]) -> Facts:
-    return {"type": type(samples).__name__} | value_facts(samples)
-
-
 def _hf_facts(dataset: Any) -> Facts:
-    """Its own fingerprint is none of the contents: it may hold times of files, or be drawn at random."""
+    """The data set's own fingerprint is only a hint: it may depend on file times, or be random."""
     rows = dataset.with_format("arrow")[positions(len(dataset), NUM_TABLE_ROWS)].to_pylist() if len(dataset) else []
     facts = {"type": "Dataset", "features": _text_digest([str(dataset.features)])} | value_facts(rows)
     own = getattr(dataset, "_fingerprint", None)
@@ -160,7 +160,7 @@ def _hf_facts(dataset: Any) -> Facts:
 
 
 def _file_digest(path: str, num_blocks: int | None) -> str:
-    """Of so many blocks of a file; None: of all of it."""
+    """The digest of some blocks of a file, or of all of it if `num_blocks` is None."""
     total = blake2b(digest_size=8)
     with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - one of many
         size = os.fstat(file.fileno()).st_size
@@ -177,7 +177,7 @@ def _text_digest(texts: Iterable[str]) -> str:
 
 
 def _feed(total: Any, value: Any, unknown: set[str], depth: int = 0) -> None:
-    """Add a value; the types of what nobody can read go into `unknown`."""
+    """Add a value. Types that cannot be read are added to `unknown`."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if not _feed_array(total, value):
             unknown.add(type(value).__name__)
@@ -208,7 +208,7 @@ def _feed(total: Any, value: Any, unknown: set[str], depth: int = 0) -> None:
 
 
 def _feed_array(total: Any, array: Any, num_numbers: int = NUM_NUMBERS) -> bool:
-    """Add a tensor or array, of a large one some of its numbers; whether it could be read."""
+    """Add a tensor or array, or some numbers of a large one. Returns whether it could be read."""
     total.update(_described(array).encode())
     try:
         tensor = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(array))

@@ -1,6 +1,6 @@
-"""How many rows a batch holds that a function of the user's made: what its loss is a mean over, unless he says else.
+"""The number of rows of a batch that user code made: by default, its loss is a mean over them.
 
-A collate function may leave samples out, or repeat some, so the number of samples that it got says nothing.
+A collate function may leave samples out or repeat some, so the number of samples that it got is not enough.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-# So many of a batch's parts are shown in an error.
-_SHOWN = 8
-# Objects of the user's may hold each other.
-_MAX_DEPTH = 8
-# A sample of more items is a list of numbers, such as tokens.
-_MAX_PARTS = 64
+_MAX_SHOWN = 8  # parts of a batch in an error message
+_MAX_DEPTH = 8  # user objects may contain each other
+_MAX_PARTS = 64  # a sample with more items is a list of numbers, such as tokens
 
 
 class _Part(NamedTuple):
-    """A part of a batch that has rows: where it is, what it is, and how many.
+    """A part of a batch that has rows.
 
-    `or_items`: of a list of things that have equally many rows, how many things there are: each may be a row itself.
+    `or_items`: for a list whose items have the same number of rows, the number of items: each may itself be a row.
     `num_columns`: the second dimension of a tensor or array, if it has one.
     """
 
@@ -37,11 +34,11 @@ class _Part(NamedTuple):
 
 
 def count_rows(batch: Any, samples: Sequence[Any] | None = None) -> int:
-    """The rows of a batch, which all of its tensors, arrays and lists must agree on; else an error asks for weight_fn.
+    """The rows of a batch, on which its tensors, arrays and lists must agree; otherwise an error asks for weight_fn.
 
-    `samples`: what the batch was made of, if it is known. If some parts have a row for each of them, the others may
-    have one row for all, or more than one for each (tokens, nodes, offsets): no sample was left out then. If all have
-    a column for each of them instead, it may be a batch of (time, samples), and is refused.
+    `samples`: what the batch was made of, if known. If some parts have a row for each of them, no sample was left out,
+    and the others may have one row for all, or several for each (tokens, nodes, offsets). If all parts have a column
+    for each of them instead, it may be a batch of (time, samples), and is refused.
     """
     parts = list(_parts(batch, "", _identities(samples)))
     sizes, asked = _sizes(parts), 0 if samples is None else len(samples)
@@ -52,14 +49,14 @@ def count_rows(batch: Any, samples: Sequence[Any] | None = None) -> int:
         if not _is_list_of(asked, batch):
             return size
         if size > asked:
-            return asked  # a list of samples, each with rows of its own
+            return asked  # a list of samples, each of which has rows
     raise TypeError(
-        f"{_problem(batch, parts, asked)}: give weight_fn, from a batch to the number its loss is a mean over"
+        f"{_problem(batch, parts, asked)}: set weight_fn, which maps a batch to the number that its loss is a mean over"
     )
 
 
 def _sizes(parts: Sequence[_Part]) -> set[int]:
-    """The different numbers of rows. What a list counts is told by the other parts; alone, it may be either."""
+    """The different numbers of rows. A list's items count as rows if they match another part, else both counts do."""
     sizes = {part.num_rows for part in parts if part.or_items is None}
     for part in parts:
         if part.or_items is not None and not {part.num_rows, part.or_items} & sizes:
@@ -82,7 +79,7 @@ def _parts(value: Any, where: str, samples: frozenset[int], depth: int = 0) -> I
 
 
 def _items(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is in a dict, a named tuple, a data class, or an object of the user's own."""
+    """The items of a dict, a named tuple, a data class, or a user object."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield f"[{key!r}]", item
@@ -100,24 +97,24 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 def _parts_of_sequence(
     value: list[Any] | tuple[Any, ...], where: str, samples: frozenset[int], depth: int
 ) -> Iterator[_Part]:
-    """A list is either one of rows, or it holds parts that have rows, as the pair of inputs and targets does."""
+    """A list either consists of rows, or holds parts that have rows, as a pair of inputs and targets does."""
     if id(value) in samples:
-        samples = frozenset()  # a sample as it is: its parts are not rows
+        samples = frozenset()  # a sample itself: its parts are not rows
     as_rows = _Part(where, f"{type(value).__name__} of {len(value)}", len(value))
     if any(id(item) in samples for item in value):
-        yield as_rows  # they were only put together
+        yield as_rows  # the samples were only put into a list
         return
-    is_plain = bool(value) and isinstance(value[0], str | bytes | int | float)  # as all are: not looked at one by one
+    is_plain = bool(value) and isinstance(value[0], str | bytes | int | float)  # as all are: do not check each
     items = () if is_plain else enumerate(value)
     parts = [part for i, item in items for part in _parts(item, f"{where}[{i}]", samples, depth)]
     if not parts:
-        # Plain values: a list of texts, or labels. A tuple of numbers may as well be a size.
+        # Plain values: a list of texts or labels. A tuple of numbers may be a size.
         if value and (isinstance(value, list) or all(isinstance(item, str) for item in value)):
             yield as_rows
-    elif where and _is_of_one_kind(value):  # a whole batch that is a list holds its parts
+    elif where and _is_of_one_kind(value):  # a batch that is a list holds parts
         sizes = _sizes(parts)
         if len(sizes) > 1:
-            yield as_rows  # such as sequences that were not padded
+            yield as_rows  # such as sequences without padding
         else:
             (num_rows,) = sizes
             yield _Part(where, f"{as_rows.shown} with {num_rows} rows each", num_rows, len(value))
@@ -126,12 +123,12 @@ def _parts_of_sequence(
 
 
 def _is_list_of(count: int, batch: Any) -> bool:
-    """Whether a batch is a list of so many things of one kind, each of which may be a sample."""
+    """Whether a batch is a list of `count` items of one kind, each of which may be a sample."""
     return type(batch) in (list, tuple) and 1 < len(batch) == count and _is_of_one_kind(batch)
 
 
 def _identities(samples: Sequence[Any] | None) -> frozenset[int]:
-    """Of the samples, and of their parts that are no plain values: an equal text or number may be anything."""
+    """The ids of the samples and of their parts, except plain values: an equal text or number may be unrelated."""
     found: list[Any] = []
     for sample in samples or ():
         found.append(sample)
@@ -152,10 +149,10 @@ def _kind(item: Any) -> Any:
 
 def _problem(batch: Any, parts: Sequence[_Part], asked: int) -> str:
     if not parts:
-        return f"how many samples a batch holds cannot be seen: it is a {type(batch).__name__} without rows"
-    shown = ", ".join(f"batch{part.where}: {part.shown}" for part in parts[:_SHOWN])
-    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-    made = f", made of {asked} samples by collate_fn," if asked else ""
+        return f"cannot count the samples of a batch: it is a {type(batch).__name__} without rows"
+    shown = ", ".join(f"batch{part.where}: {part.shown}" for part in parts[:_MAX_SHOWN])
+    more = f" and {len(parts) - _MAX_SHOWN} more" if len(parts) > _MAX_SHOWN else ""
+    made = f" that collate_fn made of {asked} samples" if asked else ""
     if len(_sizes(parts)) == 1:
-        return f"whether the rows of a batch{made} are its samples cannot be seen ({shown}{more})"
+        return f"cannot tell whether the rows of a batch{made} are its samples ({shown}{more})"
     return f"the parts of a batch{made} differ in their number of rows ({shown}{more})"

@@ -181,7 +181,7 @@ def _data_settings(
     return DataSettings(
         seed=config.seed,
         shuffle=config.shuffle,
-        way=config.feed,
+        feed=config.feed,
         readers=config.readers,
         prefetch=config.prefetch,
         num_shards=config.num_shards,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
-from paceline.data.feeds.make_feed import Way
+from paceline.data.feeds.make_feed import FeedKind
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
 from paceline.run.step.gc_policy import GarbageCollection
@@ -44,7 +44,7 @@ class RunConfig:
     strategy: Strategy = "gradients"
     shares: tuple[float, ...] | Literal["measured", "equal"] = "measured"
     speed_hints: tuple[float, ...] | None = None
-    feed: Way = "sharded"
+    feed: FeedKind = "sharded"
     readers: int = 0
     prefetch: int | None = None
     num_shards: int | None = None
@@ -89,8 +89,8 @@ class RunConfig:
             raise ValueError("speed_hints would be ignored, since shares is not 'measured': leave one of them out")
         if not (0 < self.timeout_s < math.inf):
             raise ValueError(f"timeout_s={self.timeout_s} is no time-out: choose a finite number of seconds > 0")
-        if self.feed not in get_args(Way):
-            raise ValueError(f"feed={self.feed!r} is unknown: choose one of {', '.join(get_args(Way))}")
+        if self.feed not in get_args(FeedKind):
+            raise ValueError(f"feed={self.feed!r} is unknown: choose one of {', '.join(get_args(FeedKind))}")
         if type(self.shuffle_buffer) is not int or self.shuffle_buffer < 0:
             raise ValueError(
                 f"shuffle_buffer={self.shuffle_buffer!r}: choose how many samples of a stream it holds, >= 0"

@@ -343,7 +343,7 @@ PROGRAMS: dict[str, Program] = {
         data=lambda: DataLoader(PAIRS, batch_size=MICRO_BATCH, sampler=DistributedSampler(PAIRS, 2, 0)),
     ),
     "worker_init_fn": Program(
-        refused(r"worker_init_fn, which Paceline's readers would not call"),
+        refused(r"worker_init_fn, which Paceline's readers do not call"),
         data=lambda: DataLoader(PAIRS, batch_size=MICRO_BATCH, worker_init_fn=print),
     ),
     "a stream": Program(EQUAL, data=Stream),
@@ -396,7 +396,7 @@ PROGRAMS: dict[str, Program] = {
         settings={"collate_fn": padded, "weight_fn": num_targets},
     ),
     "a weight that is no whole number": Program(
-        refused(r"weight_fn returned 0\.5: it must be a whole number"), settings={"weight_fn": lambda _: 0.5}
+        refused(r"weight_fn returned 0\.5: it must be an integer >= 0"), settings={"weight_fn": lambda _: 0.5}
     ),
     "a collate_fn that drops samples": Program(
         EQUAL, build=small, data=lambda: PAIR_LIST, settings={"collate_fn": only_long}, loss=of_pair, batches=kept

@@ -179,7 +179,7 @@ def test_data_that_cannot_be_opened_is_named_with_its_place(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, text).data("train")
     assert str(caught.value) == (
-        f"{tmp_path}/p.yaml:2:8: data.train: there is no file of token ids at {tmp_path}/t.bin"
+        f"{tmp_path}/p.yaml:2:8: data.train: {tmp_path}/t.bin does not exist: check the path of the token file"
     )
 
 

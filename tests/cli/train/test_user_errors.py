@@ -72,10 +72,10 @@ BY_A_WORKER = {
         "model={factory: 'mistaken_parts:broken_model'}",
         r"mistaken_parts:broken_model failed: IndexError: list index out of range \(.*mistaken_parts.py:\d+\)$",
     ),
-    "no tokens": ("data.train={kind: tokens, paths: x.bin, length: 8}", "data.train: there is no file of token ids at"),
-    "no images": ("data.train={kind: images, root: nowhere}", "data.train: there is no folder of images at"),
+    "no tokens": ("data.train={kind: tokens, paths: x.bin, length: 8}", "x.bin does not exist: check the path"),
+    "no images": ("data.train={kind: images, root: nowhere}", "nowhere is not a folder: check the path"),
     "no data set": ("data.train={kind: hf, path: ./nowhere}", "data.train: there is no data set at"),
-    "no samples": ("data.train={factory: 'builtins:list'}", "data is empty: there is nothing to train on"),
+    "no samples": ("data.train={factory: 'builtins:list'}", "data is empty: give at least one sample"),
     "no model": ("model={factory: 'torch:Generator'}", r"the model is a Generator without a parameters\(\) method"),
     "a part of Python": ("model={factory: 'builtins:int'}", "builtins:int belongs to Python itself"),
     "no backend": (
@@ -179,4 +179,4 @@ def test_a_dry_run_says_what_is_wrong_too(
     assert main(["train", str(config), "--dry-run", "after=dry_mistaken_parts:aftr"]) == 2
     assert "after: dry_mistaken_parts has no 'aftr': did you mean after?" in capsys.readouterr().err
     assert main(["train", str(config), "--dry-run", "data.train={factory: 'builtins:list'}"]) == 2
-    assert capsys.readouterr().err == "paceline train: data is empty: there is nothing to train on\n"
+    assert capsys.readouterr().err == "paceline train: data is empty: give at least one sample\n"

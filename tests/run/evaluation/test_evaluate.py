@@ -296,5 +296,5 @@ def test_bad_micro_batch_and_data_are_named() -> None:
 def test_a_collate_function_for_the_evaluation() -> None:
     with setup() as trainer:
         assert trainer.evaluate(["a", "bb", "ccc"], lambda _, texts: len("".join(texts)) / 3, collate_fn=list) == 2.0
-        with pytest.raises(TypeError, match="it is a str without rows: give weight_fn"):
+        with pytest.raises(TypeError, match="it is a str without rows: set weight_fn"):
             trainer.evaluate(["a", "bb", "ccc"], lambda _, text: len(text) / 3, collate_fn="".join)

@@ -1,20 +1,40 @@
-"""What brings a worker its micro-batches, step by step."""
+"""The interface between a worker's step and its data."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from paceline.plan.shares import Plan
 from paceline.plan.steps import Position
 
-# Who takes which micro-batches of a step, where so many are left in the epoch.
-PlanStep = Callable[[int], Plan]
+FeedKind: TypeAlias = Literal["sharded", "dispatched"]
+
+# Makes the plan of a step from the number of micro-batches that are left in the epoch.
+PlanStep: TypeAlias = Callable[[int], Plan]
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """How the data is read; see `Trainer.setup`."""
+
+    seed: int
+    shuffle: bool
+    feed: FeedKind = "sharded"
+    readers: int = 0
+    prefetch: int | None = None
+    num_shards: int | None = None
+    shuffle_buffer: int = 0
+    weight_fn: Callable[[Any], int] | None = None
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    at_once: int = 1
+    resident: bool = False
 
 
 class Step(NamedTuple):
-    """A step to take. `total_weight`: what its micro-batches' weights add up to, where that is known beforehand.
-    `is_cut`: it is the epoch's last, and may be smaller for that."""
+    """One step. `total_weight`: the sum of its micro-batches' weights, or None if it is not known in advance.
+    `is_cut`: it is the last step of its epoch and may be smaller than the others."""
 
     plan: Plan
     num_samples: int
@@ -23,16 +43,16 @@ class Step(NamedTuple):
 
 
 class Feed(Protocol):
-    """`begin_step`, then `micro_batch` for each of this worker's; a step may be begun again at the same position."""
+    """Call `begin_step`, then `micro_batch` for each of this worker's; a step may be begun again at its position."""
 
     def begin_step(self, position: Position) -> Step | None:
-        """The step at this position; None if the epoch is over. All workers get the same answer."""
+        """The step at this position, or None at the end of the epoch. The result is the same on all workers."""
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
         """The batch of these micro-batches of the step, on the device, and its weight in the step's mean."""
 
     def after_step(self, position: Position) -> Position:
-        """Where the run is once the step that was begun last is done."""
+        """The position after the step that was begun last."""
 
     def close(self) -> None:
-        """Stop reading ahead."""
+        """Stop reading ahead and release readers."""

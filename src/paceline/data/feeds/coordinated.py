@@ -1,276 +1,276 @@
-"""Steps that workers read together: one that reads for all (dispatched), or a stream whose end nobody knows.
+"""The feed for steps that workers read in coordination: rank 0 reads for all (dispatched), or the data is a stream.
 
-Both need the workers to talk before a step begins: to hand over batches, or to learn which micro-batches there are.
-That is done ahead of time, beside the training, so the plan of a step is made `ahead` steps before it is taken.
+Both need communication before a step begins, to send batches or to learn which micro-batches exist. It runs ahead of
+training, so a step is planned up to `STEPS_AHEAD` steps before it is taken.
 """
 
 from __future__ import annotations
 
 import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from paceline.comm.base import Link, PointToPoint
-from paceline.core.errors import CommunicationError
+from paceline.comm.base import Communicator, Link
+from paceline.core.errors import CommunicationError, CommunicationTimeout, PacelineError
 from paceline.core.message import decode, encode
 from paceline.core.secret import run_secret
 from paceline.core.world import World
-from paceline.data.feeds.base import PlanStep, Step
-from paceline.data.feeds.device import DeviceCopier
-from paceline.data.feeds.readers import Readers
-from paceline.data.feeds.sharded import weight_of
-from paceline.data.sources.base import Read
+from paceline.data.epochs import NumberedEpochs
+from paceline.data.feeds.base import DataSettings, PlanStep, Step
+from paceline.data.feeds.readers import ReaderProcesses, ReaderThread, ReaderTimeout
+from paceline.data.feeds.sharded import Delivery
+from paceline.data.feeds.stream_reader import StreamReader, StreamRequest
+from paceline.data.sources.base import Read, reads_in_thread
 from paceline.plan.shares import Plan, ranges
 from paceline.plan.steps import Position
 
+# Steps that are planned and read ahead if a thread or reader processes can do it.
+STEPS_AHEAD = 2
+# The timeout of a link that is used ahead of training, and so is idle while training is, for example in an evaluation.
+# A step that needs the data still waits at most timeout_s.
+NO_TIMEOUT_S = 7 * 24 * 3600.0
 
-class Planned(NamedTuple):
-    """A step that will be taken: its first micro-batch in the epoch, and who takes which."""
+# Makes the link of a world, with the timeout of a message and that of the connection itself, in seconds.
+Connect: TypeAlias = Callable[[World, float, float], Link]
 
-    epoch: int
-    first: int
+_MISSING = -1  # the number of samples of a micro-batch that does not exist
+
+
+class StreamEpochs:
+    """Epochs of unknown length, with the interface of `NumberedEpochs`. A step without micro-batches ends the epoch."""
+
+    def begin(self, number: int) -> None:
+        return
+
+    def num_left(self, position: Position) -> int:
+        """More than any step has: the end is not known in advance."""
+        return sys.maxsize
+
+    def after(self, position: Position, num_micro_batches: int) -> Position:
+        return Position(position.epoch, position.micro_batch + num_micro_batches, position.step + 1)
+
+    def request(self, epoch: int, number: int) -> StreamRequest:
+        return StreamRequest(epoch, number)
+
+
+class _PlannedStep(NamedTuple):
+    position: Position
     plan: Plan
 
 
-# Instead of a micro-batch's number of samples, where it does not exist.
-_NOT_THERE = -1
-
-
-class Delivered(NamedTuple):
-    """What came of it: how many samples each micro-batch has, if it exists, and this worker's."""
+class _StepData(NamedTuple):
+    """The number of samples of each micro-batch of a step, and this worker's micro-batches."""
 
     num_samples: Sequence[int]
     own: Sequence[Read]
 
 
-class Course(Protocol):
-    """How an epoch goes on, as far as it is known beforehand."""
-
-    def begin(self, epoch: int) -> None:
-        """The run is in this epoch now; all workers say so together."""
-
-    def num_left(self, position: Position) -> int:
-        """Micro-batches from there to the epoch's end, if it has a known one; more than any step has if not; 0 if
-        nobody knows the epoch before it begins."""
-
-    def after(self, position: Position, num_micro_batches: int) -> Position: ...
-
-
-class TogetherFeed:
-    """Keeps `ahead` steps planned and under way, and hands them out one by one."""
+class CoordinatedFeed:
+    """Keeps up to `STEPS_AHEAD` steps planned and in flight. `connect` is called if there are other workers."""
 
     def __init__(
         self,
-        course: Course,
+        data: object,
+        read: Callable[[Any], Read],
+        epochs: NumberedEpochs | StreamEpochs,
+        settings: DataSettings,
         plan_step: PlanStep,
-        deliver: Readers,
-        rank: int,
-        device: torch.device,
-        *,
-        ahead: int,
-        knows_weights: bool = True,
-        weight_fn: Callable[[Any], int] | None = None,
-        tell: Callable[[Any], None] | None = None,
+        communicator: Communicator,
+        connect: Connect,
     ) -> None:
-        self._course = course
+        if settings.at_once > 1:
+            raise ValueError(
+                "physical_batch needs data with numbered samples and feed='sharded': leave it out, or choose a larger "
+                "micro_batch"
+            )
+        if settings.prefetch is not None:
+            raise ValueError(
+                f"prefetch={settings.prefetch} has no effect on streams and dispatched data, which are read "
+                f"{STEPS_AHEAD} steps ahead: set readers instead"
+            )
+        self._read = read
+        self._epochs = epochs
+        self._settings = settings
         self._plan_step = plan_step
-        self._deliver = deliver
-        self._rank = rank
-        self._ahead = ahead
-        # In exact mode knowing them changes the last bit: that must not depend on how the same data is read.
-        self._knows_weights = knows_weights and weight_fn is None
-        self._weight_fn = weight_fn
-        self._tell = tell
-        self._to_device = DeviceCopier(device)
-        self._under_way: deque[tuple[Position, Planned, Callable[[], Delivered]]] = deque()
-        self._position: Position | None = None
-        self._planned: Planned
-        self._delivered: Delivered
+        self._world = world = communicator.world
+        self._timeout_s = timeout_s = communicator.timeout_s
+        self._deliver = Delivery(data, world.device, settings.weight_fn)
+        in_background = settings.readers > 0 or reads_in_thread(data)
+        self._num_ahead = STEPS_AHEAD if in_background else 0
+        limit_s = NO_TIMEOUT_S if in_background else timeout_s
+        self._processes: ReaderProcesses | None = None
+        self._link: _WatchedLink | None = None
+        self._submit: Callable[[_PlannedStep], Callable[[], _StepData]] = partial(partial, self._load)
+        with ExitStack() as cleanup:
+            if settings.readers:
+                self._processes = ReaderProcesses(read, settings.readers, limit_s)
+                cleanup.callback(self._processes.close)
+            if world.size > 1:
+                self._link = _WatchedLink(connect(world, limit_s, timeout_s))
+                cleanup.callback(self._link.close)
+            if in_background:
+                thread = ReaderThread(self._load, timeout_s, abort=self._abort, explain=self._explain_timeout)
+                self._submit = thread.submit
+                cleanup.callback(thread.close)
+            self._cleanup = cleanup.pop_all()
+        self._in_flight: deque[tuple[_PlannedStep, Callable[[], _StepData]]] = deque()
+        self._current: tuple[_PlannedStep, _StepData] | None = None
+        self._plan: Plan = ()
+        self._own: Sequence[Read] = ()
 
     def begin_step(self, position: Position) -> Step | None:
-        if position != self._position:  # else it is repeated
-            self._take(position)
-        counts = self._delivered.num_samples
-        # What does not exist is left out, and the rest numbered anew: the same for every way of dividing the step.
-        self._plan = ranges([sum(counts[k] != _NOT_THERE for k in own) for own in self._planned.plan])
+        if self._current is None or self._current[0].position != position:  # else the step is repeated
+            self._current = self._next_step(position)
+        planned, data = self._current
+        counts = data.num_samples
+        # Missing micro-batches are left out and the others renumbered, independent of how the step is divided.
+        self._plan = ranges([sum(counts[k] != _MISSING for k in own) for own in planned.plan])
         if not self._plan[-1].stop:
-            self._give_up()
+            self._drop_planned()
             if not position.micro_batch:
-                raise ValueError(f"epoch {position.epoch} of the data has no sample: there is nothing to train on")
+                raise ValueError(f"epoch {position.epoch} of the data has no samples: give at least one")
             return None
-        num_samples = sum(count for count in counts if count != _NOT_THERE)
-        is_last = self._course.num_left(position) == self._plan[-1].stop and position.micro_batch > 0
-        is_cut = is_last or self._plan != self._planned.plan
-        return Step(self._plan, num_samples, num_samples if self._knows_weights else None, is_cut)
+        self._own = [read for read in data.own if read.exists]
+        num_samples = sum(count for count in counts if count != _MISSING)
+        is_last = self._epochs.num_left(position) == self._plan[-1].stop and position.micro_batch > 0
+        total_weight = num_samples if self._deliver.knows_weights else None
+        return Step(self._plan, num_samples, total_weight, is_last or self._plan != planned.plan)
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
-        read = self._existing[numbers[0] - self._plan[self._rank].start]
-        if read.skipped and self._tell is not None:
-            self._tell(read.skipped)
-        if read.batch is None:
-            return None, 0
-        weight = read.num_samples if self._weight_fn is None else weight_of(read.batch, self._weight_fn)
-        return self._to_device(read.batch), weight
+        return self._deliver(self._own[numbers[0] - self._plan[self._world.rank].start])
 
     def after_step(self, position: Position) -> Position:
-        return self._course.after(position, self._planned.plan[-1].stop)
+        assert self._current is not None
+        return self._epochs.after(position, self._current[0].plan[-1].stop)
 
     def close(self) -> None:
-        self._under_way.clear()
-        self._deliver.close()
+        self._in_flight.clear()
+        self._cleanup.close()
 
-    def _take(self, position: Position) -> None:
-        if self._under_way and not _same_place(self._under_way[0][0], position):
-            self._give_up()  # the run went elsewhere
-        self._course.begin(position.epoch)
+    def _next_step(self, position: Position) -> tuple[_PlannedStep, _StepData]:
+        if self._in_flight and self._in_flight[0][0].position[:2] != position[:2]:
+            self._drop_planned()  # the run went elsewhere
+        self._epochs.begin(position.epoch)
         self._plan_ahead(position)
-        _, self._planned, answer = self._under_way.popleft()
-        self._delivered = answer()
-        self._existing = [read for read in self._delivered.own if _count(read) != _NOT_THERE]
-        self._position = position
+        planned, answer = self._in_flight.popleft()
+        return planned._replace(position=position), answer()
 
     def _plan_ahead(self, position: Position) -> None:
-        if self._under_way:
-            last, planned, _ = self._under_way[-1]
-            position = self._course.after(last, planned.plan[-1].stop)
-        while len(self._under_way) <= self._ahead and (num_left := self._course.num_left(position)):
-            plan = self._plan_step(num_left)
-            planned = Planned(position.epoch, position.micro_batch, plan)
-            self._under_way.append((position, planned, self._deliver.submit(planned)))
-            position = self._course.after(position, plan[-1].stop)
+        if self._in_flight:
+            last = self._in_flight[-1][0]
+            position = self._epochs.after(last.position, last.plan[-1].stop)
+        while len(self._in_flight) <= self._num_ahead and (num_left := self._epochs.num_left(position)):
+            planned = _PlannedStep(position, self._plan_step(num_left))
+            self._in_flight.append((planned, self._submit(planned)))
+            position = self._epochs.after(position, planned.plan[-1].stop)
 
-    def _give_up(self) -> None:
-        """Drop what was planned. All workers do, at the same step; what is on its way still has to arrive."""
-        for _, _, answer in self._under_way:
+    def _drop_planned(self) -> None:
+        """All workers do this at the same step. What is in flight is completed first."""
+        for _, answer in self._in_flight:
             answer()
-        self._under_way.clear()
-        self._position = None
+        self._in_flight.clear()
+        self._current = None
 
+    # The methods below run in the reading thread, if there is one.
 
-def _count(read: Read) -> int:
-    """How many samples it has; one whose samples were all left out exists too, as where every worker reads its own."""
-    return read.num_samples if read.exists else _NOT_THERE
+    def _load(self, planned: _PlannedStep) -> _StepData:
+        """Read a step's micro-batches and exchange what other workers need of them."""
+        plan, link = planned.plan, self._link
+        if link is None or self._settings.feed == "sharded":
+            own = self._read_all(planned, plan[self._world.rank])
+            counts = [read.num_samples if read.exists else _MISSING for read in own]
+            return _StepData(counts if link is None else _all_counts(counts, plan, link), own)
+        if link.world.rank != 0:
+            return _StepData(*_receive(link))
+        reads = self._read_all(planned, range(plan[-1].stop))
+        counts = [read.num_samples if read.exists else _MISSING for read in reads]
+        for rank, numbers in enumerate(plan[1:], 1):
+            _send(link, (counts, [reads[k] for k in numbers]), rank)
+        return _StepData(counts, [reads[k] for k in plan[0]])
 
+    def _read_all(self, planned: _PlannedStep, numbers: range) -> list[Read]:
+        position, read = planned.position, self._read
+        requests: list[Any] = [self._epochs.request(position.epoch, position.micro_batch + k) for k in numbers]
+        if self._processes is None:
+            return [read(request) for request in requests]
+        answers = []
+        for request in requests:
+            reader = read.reader_of(request, self._settings.readers) if isinstance(read, StreamReader) else None
+            answers.append(self._processes.submit(request, reader))
+        return [answer() for answer in answers]
 
-def _same_place(one: Position, other: Position) -> bool:
-    return (one.epoch, one.micro_batch) == (other.epoch, other.micro_batch)
-
-
-class Inline:
-    """Does what is asked for when the answer is: nothing runs beside the step."""
-
-    def __init__(self, work: Callable[[Any], Any]) -> None:
-        self._work = work
-
-    def submit(self, request: Any) -> Callable[[], Any]:
-        return _Once(self._work, request)
-
-    def close(self) -> None:
-        return
-
-
-class _Once:
-    def __init__(self, work: Callable[[Any], Any], request: Any) -> None:
-        self._work = work
-        self._request = request
-
-    def __call__(self) -> Any:
-        return self._work(self._request)
-
-
-class OwnParts:
-    """Every worker reads its own part of the stream, and tells the others what it found."""
-
-    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], link: PointToPoint | None) -> None:
-        self._read = read
-        self._link = link  # None: there is nobody else
-
-    def __call__(self, planned: Planned) -> Delivered:
-        own = planned.plan[0 if self._link is None else self._link.world.rank]
-        reads = self._read(planned, own)
-        counts = torch.zeros(planned.plan[-1].stop, dtype=torch.int64)
-        counts[own.start : own.stop] = torch.tensor([_count(read) for read in reads], dtype=torch.int64)
+    def _abort(self) -> None:
         if self._link is not None:
-            _add_up(counts, self._link)
-        return Delivered(counts.tolist(), reads)
+            self._link.abort()
+        if self._processes is not None:
+            self._processes.kill()
+
+    def _explain_timeout(self) -> PacelineError | None:
+        """The error if the reading thread waits for another worker or a reader process."""
+        if self._link is not None and self._link.activity:
+            return CommunicationTimeout(
+                f"rank {self._world.rank} waited timeout_s={self._timeout_s:g} s for its data, in "
+                f"{self._link.activity}: that rank hangs, or its work takes longer than the timeout"
+            )
+        stacks = "" if self._processes is None else self._processes.stacks()
+        return ReaderTimeout.in_processes(self._timeout_s, stacks) if stacks else None
 
 
-def _add_up(numbers: torch.Tensor, link: PointToPoint) -> None:
-    """The sum over all workers, on every worker, by way of rank 0."""
+def _all_counts(own: Sequence[int], plan: Plan, link: _WatchedLink) -> list[int]:
+    """The counts of all workers, added up by rank 0."""
+    counts = torch.zeros(plan[-1].stop, dtype=torch.int64)
+    counts[plan[link.world.rank].start : plan[link.world.rank].stop] = torch.tensor(own, dtype=torch.int64)
     if link.world.rank != 0:
-        link.send(numbers, 0)
-        link.receive(numbers, 0)
-        return
-    others = range(1, link.world.size)
-    for rank in others:
-        theirs = torch.empty_like(numbers)
+        link.send(counts, 0)
+        link.receive(counts, 0)
+        return counts.tolist()
+    for rank in range(1, link.world.size):
+        theirs = torch.empty_like(counts)
         link.receive(theirs, rank)
-        numbers += theirs
-    for rank in others:
-        link.send(numbers, rank)
+        counts += theirs
+    for rank in range(1, link.world.size):
+        link.send(counts, rank)
+    return counts.tolist()
 
 
-class ReadByOne:
-    """Rank 0 reads every micro-batch and sends each worker its own."""
-
-    def __init__(self, read: Callable[[Planned, range], Sequence[Read]], link: Link) -> None:
-        self._read = read
-        self._link = link
-
-    def __call__(self, planned: Planned) -> Delivered:
-        if self._link.world.rank != 0:
-            counts, own = _receive(self._link)
-            return Delivered(counts, own)
-        everything = range(planned.plan[-1].stop)
-        reads = self._read(planned, everything)
-        counts = [_count(read) for read in reads]
-        for rank, numbers in enumerate(planned.plan):
-            if rank != 0:
-                _send(self._link, (counts, [reads[k] for k in numbers]), rank)
-        return Delivered(counts, [reads[k] for k in planned.plan[0]])
-
-
-class WatchedLink:
-    """A link that tells what it is at: `doing` is empty while no message is under way."""
+class _WatchedLink:
+    """A link that knows which message is in flight: `activity`, empty if none."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self.doing = ""
+        self.activity = ""
+        self.world, self.is_trusted = link.world, link.is_trusted
         self.abort, self.close = link.abort, link.close
 
-    @property
-    def world(self) -> World:
-        return self._link.world
-
-    @property
-    def is_trusted(self) -> bool:
-        return self._link.is_trusted
-
     def send(self, tensor: torch.Tensor, to: int) -> None:
-        self.doing = f"send to rank {to}"
+        self.activity = f"send to rank {to}"
         self._link.send(tensor, to)
-        self.doing = ""
+        self.activity = ""
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        self.doing = f"receive from rank {source}"
+        self.activity = f"receive from rank {source}"
         self._link.receive(tensor, source)
-        self.doing = ""
+        self.activity = ""
 
 
-# How a message is written: in a format without code, or pickled.
+# The formats of a message: one that cannot hold code, or pickle.
 _PLAIN, _PICKLED = 0, 1
+_PURPOSE = "a batch of rank 0"
 
 
-def _send(link: Link, value: Any, to: int) -> None:
+def _send(link: _WatchedLink, value: Any, to: int) -> None:
     kind, message = _encode(value, link.is_trusted)
     link.send(torch.tensor([kind, len(message)], dtype=torch.int64), to)
     link.send(message, to)
 
 
-def _receive(link: Link) -> Any:
+def _receive(link: _WatchedLink) -> Any:
     head = torch.empty(2, dtype=torch.int64)
     link.receive(head, 0)
     kind, size = head.tolist()
@@ -286,14 +286,13 @@ def _encode(value: Any, is_trusted: bool) -> tuple[int, torch.Tensor]:
         secret = run_secret()
         if secret is None and not is_trusted:
             raise TypeError(
-                f"{error}. Workers on other hosts take what only pickle can hold from peers that prove who they are: "
-                "give the run a secret (--secret-file, or the variable PACELINE_SECRET_FILE under torchrun; see "
-                "docs/security.md), or let collate_fn return tensors, numbers, strings, lists, tuples and dicts"
+                f"{error}. Workers on other hosts accept pickled batches only from authenticated peers: give the run a "
+                "secret (--secret-file, or the variable PACELINE_SECRET_FILE under torchrun; see docs/security.md), or "
+                "let collate_fn return tensors, numbers, strings, lists, tuples and dicts"
             ) from None
-    pickled = pickle.dumps(value)
-    return _PICKLED, torch.frombuffer(
-        bytearray(pickled if secret is None else secret.sign(pickled, _PURPOSE)), dtype=torch.uint8
-    )
+    content = pickle.dumps(value)
+    signed = content if secret is None else secret.sign(content, _PURPOSE)
+    return _PICKLED, torch.frombuffer(bytearray(signed), dtype=torch.uint8)
 
 
 def _decode(kind: int, message: torch.Tensor, is_trusted: bool) -> Any:
@@ -302,11 +301,8 @@ def _decode(kind: int, message: torch.Tensor, is_trusted: bool) -> Any:
     secret = run_secret()
     if secret is None and not is_trusted:
         raise CommunicationError(
-            "a pickled batch came from rank 0, which has not proved who it is: give the run a secret (--secret-file; "
+            "a pickled batch arrived from rank 0, which is not authenticated: give the run a secret (--secret-file; "
             "see docs/security.md)"
         )
     content = message.numpy().tobytes()
     return pickle.loads(content if secret is None else secret.check(content, _PURPOSE))
-
-
-_PURPOSE = "a batch of rank 0"

@@ -1,8 +1,8 @@
-"""Bringing a batch to the device without making either side wait."""
+"""Copies of batches to the device, overlapped with computation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
 
@@ -11,34 +11,28 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class DeviceCopier:
-    """Moves batches to one device. To a GPU they go through pinned memory, on a stream beside the computing one."""
+    """Moves batches to one device. Copies to a GPU go through pinned memory, on a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Where there is no other device, nothing needs moving.
-        self._is_idle = device.type == "cpu" and not torch.cuda.is_available()
+        self._is_noop = device.type == "cpu" and not torch.cuda.is_available()  # tensors can only be on the CPU
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
-        if self._is_idle:
+        if self._is_noop:
             return batch
         if self._stream is None:
             return to_device(batch, self._device)
-        if _lies_on(self._device, batch):
+        if {tensor.device for tensor in tensors_in(batch)} == {self._device}:
             return batch
         computing = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
             moved = to_device(batch, self._device, _pinned)
         computing.wait_stream(self._stream)
-        # The allocator must not hand the memory out again while the computing stream still reads it.
-        visit_tensors(moved, lambda tensor: tensor.record_stream(computing) if tensor.is_cuda else None)
+        for tensor in tensors_in(moved):
+            if tensor.is_cuda:
+                tensor.record_stream(computing)  # the allocator must not reuse the memory before this stream is done
         return moved
-
-
-def _lies_on(device: torch.device, batch: Any) -> bool:
-    devices: set[torch.device] = set()
-    visit_tensors(batch, lambda tensor: devices.add(tensor.device))
-    return devices == {device}
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,34 +42,37 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 def to_device(
     batch: Any, device: torch.device, before: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
 ) -> Any:
-    """Every tensor in nested tuples, lists and dicts, moved; anything else as it is."""
+    """The batch with every tensor in nested tuples, lists and dicts moved to the device, after `before`."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value if value.device == device else before(value).to(device, non_blocking=True)
         if isinstance(value, PackedSequence):  # a tuple, but one of its tensors stays on the host
             return value.to(device=device, non_blocking=True)  # type: ignore[call-arg]
-        if isinstance(value, MutableMapping):
-            moved = copy(value)  # keeps what the type holds beside its items, such as a defaultdict's factory
-            moved.update({key: move(item) for key, item in value.items()})
-            return moved
-        if isinstance(value, Mapping):
-            return type(value)({key: move(item) for key, item in value.items()})  # type: ignore[call-arg]
-        if isinstance(value, tuple) and hasattr(value, "_make"):
-            return value._make(move(item) for item in value)
-        if isinstance(value, list | tuple):
-            return type(value)(move(item) for item in value)
-        return value
+        return map_items(value, move)
 
     return move(batch)
 
 
-def visit_tensors(batch: Any, visit: Callable[[torch.Tensor], object]) -> None:
+def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
+    """A container of the same type with `function` applied to its items; any other value is returned unchanged."""
+    if isinstance(value, Mapping):
+        items = {key: function(item) for key, item in value.items()}
+        if not hasattr(value, "update"):
+            return type(value)(items)  # type: ignore[call-arg]
+        mapped = copy(value)  # keeps the type's other state, such as the factory of a defaultdict
+        mapped.update(items)
+        return mapped
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(map(function, value))
+    return type(value)(map(function, value)) if isinstance(value, list | tuple) else value
+
+
+def tensors_in(batch: Any) -> list[torch.Tensor]:
+    """All tensors in nested tuples, lists and dicts."""
     if isinstance(batch, torch.Tensor):
-        visit(batch)
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            visit_tensors(value, visit)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            visit_tensors(value, visit)
+        return [batch]
+    if isinstance(batch, Mapping | list | tuple):
+        items = batch.values() if isinstance(batch, Mapping) else batch
+        return [tensor for item in items for tensor in tensors_in(item)]
+    return []

@@ -1,132 +1,86 @@
-"""A nested batch as a small description and one block of memory, so that it can be handed to another process."""
+"""Batches between processes: pickled, with the memory of tensors and arrays beside the pickle in one shared block."""
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import mmap
 import os
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+import pickle
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 
-# A micro-batch's tensors start on a cache line: on unaligned inputs some kernels give other results.
-ALIGNMENT = 64
-# Up to here copying costs less than another mapping, and no descriptor stays open for those who keep batches.
-SMALL = 1 << 20
+# Tensors of a micro-batch start on a cache line: some kernels give other results on unaligned inputs.
+ALIGNMENT_BYTES = 64
+# Up to this size a copy costs less than a mapping, and a batch that the user keeps does not hold a file open.
+MAX_COPIED_BYTES = 1 << 20
 
 
-_Memory: TypeAlias = mmap.mmap
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
+            return NotImplemented
+        tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+        return _restored_tensor, (pickle.PickleBuffer(content), tensor.dtype, tuple(tensor.shape))
 
 
-class _Place(NamedTuple):
-    """Stands for a tensor in the description."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    is_numpy: bool
+def _restored_tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
-class Packed:
-    """A block of memory without a name, that another process can map."""
+def pack(batch: Any) -> tuple[bytes, int | None]:
+    """The pickled batch, and the descriptor of a memory file with its tensors, or None if it has none.
 
-    def __init__(self, size: int) -> None:
-        self.descriptor = os.memfd_create("paceline-batch", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self.descriptor, size)
-            self.memory = mmap.mmap(self.descriptor, size)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
-def pack(batch: Any) -> tuple[Any, Packed | None]:
-    """The batch with places instead of its tensors, and the tensors' memory; None where there are none."""
-    packer = _Packer()
-    described = packer.describe(batch)
-    return described, packer.packed()
-
-
-def unpack(described: Any, descriptor: int | None) -> Any:
-    """The batch that `pack` described. Takes over `descriptor`.
-
-    Large tensors are that memory, which lives as long as any of them; each such batch holds a file descriptor open.
+    The caller closes the descriptor.
     """
-    if descriptor is None:
-        return _restore(described, None)
+    stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+    _Pickler(stream, 5, buffer_callback=buffers.append).dump(batch)
+    contents = [buffer.raw() for buffer in buffers]
+    starts = _starts([content.nbytes for content in contents])
+    message = pickle.dumps((stream.getvalue(), [content.nbytes for content in contents]))
+    if not starts[-1]:
+        return message, None
+    descriptor = os.memfd_create("paceline-batch", os.MFD_CLOEXEC)
     try:
-        size = os.fstat(descriptor).st_size
-        memory = mmap.mmap(descriptor, size)
+        os.ftruncate(descriptor, starts[-1])
+        with mmap.mmap(descriptor, starts[-1]) as memory:
+            for start, content in zip(starts, contents, strict=False):
+                memory[start : start + content.nbytes] = content
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return message, descriptor
+
+
+def unpack(message: bytes, descriptor: int | None) -> Any:
+    """The batch that `pack` packed. Closes `descriptor`.
+
+    The tensors of a large batch are views of the shared memory, which is released with the last of them.
+    """
+    pickled, sizes = pickle.loads(message)
+    if descriptor is None:
+        return pickle.loads(pickled, buffers=[bytearray() for _ in sizes])
+    try:
+        total = os.fstat(descriptor).st_size
+        memory = memoryview(mmap.mmap(descriptor, total))
     finally:
         os.close(descriptor)
-    return _restore(described, memory, copy=size <= SMALL)
+    parts = [memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
+    return pickle.loads(pickled, buffers=[_copied(part) for part in parts] if total <= MAX_COPIED_BYTES else parts)
 
 
-class _Packer:
-    def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
-        self._offsets = [0]
-
-    def describe(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.layout == torch.strided:
-            return self._place(value, is_numpy=False)
-        if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.dtype.isnative and value.size:
-            try:
-                return self._place(torch.from_numpy(np.ascontiguousarray(value)), is_numpy=True)
-            except TypeError:  # a type that torch lacks
-                return value
-        return rebuild(value, self.describe)
-
-    def packed(self) -> Packed | None:
-        if not self._offsets[-1]:
-            return None
-        packed = Packed(self._offsets[-1])
-        for tensor, offset in zip(self._tensors, self._offsets, strict=False):
-            if tensor.numel():
-                _view(packed.memory, offset, tensor.shape, tensor.dtype).copy_(tensor)
-        return packed
-
-    def _place(self, tensor: torch.Tensor, *, is_numpy: bool) -> _Place:
-        tensor = tensor.detach().cpu().contiguous()
-        offset = self._offsets[-1]
-        self._tensors.append(tensor)
-        self._offsets.append(offset + -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT)
-        return _Place(offset, tuple(tensor.shape), tensor.dtype, is_numpy)
+def _starts(sizes: list[int]) -> list[int]:
+    """Where buffers of these sizes start in the block, and its end."""
+    return list(accumulate((-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes), initial=0))
 
 
-def _restore(value: Any, memory: _Memory | None, *, copy: bool = False) -> Any:
-    # No closure that knows itself: such a cycle would keep the memory until the garbage collector comes.
-    if not isinstance(value, _Place):
-        return rebuild(value, partial(_restore, memory=memory, copy=copy))
-    tensor = _view(memory, value.offset, value.shape, value.dtype)
-    tensor = tensor.clone() if copy else tensor
-    return tensor.numpy() if value.is_numpy else tensor
-
-
-def rebuild(value: Any, visit: Callable[[Any], Any]) -> Any:
-    """The same container with every item visited; anything that is no container as it is."""
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(visit(item) for item in value)
-    if type(value) in (list, tuple):
-        return type(value)(visit(item) for item in value)
-    if type(value) is dict or (isinstance(value, Mapping) and hasattr(value, "copy") and hasattr(value, "update")):
-        changed = value.copy()
-        changed.update({key: visit(item) for key, item in value.items()})
-        return changed
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: visit(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **fields)
-    return value
-
-
-def _view(memory: _Memory | None, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    count = int(np.prod(shape, dtype=np.int64))
-    if memory is None or not count:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+def _copied(part: memoryview) -> Any:
+    """A copy in memory that torch allocated, so that it is aligned."""
+    copy = torch.empty(part.nbytes, dtype=torch.uint8).numpy()
+    copy[:] = np.frombuffer(part, np.uint8)
+    return copy

@@ -1,4 +1,4 @@
-"""Data that comes as whole batches: each is one micro-batch, of whatever size it has."""
+"""Data that comes as whole batches: each is one micro-batch, of any size."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.errors import ended_by_stop_iteration
 from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.rows import count_rows
-from paceline.data.sources.base import Indices, Pair, Read
+from paceline.data.sources.base import Indices, Read
+from paceline.data.sources.collate import as_pair
 from paceline.data.sources.streams import IterableStream, seeded, stream_facts
 
 
 class Batches:
-    """An iterable of batches that Paceline need not understand: the loader of another library, a function of yours.
+    """An iterable of finished batches, such as the loader of another library or a generator function.
 
-    Each item is one micro-batch, in the order they come; `batches_per_step` of them make a step. Rank 0 reads and
-    sends every worker its own, unless `feed="sharded"` lets every worker read everything and keep its own. A batch
-    weighs its samples, the rows that its tensors, arrays and lists agree on, unless a `weight_fn` says otherwise.
+    Each item is one micro-batch; `batches_per_step` consecutive ones make a step. Rank 0 reads them and sends each
+    worker its own. With `feed="sharded"` every worker reads all of them and keeps its own. A batch weighs its number of
+    samples, the rows that its tensors, arrays and lists agree on, unless there is a `weight_fn`.
 
     Args:
-        iterable: something that starts again whenever it is iterated over, or a function that returns an iterator.
-            Every epoch it must give the same batches when it is asked again: Python's, NumPy's and torch's generators
-            are seeded by (seed, epoch, batch) while it works, and `set_epoch` is called where there is one.
+        iterable: an object that restarts whenever it is iterated over, or a function that returns an iterator.
+            It must give the same batches each time it is started for the same epoch. Python's, NumPy's and torch's
+            generators are seeded by (seed, epoch, batch) while it runs, and `set_epoch` is called if it exists.
     """
 
     def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
@@ -31,15 +32,15 @@ class Batches:
 
 
 class PerWorker:
-    """N iterables of batches, one per worker, read side by side.
+    """N iterables of batches, one per worker, read in parallel.
 
-    Of every step's batches each iterable gives an equal part: with N iterables and B batches per step, iterable i gives
-    the i-th B/N of them, in its own order. That holds on any number of workers, so the result does not depend on it.
-    With N workers and equal shares each one reads its own iterable and no other; a worker that computes a batch of
-    another's iterable reads that too, up to it. One that ends before the others leaves its places empty.
+    Each iterable gives an equal part of every step: with N iterables and B batches per step, iterable i gives the i-th
+    B/N of them, in its order. This holds for any number of workers, so the result does not depend on it. With N workers
+    and equal shares each worker reads only its own iterable; a worker that computes a batch of another iterable also
+    reads that one up to it. An iterable that ends before the others leaves its batches of a step missing.
 
     Args:
-        iterables: as for `Batches`, each with samples of its own.
+        iterables: as for `Batches`, each with different samples.
     """
 
     def __init__(self, iterables: Sequence[Iterable[Any] | Callable[[], Iterable[Any]]]) -> None:
@@ -68,17 +69,19 @@ class BatchStream(IterableStream):
         batches = self._iterables[shard]
         if hasattr(batches, "set_epoch"):
             batches.set_epoch(epoch)
-        # A seed for each, or all would draw the same augmentations.
+        # One seed per shard, or all shards would draw the same augmentations.
         return seeded(batches, derive_seed(self._seed, Purpose.SAMPLE_BLOCK, shard), epoch, what="batch")
 
     def as_read(self, batch: Any, *, is_weighed: bool) -> Read:
-        """A batch as it is trained, with the number of its samples; where the user weighs it, 1 will do for unknown."""
+        """A batch as it is trained, with its number of samples."""
         batch = as_pair(batch if self._convert is None else self._convert(batch))
         return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
 
 
 class WholeBatches:
-    """A data set whose items are batches already: each index is one micro-batch."""
+    """A data set whose items are already batches: each index is one micro-batch."""
+
+    counts_samples = True
 
     def __init__(self, items: Any, convert: Callable[[Any], Any], seed: int) -> None:
         self._items = items
@@ -90,10 +93,6 @@ class WholeBatches:
 
     def fingerprint(self) -> Facts:
         return facts_of(self._items)
-
-    @property
-    def counts_samples(self) -> bool:
-        return True
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         return self.read_counted(indices, epoch, position, is_weighed=True).batch
@@ -112,13 +111,8 @@ class WholeBatches:
                 raise
 
 
-def as_pair(batch: Any) -> Any:
-    """Plain pairs get names, as where Paceline joins samples itself."""
-    return Pair._make(batch) if type(batch) in (list, tuple) and len(batch) == 2 else batch
-
-
 def num_samples_of(batch: Any, *, is_weighed: bool = False) -> int:
-    """The rows of a batch that was made elsewhere; where the user weighs it, 1 will do for unknown."""
+    """The rows of a batch. If a weight_fn weighs it, 1 where they cannot be counted."""
     try:
         num_rows = count_rows(batch)
     except TypeError:
@@ -130,8 +124,8 @@ def num_samples_of(batch: Any, *, is_weighed: bool = False) -> int:
     return num_rows
 
 
-class _Called:
-    """A function that returns iterators, as something to iterate over."""
+class _FunctionIterable:
+    """A function that returns iterators, as an iterable."""
 
     def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
         self._make = make
@@ -139,20 +133,18 @@ class _Called:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._make())
 
-    @property
-    def fingerprint(self) -> Any:
-        """That of the function, if it was given one."""
+    def fingerprint(self) -> Facts:
         return facts_of(self._make)
 
 
 def _restartable(iterable: Any, name: str) -> Iterable[Any]:
     if not hasattr(iterable, "__iter__"):
         if callable(iterable):
-            return _Called(iterable)
-        raise TypeError(f"{name} got a {type(iterable).__name__}, which cannot be iterated over: give batches")
+            return _FunctionIterable(iterable)
+        raise TypeError(f"{name} got a {type(iterable).__name__}, which is not iterable: pass an iterable of batches")
     if isinstance(iterable, Iterator):
         raise TypeError(
-            f"{name} got a {type(iterable).__name__}, which can be read only once: give the function that makes it, "
-            "or something that starts again when it is iterated over"
+            f"{name} got a {type(iterable).__name__}, which can be read only once: pass the function that makes it, "
+            "or an object that restarts when it is iterated over"
         )
     return iterable  # type: ignore[no-any-return]

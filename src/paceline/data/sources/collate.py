@@ -1,37 +1,69 @@
-"""Joining samples to a micro-batch, with an explanation where they do not fit together."""
+"""Collation of samples into a micro-batch, with errors that name the samples that do not fit together."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.rows import count_rows
 
 
-class Mismatch(NamedTuple):
-    """Two samples, by their places in the micro-batch, that differ in shape somewhere inside."""
+class Pair(NamedTuple):
+    """A micro-batch of inputs and targets."""
 
-    place: int
-    other: int
-    where: str
-    shape: tuple[int, ...]
-    other_shape: tuple[int, ...]
+    x: Any
+    y: Any
+
+
+class Read(NamedTuple):
+    """A micro-batch that was read: the batch (None if no sample is left), its number of samples, and the samples that
+    were skipped as bad. `exists`: False beyond the end of a stream."""
+
+    batch: Any
+    num_samples: int
+    skipped: tuple[Any, ...] = ()
+    exists: bool = True
+
+
+def collate(samples: list[Any]) -> Any:
+    """torch's default collation; pairs become a `Pair`."""
+    batch = default_collate(samples)
+    return as_pair(batch) if type(samples[0]) in (list, tuple) and len(samples[0]) == 2 else batch
+
+
+def as_pair(batch: Any) -> Any:
+    """A plain pair as a `Pair`; any other batch unchanged."""
+    return Pair._make(batch) if type(batch) in (list, tuple) and len(batch) == 2 else batch
+
+
+def counted(batch: Any, samples: Sequence[Any], *, is_weighed: bool) -> Read:
+    """The result of a user's collate function on these samples. It may leave samples out, even all of them."""
+    if batch is not None:
+        if is_weighed:
+            return Read(batch, len(samples))
+        if num_rows := count_rows(batch, samples):
+            return Read(batch, num_rows)
+    warnings.warn("collate_fn left no sample of a micro-batch: the step continues without it", stacklevel=2)
+    return Read(None, 0)
 
 
 def join(collate: Callable[[list[Any]], Any], samples: list[Any], indices: Sequence[int]) -> Any:
-    """The samples as one micro-batch. Where `collate` fails because shapes differ, the error names them."""
+    """The samples as one micro-batch. If `collate` fails because shapes differ, the error names two such samples."""
     try:
         return collate(samples)
     except StopIteration as error:
         raise ended_by_stop_iteration(f"joining samples {list(indices)} of the data set to a micro-batch") from error
     except Exception as error:
-        nothing = [index for index, sample in zip(indices, samples, strict=False) if sample is None]
-        if nothing:
+        missing = [index for index, sample in zip(indices, samples, strict=False) if sample is None]
+        if missing:
             raise ValueError(
-                f"sample {nothing[0]} of the data set is None, which cannot be joined to a micro-batch: return a "
+                f"sample {missing[0]} of the data set is None, which cannot be joined to a micro-batch: return a "
                 "sample, give a collate_fn that leaves None out, or raise an error in the data set and set "
                 "skip_bad_samples=True"
             ) from error
@@ -40,29 +72,36 @@ def join(collate: Callable[[list[Any]], Any], samples: list[Any], indices: Seque
             error.add_note(f"while joining samples {list(indices)} of the data set to a micro-batch")
             raise
         raise ValueError(
-            f"samples {indices[mismatch.place]} and {indices[mismatch.other]} do not fit into one micro-batch: their "
-            f"shapes{mismatch.where} are {mismatch.shape} and {mismatch.other_shape}: bring all samples to one shape, "
+            f"samples {indices[0]} and {indices[mismatch.other]} do not fit into one micro-batch: their "
+            f"shapes{mismatch.where} are {mismatch.shape} and {mismatch.other_shape}: make all samples the same shape, "
             "or give a collate_fn that pads them"
         ) from error
 
 
+class Mismatch(NamedTuple):
+    """A sample, by its place in the micro-batch, whose shape differs from that of the first one somewhere inside."""
+
+    other: int
+    where: str
+    shape: tuple[int, ...]
+    other_shape: tuple[int, ...]
+
+
 def find_mismatch(samples: Sequence[Any], where: str = "") -> Mismatch | None:
-    """The first place inside nested samples where the shapes of two of them differ."""
+    """The first place inside nested samples where shapes differ."""
     first = samples[0]
-    if isinstance(first, torch.Tensor | np.ndarray) or (
-        isinstance(first, Sequence) and not isinstance(first, str | bytes)
-    ):
+    is_sequence = isinstance(first, Sequence) and not isinstance(first, str | bytes)
+    if isinstance(first, torch.Tensor | np.ndarray) or is_sequence:
         shapes = [_shape(sample) for sample in samples]
         for other, shape in enumerate(shapes):
             if shape != shapes[0]:
-                return Mismatch(0, other, where, shapes[0], shape)
+                return Mismatch(other, where, shapes[0], shape)
+    parts: list[tuple[str, list[Any]]] = []
     if isinstance(first, Mapping):
         keys = [key for key in first if all(isinstance(s, Mapping) and key in s for s in samples)]
         parts = [(f" of {key!r}", [sample[key] for sample in samples]) for key in keys]
     elif isinstance(first, list | tuple):
         parts = [(f" of item {i}", [sample[i] for sample in samples]) for i in range(len(first))]
-    else:
-        parts = []
     found = (find_mismatch(values, f"{name}{where}") for name, values in parts)
     return next((mismatch for mismatch in found if mismatch is not None), None)
 

@@ -1,4 +1,4 @@
-"""HF `datasets`, map-style: read from their Arrow tables where nothing stands in between."""
+"""HF `datasets`, map-style: read from their Arrow tables if no format or decoding is in between."""
 
 from __future__ import annotations
 
@@ -9,36 +9,28 @@ import numpy as np
 import torch
 
 from paceline.data.fingerprint import Facts, facts_of
-from paceline.data.sources.arrow_batches import TableBatches
-from paceline.data.sources.arrow_rows import read_columns
+from paceline.data.sources.arrow_rows import RecordBatches
 from paceline.data.sources.base import Indices, Samples, Source
-
-
-def is_hf_dataset(data: Any) -> bool:
-    """Whether it is a `datasets.Dataset`, found without importing the package."""
-    return any((c.__module__, c.__name__) == ("datasets.arrow_dataset", "Dataset") for c in type(data).__mro__)
 
 
 def hf_source(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source:
     """The source for a `datasets.Dataset`.
 
-    Micro-batches come straight from its table, as from an `ArrowSource`, where the data set has no format or a plain
-    `with_format("torch")` (then numbers are int64 and float32), and no collate function wants single samples. Else the
-    data set is asked for its samples.
+    Micro-batches are read from its table, as in `ArrowSource`, if the data set has no format or a plain
+    `with_format("torch")` (numbers become int64 and float32) and there is no collate function. Otherwise samples are
+    read through the data set.
     """
-    if collate_fn is None and _is_plain(dataset):
-        return HfTable(dataset)
-    return Samples(dataset, collate_fn, seed)
+    return HfTable(dataset) if collate_fn is None and _is_plain(dataset) else Samples(dataset, collate_fn, seed)
 
 
 class HfTable:
-    """A data set's rows as micro-batches of columns. Pickled as the data set is: by path where it lies in files."""
+    """A data set's rows as micro-batches of columns. It is pickled as the data set is: by path if it is in files."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._is_torch = dataset.format["type"] == "torch"
-        self._batches = TableBatches(dataset.data.table.select(dataset.format["columns"]))
-        # Set by shuffle, filter and select: which row of the table each sample is.
+        self._batches = RecordBatches(dataset.data.table.select(dataset.format["columns"]).to_batches())
+        # Made by shuffle, filter and select: the table row of each sample.
         mapping = dataset._indices
         self._rows = None if mapping is None else mapping.table.column(0).to_numpy()
 
@@ -53,7 +45,7 @@ class HfTable:
 
     def read(self, indices: Indices, epoch: int, position: int) -> dict[str, Any]:
         rows = indices if self._rows is None else self._rows[indices].astype(np.int64)
-        columns = read_columns(self._batches, rows, indices)
+        columns = self._batches.read_columns(rows, indices)
         return {name: _as_hf_torch(c) for name, c in columns.items()} if self._is_torch else columns
 
 
@@ -74,10 +66,8 @@ def _is_plain(dataset: Any) -> bool:
 
 
 def _is_decoded(feature: Any) -> bool:
-    """Whether a feature, such as an image, is stored as something else than what it is."""
-    if isinstance(feature, dict):
-        return any(map(_is_decoded, feature.values()))
-    if isinstance(feature, list | tuple):
-        return any(map(_is_decoded, feature))
+    """Whether a feature, such as an image, is stored in another form than it is used in."""
+    if isinstance(feature, dict | list | tuple):
+        return any(map(_is_decoded, feature.values() if isinstance(feature, dict) else feature))
     inner = getattr(feature, "feature", None)
     return hasattr(feature, "decode_example") or (inner is not None and _is_decoded(inner))

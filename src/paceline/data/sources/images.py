@@ -17,19 +17,18 @@ from paceline.core.optional import optional
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import check_range, naming_sample, suggestion
 from paceline.data.fingerprint import Facts, file_facts, value_facts
-from paceline.data.sources.base import Indices, Pair
-from paceline.data.sources.seeded import Seeded
+from paceline.data.sources.base import Indices, Pair, Seeded
 
-# Of ImageNet's training images, as every pretrained model expects them.
+# Statistics of ImageNet's training images, which pretrained models expect.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
-# A random crop's part of the image's area, and its width over its height; tries before a centred one is taken.
+# A random crop's fraction of the image area, its aspect ratio, and the attempts before a central crop is used.
 _AREA = (0.08, 1.0)
 _RATIO = (3 / 4, 4 / 3)
 _TRIES = 10
-# In evaluation: the side of the central square, as a part of the image's shorter side (224 of 256).
+# In evaluation: the side of the central square as a fraction of the shorter side (224 of 256).
 _CENTRE = 0.875
 
 _Box = tuple[float, float, float, float]
@@ -38,16 +37,16 @@ _Box = tuple[float, float, float, float]
 class ImageFolder(Seeded):
     """Images under root/CLASS/..., as micro-batches `Pair(x, y)`: x float32 (samples, 3, size, size), y int64 labels.
 
-    In training an image is cropped at random (8 to 100% of its area) and flipped half of the time, drawn from (seed,
-    epoch, sample); else its centre is taken. Then it is scaled to `size` and normalised by `mean` and `std`.
+    In training an image is cropped at random (8 to 100% of its area) and flipped with probability 0.5, seeded by (seed,
+    epoch, sample); else the centre is used. Then it is scaled to `size` and normalised by `mean` and `std`.
 
     Args:
         root: the folder. Images are numbered class by class, sorted by name.
-        size: side of what the model sees, in pixels.
+        size: side of the model's input, in pixels.
         train: whether to crop and flip at random.
-        classes: names of the sub-folders to use; a label is a place in this list. All, sorted, unless given.
-        mean, std: per channel, of values between 0 and 1; ImageNet's unless given.
-        seed: of the random crops; the run's unless given.
+        classes: names of the sub-folders to use; a label is an index into this list. By default all, sorted.
+        mean, std: per channel, of values between 0 and 1; by default ImageNet's.
+        seed: of the random crops; by default the run's.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ImageFolder(Seeded):
         seed: int | None = None,
     ) -> None:
         super().__init__(seed)
-        _pillow()  # missing, it is missed before workers start
+        _pillow()  # fails here if it is not installed, before workers start
         if size < 1:
             raise ValueError(f"size={size} is too small: choose size >= 1")
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
@@ -86,7 +85,6 @@ class ImageFolder(Seeded):
         return len(self._files)
 
     def fingerprint(self) -> Facts:
-        """Classes and names of files, some of what they hold, and how images are cut."""
         shown = (
             f"{self._size} pixels, {'random crops' if self._train else 'centres'}, mean {self._mean}, std {self._std}"
         )
@@ -101,13 +99,13 @@ class ImageFolder(Seeded):
         return Pair(self._normalised(torch.from_numpy(pixels)), torch.from_numpy(self._labels[indices]))
 
     def _decode(self, index: int, epoch: int) -> npt.NDArray[np.uint8]:
-        """Cropped, scaled, maybe flipped: (size, size, 3)."""
+        """The image cropped, scaled and possibly flipped: (size, size, 3)."""
         pil = _pillow()
         with pil.open(self._files[index]) as image:
             rgb = image.convert("RGB")
         flip = False
         if self._train:
-            # A generator of its own: no other thread can draw from it in between.
+            # A separate generator, which no other thread draws from.
             draw = random.Random(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
             box = _random_box(draw, *rgb.size)
             flip = draw.random() < 0.5
@@ -128,7 +126,7 @@ def _pillow() -> Any:
 
 
 def _random_box(draw: random.Random, width: int, height: int) -> _Box:
-    """Left, upper, right, lower edge: of random area, then of random shape, then at a random place."""
+    """Left, upper, right and lower edge, with random area, aspect ratio and place."""
     low, high = map(math.log, _RATIO)
     for _ in range(_TRIES):
         area = draw.uniform(*_AREA) * width * height
@@ -136,7 +134,7 @@ def _random_box(draw: random.Random, width: int, height: int) -> _Box:
         w, h = math.sqrt(area * ratio), math.sqrt(area / ratio)
         if w <= width and h <= height:
             left, upper = draw.random() * (width - w), draw.random() * (height - h)
-            # Sums may end a rounding error outside of the image.
+            # Sums may exceed the image by a rounding error.
             return left, upper, min(left + w, width), min(upper + h, height)
     return _centred(min(width, height * _RATIO[1]), min(height, width / _RATIO[0]), width, height)
 
@@ -152,10 +150,12 @@ def _centred(w: float, h: float, width: int, height: int) -> _Box:
 
 def _class_names(root: Path, wanted: Sequence[str] | None) -> list[str]:
     if not root.is_dir():
-        raise FileNotFoundError(f"there is no folder of images at {root}")
+        raise FileNotFoundError(f"{root} is not a folder: check the path of the image folder")
     found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not found:
-        raise FileNotFoundError(f"{root} has no sub-folders: put each class's images into one, named after the class")
+        raise FileNotFoundError(
+            f"{root} has no sub-folders: put the images of each class into one, named after the class"
+        )
     if wanted is None:
         return found
     for name in wanted:
@@ -174,5 +174,5 @@ def _image_files(folder: Path) -> list[str]:
         if name.lower().endswith(_SUFFIXES)
     ]
     if not paths:
-        raise FileNotFoundError(f"class folder {folder} holds no image ({' '.join(_SUFFIXES)}): fill or remove it")
+        raise FileNotFoundError(f"class folder {folder} has no images ({' '.join(_SUFFIXES)}): add some, or remove it")
     return sorted(paths)

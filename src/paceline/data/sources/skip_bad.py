@@ -1,4 +1,4 @@
-"""Going on without the samples that cannot be read."""
+"""Training without the samples that cannot be read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.errors import SampleError
 from paceline.data.fingerprint import Facts, facts_of
-from paceline.data.sources.base import CountedSource, Indices, Read, Source
+from paceline.data.sources.base import CountedSource, Indices, Read, SeededSource, Source
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A sample that was left out. `file` is None where the source does not know it."""
+    """A sample that was skipped. `file` is None if the source does not know it."""
 
     index: int
     file: str | None
@@ -23,21 +24,22 @@ class Skipped:
 
 
 class SkipBad:
-    """A source whose samples may fail: those that do are left out, and their micro-batch gets smaller.
+    """Wraps a source whose samples may fail: a micro-batch comes without its failing samples, and is smaller.
 
-    Whether a sample is bad is found by reading it alone, so it must not depend on its neighbours. Samples that read
-    well but do not fit together are an error still. As long as a sample fails always or never, what `read` returns
-    depends on its arguments alone.
+    A sample is bad if reading it alone fails, so this must not depend on its neighbours. Samples that can be read but
+    do not fit together are still an error. If a sample fails always or never, what `read` returns depends on its
+    arguments alone.
 
     Args:
-        source: any source; a micro-batch without a bad sample costs nothing extra, one with is read again in parts.
-        on_skip: called in the worker for each bad sample whenever it is met. Without it there is a warning for each.
+        source: any source. A micro-batch without bad samples costs nothing extra; one with bad samples is read again.
+        on_skip: called in the worker with each bad sample, every time it is met. By default there is a warning.
     """
+
+    counts_samples = True
 
     def __init__(self, source: Source, on_skip: Callable[[Skipped], None] | None = None) -> None:
         self._source = source
         self._on_skip = on_skip or _warn
-        self.counts_samples = True
 
     def __len__(self) -> int:
         return len(self._source)
@@ -46,37 +48,33 @@ class SkipBad:
         return facts_of(self._source)
 
     def with_seed(self, seed: int) -> SkipBad:
-        """This source for a run with that seed."""
-        with_seed = getattr(self._source, "with_seed", None)
-        return self if with_seed is None else SkipBad(with_seed(seed), self._on_skip)
+        return SkipBad(self._source.with_seed(seed), self._on_skip) if isinstance(self._source, SeededSource) else self
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         """The good samples as one micro-batch; None if there are none."""
         read = self.read_counted(indices, epoch, position, is_weighed=True)
-        self.tell(read.skipped)
+        self.report_skipped(read.skipped)
         return read.batch
 
     def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
-        """What `read` gives, how many samples it holds, and those left out, of which nobody was told yet."""
+        """The good samples, how many they are, and the bad ones, which are not reported here."""
+
+        def read(wanted: Indices) -> Read:
+            if isinstance(self._source, CountedSource) and self._source.counts_samples:
+                return self._source.read_counted(wanted, epoch, position, is_weighed=is_weighed)
+            return Read(self._source.read(wanted, epoch, position), len(wanted))
+
         try:
-            return self._counted(indices, epoch, position, is_weighed=is_weighed)
+            return read(indices)
         except MemoryError:
             raise
         except Exception:
-            # Where none is bad by itself, reading them together fails again, which is the right error.
+            # If no sample is bad alone, the read below raises the same error again.
             bad = self._find_bad(indices, epoch, position)
         good = indices[~np.isin(indices, list(bad))]
-        read = self._counted(good, epoch, position, is_weighed=is_weighed) if len(good) else Read(None, 0)
-        return read._replace(skipped=tuple(bad.values()))
+        return (read(good) if len(good) else Read(None, 0))._replace(skipped=tuple(bad.values()))
 
-    def _counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool) -> Read:
-        source = self._source
-        if isinstance(source, CountedSource) and source.counts_samples:
-            return source.read_counted(indices, epoch, position, is_weighed=is_weighed)
-        return Read(source.read(indices, epoch, position), len(indices))
-
-    def tell(self, skipped: Sequence[Skipped]) -> None:
-        """Pass on what was left out: called by the worker, wherever it was read."""
+    def report_skipped(self, skipped: Sequence[Skipped]) -> None:
         for one in skipped:
             self._on_skip(one)
 
@@ -88,7 +86,7 @@ class SkipBad:
             except MemoryError:
                 raise
             except Exception as error:
-                bad[index] = Skipped(index, getattr(error, "file", None), error)
+                bad[index] = Skipped(index, error.file if isinstance(error, SampleError) else None, error)
         return bad
 
 

@@ -1,4 +1,4 @@
-"""Flat files of token ids, cut into windows."""
+"""Files of token ids, cut into windows."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ _Tokens = npt.NDArray[Any]
 
 
 class TokenFile:
-    """Windows of token ids out of memory-mapped files: raw arrays (.bin, any other name) or NumPy's (.npy).
+    """Windows of token ids from memory-mapped files: NumPy files (.npy) or raw arrays (any other name).
 
-    A micro-batch is a `Pair` of int64 tensors (samples, length): x, and y one token further. Windows never reach over
-    the end of a file; tokens behind a file's last whole window are not used. Pickling takes the paths, never the data.
+    A micro-batch is a `Pair` of int64 tensors (samples, length): x, and y one token further. Windows do not cross file
+    ends; tokens after the last whole window of a file are not used. Pickling stores the paths, not the data.
 
     Args:
-        paths: one file, or several that count as one source, in this order.
-        length: tokens of a sample.
-        dtype: what raw files hold, uint16 unless given. NumPy's files say themselves, and must agree.
-        stride: from the start of a window to the next one's; `length` unless given, so that every token is a target
-            once.
-        targets: whether to read y. Without, a micro-batch is the tensor x, and no token follows a window.
-        vocab_size: check while reading that every id is below it.
+        paths: one file, or several that are read as one source, in this order.
+        length: number of tokens of a sample.
+        dtype: the type of raw files, by default uint16. For NumPy files it must match the file.
+        stride: distance between the starts of two windows; by default `length`, so that every token is a target once.
+        targets: whether to read y. If False, a micro-batch is the tensor x alone.
+        vocab_size: if given, check while reading that every id is below it.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class TokenFile:
                 raise ValueError(f"{name}={value} is too small: choose {name} >= 1")
         self._paths = [os.fspath(p) for p in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
         if not self._paths:
-            raise ValueError("paths is empty: name at least one file of token ids")
+            raise ValueError("paths is empty: give at least one token file")
         self._length = length
         self._width = length + 1 if targets else length
         self._dtype = None if dtype is None else np.dtype(dtype)
@@ -70,11 +69,9 @@ class TokenFile:
 
     @property
     def may_read_in_thread(self) -> bool:
-        """Reading waits for the disk and runs nobody's code."""
         return True
 
     def fingerprint(self) -> Facts:
-        """The files, in their order, some of what they hold, and how they are cut."""
         windows = f"{self._width} tokens ({self._dtype or 'default dtype'}) every {self._stride}"
         return {"windows": windows} | file_facts(self._paths)
 
@@ -101,14 +98,14 @@ class TokenFile:
         return x if y is None else Pair(x, y)
 
     def _windows_of(self, file: int) -> _Tokens:
-        """The windows that start at each token of a file: a view of (tokens - width + 1, width)."""
+        """All windows of a file, one per start token: a view of (tokens - width + 1, width)."""
         windows = self._windows.get(file)
         if windows is None:
             tokens = _open(self._paths[file], self._dtype)
             if len(tokens) != self._num_tokens[file]:
                 raise SampleError(
-                    f"{self._paths[file]} has {len(tokens)} tokens now and had {self._num_tokens[file]} when the run "
-                    "began: restore it, or start again",
+                    f"{self._paths[file]} has {len(tokens)} tokens, but had {self._num_tokens[file]} when the run "
+                    "started: restore the file, or start a new run",
                     file=self._paths[file],
                 )
             windows = self._windows[file] = np.lib.stride_tricks.sliding_window_view(tokens, self._width)
@@ -132,7 +129,7 @@ class TokenFile:
 def _open(path: str, dtype: np.dtype[Any] | None) -> _Tokens:
     """A file's tokens, memory-mapped."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file of token ids at {path}")
+        raise FileNotFoundError(f"{path} does not exist: check the path of the token file")
     tokens = _open_npy(path, dtype) if path.endswith(".npy") else _open_raw(path, dtype or np.dtype(np.uint16))
     if tokens.dtype.kind not in "iu" or not np.can_cast(tokens.dtype, np.int64):
         raise ValueError(f"{path} holds {tokens.dtype}: token ids must be integers that fit int64")
@@ -143,11 +140,11 @@ def _open_npy(path: str, dtype: np.dtype[Any] | None) -> _Tokens:
     try:
         array: _Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no NumPy file of token ids, or it is truncated: {error}") from error
+        raise ValueError(f"{path} is not a NumPy file of token ids, or it is truncated: {error}") from error
     if array.ndim != 1:
-        raise ValueError(f"{path} holds an array of shape {array.shape}: token ids must lie in one flat array")
+        raise ValueError(f"{path} holds an array of shape {array.shape}: token ids must be in one flat array")
     if dtype is not None and array.dtype != dtype:
-        raise ValueError(f"{path} holds {array.dtype}, but dtype={dtype} was given: leave dtype out for .npy files")
+        raise ValueError(f"{path} holds {array.dtype}, but dtype={dtype}: leave dtype out for .npy files")
     return np.asarray(array)
 
 
@@ -155,8 +152,8 @@ def _open_raw(path: str, dtype: np.dtype[Any]) -> _Tokens:
     size = Path(path).stat().st_size
     if size % dtype.itemsize:
         raise ValueError(
-            f"{path} has {size} bytes, which is no multiple of the {dtype.itemsize} bytes of {dtype}: "
-            "give the dtype it was written with"
+            f"{path} has {size} bytes, which is not a multiple of the {dtype.itemsize} bytes of {dtype}: "
+            "set dtype to the type it was written with"
         )
     # An empty file cannot be mapped.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.world import World
-from paceline.data.epochs import SeededEpochs
+from paceline.data.epochs import seeded_epoch
 from paceline.data.feeds.sharded import reader_of
 from paceline.data.sources.base import Read, Source
 from paceline.plan.shares import ranges, shares
@@ -33,7 +33,7 @@ class Division:
                 f"micro_batch={micro_batch!r}: choose how many samples {function} gets at once, at least 1"
             )
         steps = Steps(len(source), micro_batch, micro_batch)
-        self._epoch = SeededEpochs(steps, len(source), seed=seed, shuffle=False).begin(0)
+        self._epoch = seeded_epoch(0, steps, len(source), seed=seed, shuffle=False)
         self._read = reader_of(source, is_weighed=is_weighed)
         self._device = world.device
         self._seed = seed

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.data.feeds.device import DeviceCopier
-from paceline.data.feeds.packing import rebuild
+from paceline.data.feeds.device import DeviceCopier, map_items
 from paceline.data.sources.base import Read, Source
 from paceline.run.evaluation.collect import gather
 from paceline.run.evaluation.division import Division
@@ -134,4 +133,4 @@ def _rebuild(value: Any, visit: Callable[[Any], Any]) -> Any:
         return dataclasses.replace(
             value, **{f.name: visit(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         )
-    return rebuild(value, visit)
+    return map_items(value, visit)

@@ -12,7 +12,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
-from paceline.data.adopt import Adopted, Wishes, adopt
+from paceline.data.adopt import Adopted, LoadingOptions, adopt
 from paceline.data.epochs import source_of
 from paceline.data.feeds.device import DeviceCopier
 from paceline.data.feeds.make_feed import DataSettings, make_feed
@@ -132,15 +132,15 @@ def _adopt(data: Any, reading: Reading, num_replicas: int) -> Adopted:
         raise ValueError(
             f"PerWorker has {len(data.iterables)} iterables for {num_replicas} replicas: give one for each"
         )
-    wishes = Wishes(
+    options = LoadingOptions(
         micro_batch=reading.nsamples,
         batches_per_step=num_replicas if comes_in_batches else None,
-        has_steps_of_its_own=True,
+        strategy_sets_step=True,
         shuffle=reading.shuffle,
         readers=reading.readers,
         collate_fn=reading.collate_fn,
     )
-    adopted = adopt(data, wishes, reading.seed)
+    adopted = adopt(data, options, reading.seed)
     if adopted.micro_batch is None:
         raise ValueError("nsamples is missing: give the number of samples per replica and step")
     return adopted

@@ -116,20 +116,20 @@ def test_another_process_reads_the_same_from_the_paths(tmp_path: Path, pool: Wor
 
 @pytest.mark.parametrize("index", [3, -1])
 def test_windows_outside_of_the_files_are_refused(tmp_path: Path, index: int) -> None:
-    with pytest.raises(IndexError, match="are not all among the 3 of the source"):
+    with pytest.raises(IndexError, match="are out of range: the source has 3"):
         TokenFile(write(tmp_path / "t.bin", range(10)), 3).read(indices(0, index), 0, 0)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "settings", "error", "text"),
     [
-        ("none.bin", None, {}, FileNotFoundError, r"there is no file of token ids at .*none\.bin"),
-        ("t.bin", b"\0" * 7, {}, ValueError, r"t\.bin has 7 bytes, which is no multiple of the 2 bytes of uint16"),
+        ("none.bin", None, {}, FileNotFoundError, r".*none\.bin does not exist: check the path of the token file"),
+        ("t.bin", b"\0" * 7, {}, ValueError, r"t\.bin has 7 bytes, which is not a multiple of the 2 bytes of uint16"),
         ("t.bin", b"\0" * 8, {}, ValueError, r"t\.bin has 4 tokens, fewer than one window of 5: choose a smaller"),
         ("t.bin", b"", {}, ValueError, r"t\.bin has 0 tokens, fewer than one window of 5"),
         ("t.bin", b"\0" * 8, {"dtype": "float32"}, ValueError, r"t\.bin holds float32: token ids must be integers"),
         ("t.bin", b"\0" * 8, {"dtype": "uint64"}, ValueError, r"t\.bin holds uint64: token ids must be integers that"),
-        ("t.npy", b"abc", {}, ValueError, r"t\.npy is no NumPy file of token ids, or it is truncated"),
+        ("t.npy", b"abc", {}, ValueError, r"t\.npy is not a NumPy file of token ids, or it is truncated"),
         ("t.bin", b"\0" * 40, {"length": 0}, ValueError, "length=0 is too small: choose length >= 1"),
         ("t.bin", b"\0" * 40, {"stride": 0}, ValueError, "stride=0 is too small: choose stride >= 1"),
     ],
@@ -145,15 +145,15 @@ def test_files_that_cannot_be_used(
 
 def test_numpy_files_that_cannot_be_used(tmp_path: Path) -> None:
     np.save(tmp_path / "square.npy", np.zeros((4, 4), np.uint16))
-    with pytest.raises(ValueError, match=r"square\.npy holds an array of shape \(4, 4\): token ids must lie in one"):
+    with pytest.raises(ValueError, match=r"square\.npy holds an array of shape \(4, 4\): token ids must be in one"):
         TokenFile(tmp_path / "square.npy", 2)
     np.save(tmp_path / "wide.npy", np.zeros(9, np.uint32))
-    with pytest.raises(ValueError, match=r"wide\.npy holds uint32, but dtype=uint16 was given: leave dtype out"):
+    with pytest.raises(ValueError, match=r"wide\.npy holds uint32, but dtype=uint16: leave dtype out"):
         TokenFile(tmp_path / "wide.npy", 2, "uint16")
     np.save(tmp_path / "objects.npy", np.array([{}] * 9), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"objects\.npy is no NumPy file of token ids"):
+    with pytest.raises(ValueError, match=r"objects\.npy is not a NumPy file of token ids"):
         TokenFile(tmp_path / "objects.npy", 2)
-    with pytest.raises(ValueError, match="paths is empty: name at least one file"):
+    with pytest.raises(ValueError, match="paths is empty: give at least one token file"):
         TokenFile([], 2)
 
 
@@ -178,5 +178,5 @@ def test_a_file_that_changed_under_the_run_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "t.bin", range(100))
     travelled = pickle.dumps(TokenFile(path, 4))
     write(path, range(50))
-    with pytest.raises(SampleError, match=r"t\.bin has 50 tokens now and had 100 when the run began: restore it"):
+    with pytest.raises(SampleError, match=r"t\.bin has 50 tokens, but had 100 when the run started: restore the file"):
         pickle.loads(travelled).read(indices(0), 0, 0)

@@ -166,12 +166,12 @@ def test_settings_that_cannot_be_used(folder: Path, settings: dict[str, Any], te
 
 
 def test_folders_that_cannot_be_used(folder: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no folder of images at .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"nowhere is not a folder: check the path"):
         ImageFolder(folder / "nowhere")
-    with pytest.raises(FileNotFoundError, match="has no sub-folders: put each class's images into one"):
+    with pytest.raises(FileNotFoundError, match="has no sub-folders: put the images of each class into one"):
         ImageFolder(folder / "dog")
     (folder / "fish").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"class folder .*fish holds no image \(\.jpg .*\): fill or remove it"):
+    with pytest.raises(FileNotFoundError, match=r"class folder .*fish has no images \(\.jpg .*\): add some"):
         ImageFolder(folder)
 
 
@@ -184,5 +184,5 @@ def test_without_pillow_the_error_says_what_to_install(folder: Path, monkeypatch
 
 @pytest.mark.parametrize("index", [5, -1])
 def test_images_outside_of_the_folder_are_refused(folder: Path, index: int) -> None:
-    with pytest.raises(IndexError, match="are not all among the 5 of the source"):
+    with pytest.raises(IndexError, match="are out of range: the source has 5"):
         ImageFolder(folder, 8).read(indices(0, index), 0, 0)

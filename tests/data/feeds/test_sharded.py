@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, UserDict, defaultdict
-from collections.abc import Callable
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from paceline.data.epochs import SeededEpochs
-from paceline.data.feeds.device import to_device
+from paceline.comm.local import LocalGroup
+from paceline.comm.single import SingleCommunicator
+from paceline.core.world import World
+from paceline.data.epochs import epochs_of
+from paceline.data.feeds.base import DataSettings
 from paceline.data.feeds.sharded import ShardedFeed, weight_of
-from paceline.data.sources.base import as_source
+from paceline.data.sources.base import Columns, as_source
+from paceline.plan.shares import Plan
 from paceline.plan.steps import Position, Steps
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -30,9 +31,13 @@ def feed(
 
 
 def make(source: Any, steps: Steps, device: torch.device, **settings: Any) -> ShardedFeed:
-    """One worker takes everything that is left in one step."""
-    epochs = SeededEpochs(steps, len(source), seed=settings.pop("seed", 0), shuffle=settings.pop("shuffle"))
-    return ShardedFeed(source, epochs, lambda left: (range(left),), 0, device, **settings)
+    """One worker takes everything that is left in one step, unless a plan is given."""
+    order = {"seed": settings.pop("seed", 0), "shuffle": settings.pop("shuffle", True)}
+    plan_step = settings.pop("plan_step", lambda left: (range(left),))
+    rank = settings.pop("rank", 0)
+    communicator = LocalGroup(["cpu"] * 2).members[rank] if rank else SingleCommunicator(World(device=device))
+    epochs = epochs_of(source, steps, communicator, **order)
+    return ShardedFeed(source, epochs, DataSettings(**order, **settings), plan_step, communicator)
 
 
 def read(feed: ShardedFeed, epoch: int, number: int, count: int = 1) -> tuple[Any, int]:
@@ -77,6 +82,52 @@ def test_epochs_differ_and_can_be_read_in_any_order() -> None:
     assert epoch_of(feed(50, 10, 5, seed=1), 0) != first
     # The order belongs to the epoch, not to how it is cut.
     assert [i for batch in epoch_of(feed(50, 25, 25), 0) for i in batch] == [i for batch in first for i in batch]
+
+
+def test_a_changing_plan_is_followed() -> None:
+    steps = Steps(16 * 4 * 8, 8 * 4, 4)
+    plans = [(range(n), range(n, 8)) for n in (4, 4, 4, 5, 5, 3, 0, 8, 8, 1, 1, 1, 1, 4, 4, 4)]
+    samples: list[int] = []
+    for rank in range(2):
+        upcoming = iter(plans)
+        source = Columns(torch.arange(steps.num_samples))
+        own = make(source, steps, CPU, rank=rank, plan_step=lambda _, upcoming=upcoming: next(upcoming))
+        position = Position()
+        for plan in plans:
+            own.begin_step(position)
+            for number in plan[rank]:
+                samples += own.micro_batch(range(number, number + 1))[0].tolist()
+            position = own.after_step(position)
+    assert sorted(samples) == [*range(steps.num_samples)]
+
+
+def test_a_step_that_is_begun_again_gets_its_samples_again_after_an_in_place_change() -> None:
+    shards, _ = feed(64, 4, 4)
+    first, _ = read(shards, 0, 0)
+    before = first.clone()
+    first.zero_()
+    assert torch.equal(read(shards, 0, 0)[0], before)
+
+
+@pytest.mark.parametrize("plan", [None, (range(1), range(1, 3)), (range(2), range(2, 2))])
+@pytest.mark.parametrize("num_samples", [64, 67, 60])
+def test_steps_of_an_epoch_in_order_equal_those_of_a_fresh_feed(plan: Plan | None, num_samples: int) -> None:
+    steps = Steps(num_samples, 12, 4)
+
+    def planned(left: int) -> Plan:
+        return plan if plan is not None and left >= plan[-1].stop else (range(0), range(min(left, 3)))
+
+    def fresh() -> ShardedFeed:
+        return make(Columns(torch.arange(num_samples)), steps, CPU, plan_step=planned)
+
+    going_on, position, num_seen = fresh(), Position(), 0
+    while position.epoch < 3:
+        step = going_on.begin_step(position)
+        assert step == fresh().begin_step(position)
+        assert step.num_samples == step.total_weight
+        num_seen += step.num_samples
+        position = going_on.after_step(position)
+    assert num_seen == 3 * num_samples
 
 
 def test_without_shuffling_the_data_keeps_its_order() -> None:
@@ -138,84 +189,5 @@ def test_anything_else_is_no_weight(value: Any, shown: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 the whole text follows
         read(shards, 0, 0)
     assert str(caught.value) == (
-        f"weight_fn returned {shown}: it must be a whole number of at least 0, such as valid tokens"
+        f"weight_fn returned {shown}: it must be an integer >= 0, such as the number of valid tokens"
     )
-
-
-# Moving to the device. The meta device stands for a GPU.
-
-
-class Nested(NamedTuple):
-    tokens: Any
-    rest: Any
-
-
-class Opaque:
-    def __init__(self) -> None:
-        self.tensor = torch.ones(1)
-
-
-def test_tensors_move_wherever_they_are_nested() -> None:
-    opaque = Opaque()
-    batch = {
-        "named": Nested(torch.ones(2), [torch.ones(3), (torch.ones(4), "text")]),
-        "deep": {"list": [{"x": torch.ones(5)}]},
-        "number": 7,
-        "nothing": None,
-        "array": np.ones(2),
-        "opaque": opaque,
-    }
-    moved = to_device(batch, META)
-    assert list(moved) == list(batch)
-    assert type(moved["named"]) is Nested
-    assert moved["named"].tokens.device == META
-    assert type(moved["named"].rest) is list
-    assert moved["named"].rest[0].device == META
-    assert type(moved["named"].rest[1]) is tuple
-    assert moved["named"].rest[1][0].device == META
-    assert moved["named"].rest[1][1] == "text"
-    assert moved["deep"]["list"][0]["x"].device == META
-    assert moved["number"] == 7
-    assert moved["nothing"] is None
-    assert moved["array"] is batch["array"]
-    assert moved["opaque"] is opaque
-    assert opaque.tensor.device == CPU
-    assert batch["named"].tokens.device == CPU, "the batch that was given stays as it was"
-    assert batch["deep"]["list"][0]["x"].device == CPU
-
-
-class Annotated(UserDict[str, Any]):
-    note: str = ""
-
-
-def annotated(items: dict[str, Any]) -> Annotated:
-    made = Annotated(items)
-    made.note = "kept"
-    return made
-
-
-@pytest.mark.parametrize(
-    "make", [dict, OrderedDict, lambda items: defaultdict(list, items), annotated, MappingProxyType]
-)
-def test_mappings_keep_their_type(make: Callable[..., Any]) -> None:
-    batch = make({"x": torch.ones(2), "y": 1})
-    moved = to_device(batch, META)
-    assert type(moved) is type(batch)
-    assert moved["x"].device == META
-    assert moved["y"] == 1
-    assert batch["x"].device == CPU
-    assert getattr(moved, "default_factory", None) is getattr(batch, "default_factory", None)
-    assert getattr(moved, "note", None) == getattr(batch, "note", None)
-
-
-def test_a_packed_sequence_keeps_its_lengths_on_the_host() -> None:
-    moved = to_device([pack_sequence([torch.ones(3), torch.ones(2)])], META)[0]
-    assert type(moved) is PackedSequence
-    assert moved.data.device == META
-    assert moved.batch_sizes.tolist() == [2, 2, 1]
-
-
-def test_what_is_there_already_is_not_copied() -> None:
-    tensor = torch.ones(3)
-    assert to_device(tensor, CPU) is tensor
-    assert to_device((tensor,), CPU)[0] is tensor

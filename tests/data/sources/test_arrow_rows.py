@@ -12,10 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.sources import arrow_rows
-from paceline.data.sources.arrow_batches import FileBatches, TableBatches
-from paceline.data.sources.arrow_index import index_files
-from paceline.data.sources.arrow_rows import read_columns
+from paceline.data.sources.arrow_files import FileBatches, index_files
+from paceline.data.sources.arrow_rows import RecordBatches
 
 NUM_ROWS = 20
 COLUMNS = {
@@ -52,10 +50,10 @@ def test_any_rows_are_the_same_in_place_and_through_a_table(tmp_path: Path, monk
     @given(st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=30))
     def examples(rows: list[int]) -> None:
         indices = np.array(rows, np.int64)
-        in_place = read_columns(batches, indices, indices)
+        in_place = batches.read_columns(indices, indices)
         with monkeypatch.context() as patch:
-            patch.setattr(arrow_rows, "_copy_in_place", lambda *_: None)
-            through_table = read_columns(batches, indices, indices)
+            patch.setattr(RecordBatches, "_copy_views", lambda *_: None)
+            through_table = batches.read_columns(indices, indices)
         assert in_place.keys() == through_table.keys()
         for name, column in in_place.items():
             assert column.dtype == through_table[name].dtype
@@ -66,9 +64,9 @@ def test_any_rows_are_the_same_in_place_and_through_a_table(tmp_path: Path, monk
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_numbers_need_no_table(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(arrow_rows, "gather")
+    monkeypatch.delattr(RecordBatches, "_gather")
     rows = np.array([19, 0, 1, 2, 3], np.int64)
-    columns = read_columns(batches_of(write(tmp_path / "a.arrow", name), name), rows, rows)
+    columns = batches_of(write(tmp_path / "a.arrow", name), name).read_columns(rows, rows)
     assert columns[name].tolist() == [COLUMNS[name][i].as_py() for i in rows.tolist()]
     # Its own memory: a batch may be written to, and lives on without the file.
     columns[name].zero_()
@@ -79,7 +77,7 @@ def test_what_is_no_array_of_numbers_goes_through_a_table(name: str, tmp_path: P
     batches = batches_of(write(tmp_path / "a.arrow", "number", name), "number", name)
     rows = np.array([3, 1], np.int64)
     assert batches.arrays(2) is None or name == "maybe"
-    columns = read_columns(batches, rows, rows)
+    columns = batches.read_columns(rows, rows)
     assert columns["number"].tolist() == [3, 1]
     values = columns[name]
     assert (values if isinstance(values, list) else values.tolist()) == [COLUMNS[name][i].as_py() for i in (3, 1)]
@@ -93,4 +91,4 @@ def test_decoded_batches_have_no_views_that_would_keep_them(tmp_path: Path) -> N
 def test_record_batches_of_unequal_shapes_are_named_by_sample() -> None:
     table = pa.concat_tables([pa.table({"list": [[1, 2]]}), pa.table({"list": [[1, 2, 3]]})])
     with pytest.raises(ValueError, match=r"samples 40 and 41 do not fit .* are \(2,\) and \(3,\)"):
-        read_columns(TableBatches(table), np.array([0, 1], np.int64), np.array([40, 41], np.int64))
+        RecordBatches(table.to_batches()).read_columns(np.array([0, 1], np.int64), np.array([40, 41], np.int64))

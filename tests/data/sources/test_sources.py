@@ -180,11 +180,16 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("data", "settings", "error", "text"),
     [
-        ((X, Y[:9]), {}, ValueError, r"the columns of data have \[10, 9\] rows: they must have equally many"),
+        (
+            (X, Y[:9]),
+            {},
+            ValueError,
+            r"the columns of data have \[10, 9\] rows: all columns need",
+        ),
         ({"a": X, "b": Y[:1]}, {}, ValueError, r"the columns of data have \[10, 1\] rows"),
         (torch.tensor(3.0), {}, ValueError, "data is a single number: it needs one row per sample"),
         (np.array(3.0), {}, ValueError, "data is a single number: it needs one row per sample"),
-        ([], {}, ValueError, "data is empty: there is nothing to train on"),
+        ([], {}, ValueError, "data is empty: give at least one sample"),
         ((), {}, ValueError, "data is empty"),
         ({}, {}, ValueError, "data is empty"),
         (X[:0], {}, ValueError, "data is empty"),
@@ -363,5 +368,3 @@ def test_columns_in_channels_last_stay_so() -> None:
     batch = read(images, 4, 2)
     assert torch.equal(batch, images[[4, 2]])
     assert batch.is_contiguous(memory_format=torch.channels_last)
-    for part in Columns(images).read_parts(indices(*range(8)), 4):
-        assert part.is_contiguous(memory_format=torch.channels_last)

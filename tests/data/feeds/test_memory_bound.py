@@ -83,9 +83,9 @@ def grown_bytes(kind: type[Stream] | type[Numbered], num_samples: int, settings:
 @pytest.mark.parametrize(
     ("num_workers", "num_shards", "settings"),
     [
-        (1, 1, {}),
+        pytest.param(1, 1, {}, marks=pytest.mark.soak),
         (1, 2, {"readers": 2}),
-        (2, 1, {"readers": 1, "feed": "dispatched"}),
+        pytest.param(2, 1, {"readers": 1, "feed": "dispatched"}, marks=pytest.mark.soak),
     ],
 )
 def test_a_stream_takes_its_shuffle_buffers(
@@ -93,7 +93,7 @@ def test_a_stream_takes_its_shuffle_buffers(
 ) -> None:
     allowed_samples = num_shards * BUFFER
     settings = {"shuffle_buffer": BUFFER, "num_shards": num_shards, **settings}
-    grown = fresh_pool.run(grown_bytes, num_workers, Stream, 10 * allowed_samples, settings)
+    grown = fresh_pool.run(grown_bytes, num_workers, Stream, 5 * allowed_samples, settings)
     assert max(grown) < allowed_samples * SAMPLE + SLACK
     # Else nothing of the kind was measured. Rank 0 holds the buffers, or its readers do.
     assert grown[0] > allowed_samples * SAMPLE / 2
@@ -102,5 +102,5 @@ def test_a_stream_takes_its_shuffle_buffers(
 def test_numbered_samples_take_what_is_read_ahead(fresh_pool: WorkerPool) -> None:
     micro_batches_ahead = BUFFER // 2
     settings = {"readers": 2, "prefetch": micro_batches_ahead}
-    (grown,) = fresh_pool.run(grown_bytes, 1, Numbered, 10 * BUFFER, settings)
+    (grown,) = fresh_pool.run(grown_bytes, 1, Numbered, 5 * BUFFER, settings)
     assert grown < BUFFER * SAMPLE + SLACK

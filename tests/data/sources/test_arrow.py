@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from worker_pool import WorkerPool
 
 from paceline.data.errors import SampleError
-from paceline.data.sources import arrow_index
+from paceline.data.sources import arrow_files
 from paceline.data.sources.arrow import ArrowSource
 
 FORMATS = ["stream", "file", "parquet", "compressed stream", "compressed file"]
@@ -104,7 +104,7 @@ def test_a_folder_a_pattern_and_a_list_name_the_same_rows(tmp_path: Path, files:
 
 @pytest.mark.parametrize("wanted", [(30,), (-1, 3)])
 def test_rows_outside_of_the_data_are_refused(files: list[str], wanted: tuple[int, ...]) -> None:
-    with pytest.raises(IndexError, match="are not all among the 30 of the source"):
+    with pytest.raises(IndexError, match="are out of range: the source has 30"):
         ArrowSource(files).read(indices(*wanted), 0, 0)
 
 
@@ -282,8 +282,8 @@ def test_mapped_files_are_neither_decoded_nor_held_open(files: list[str]) -> Non
 
 def scanned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
-    scan = arrow_index._scan
-    monkeypatch.setattr(arrow_index, "_scan", lambda path, *rest: names.append(Path(path).name) or scan(path, *rest))
+    scan = arrow_files._scan
+    monkeypatch.setattr(arrow_files, "_scan", lambda path, *rest: names.append(Path(path).name) or scan(path, *rest))
     return names
 
 
@@ -381,12 +381,12 @@ def test_no_file_is_found(tmp_path: Path) -> None:
         ArrowSource(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"cannot open data file .*gone\.arrow: No such file"):
         ArrowSource(tmp_path / "gone.arrow")
-    with pytest.raises(ValueError, match="paths is empty: name at least one"):
+    with pytest.raises(ValueError, match="paths is empty: give at least one"):
         ArrowSource([])
 
 
 def test_files_without_rows(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no rows: there is nothing to train on"):
+    with pytest.raises(ValueError, match="has no rows: give files with at least one row"):
         ArrowSource(write(tmp_path / "t", {"x": pa.array([], pa.int64())}))
 
 
@@ -409,7 +409,7 @@ def test_a_stream_that_ends_between_two_batches_is_cut_off_too(tmp_path: Path) -
         writer.write_batch(batch)
     assert len(ArrowSource(path)) == 8
     path.write_bytes(path.read_bytes()[:length])
-    with pytest.raises(ValueError, match="does not end with the mark of a closed stream"):
+    with pytest.raises(ValueError, match="the end-of-stream marker is missing"):
         ArrowSource(path)
 
 
@@ -436,7 +436,7 @@ def test_a_file_that_changed_under_the_run_is_an_error(tmp_path: Path, format: s
     path = tmp_path / "t"
     travelled = pickle.dumps(ArrowSource(write(path, numbered(10), format)))
     write(path, numbered(8), format, rows_per_batch)
-    with pytest.raises(SampleError, match="t has changed since the run began: restore it, or start again"):
+    with pytest.raises(SampleError, match="t has changed since the run started: restore the file, or start a new run"):
         pickle.loads(travelled).read(indices(9), 0, 0)
 
 
@@ -458,7 +458,7 @@ def test_an_unknown_column_gets_the_nearest_name(files: list[str]) -> None:
         ArrowSource(files, columns=["id", "txt"])
     with pytest.raises(ValueError, match=r"there is no column 'pixels' in .*: choose from 'id', 'text'"):
         ArrowSource(files, columns=["pixels"])
-    with pytest.raises(ValueError, match=r"columns=\['id', 'id'\]: name at least one column, and each once"):
+    with pytest.raises(ValueError, match=r"columns=\['id', 'id'\]: give at least one column, and each only once"):
         ArrowSource(files, columns=["id", "id"])
 
 

@@ -54,7 +54,7 @@ def test_bad_samples_are_left_out_and_recorded(kind: Any) -> None:
     source = SkipBad(as_source(kind({2, 5})), skipped.append)
     assert len(source) == 12
     batch, count, skipped, _ = source.read_counted(indices(1, 5, 9, 2, 0), 0, 0)
-    source.tell(skipped)
+    source.report_skipped(skipped)
     assert batch[:, 0].tolist() == [1, 9, 0]
     assert count == 3
     assert [(s.index, s.file, str(s.error)) for s in skipped] == [(5, None, "nothing at 5"), (2, None, "nothing at 2")]
@@ -143,7 +143,7 @@ A, B = torch.zeros(2), torch.zeros(3)
 @pytest.mark.parametrize(
     ("samples", "text"),
     [
-        ([A, A, B], r"samples 10 and 12 do not fit into one micro-batch: their shapes are \(2,\) and \(3,\): bring"),
+        ([A, A, B], r"samples 10 and 12 do not fit into one micro-batch: their shapes are \(2,\) and \(3,\): make"),
         ([A.numpy(), B.numpy()], r"samples 10 and 11 .* shapes are \(2,\) and \(3,\)"),
         ([(A, 1), (B, 1)], r"their shapes of item 0 are \(2,\) and \(3,\)"),
         ([Point(A, A), Point(A, B)], r"their shapes of item 1 are \(2,\) and \(3,\)"),

@@ -20,7 +20,8 @@ from worker_pool import WorkerPool
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.feeds.make_feed import DataSettings, make_feed
-from paceline.data.sources.streams import IterableStream, ShuffleBuffer, Slot, StreamReader
+from paceline.data.feeds.stream_reader import StreamReader, StreamRequest
+from paceline.data.sources.streams import IterableStream, shuffled
 from paceline.plan.shares import ranges
 from paceline.plan.steps import Position, Steps
 
@@ -54,7 +55,7 @@ def test_a_stream_ends_in_one_smaller_step() -> None:
     assert weights == [16, 16, 16, 2] * 2
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.soak), 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("kind", ["numbered", "stream"])
 def test_sharded_and_dispatched_readers_and_workers_change_no_weight(kind: str, size: int, pool: WorkerPool) -> None:
     def data() -> Any:
@@ -130,26 +131,25 @@ def test_every_sample_once_also_after_a_stop(
     assert before + after == whole
 
 
-@given(st.integers(0, 60), st.integers(1, 12), st.integers(0, 70), st.integers(0, 2**60))
-def test_a_shuffle_buffer_goes_on_where_it_was(num_samples: int, size: int, skip: int, seed: int) -> None:
-    def shuffled(skip: int = 0) -> ShuffleBuffer:
-        return ShuffleBuffer(iter(range(num_samples)), size, seed, skip)
-
-    whole = list(shuffled())
-    assert sorted(whole) == list(range(num_samples))
+@given(st.integers(0, 60), st.integers(1, 12), st.integers(0, 2**60))
+def test_a_shuffle_buffer_draws_each_sample_from_the_next_ones(num_samples: int, size: int, seed: int) -> None:
+    drawn = list(shuffled(iter(range(num_samples)), size, seed))
+    assert sorted(drawn) == list(range(num_samples))
     # No sample comes more than the buffer's size too early.
-    assert all(sample < place + size for place, sample in enumerate(whole))
-    resumed = shuffled(skip)
-    if resumed.is_exact:
-        assert list(resumed) == whole[skip:]
+    assert all(sample < place + size for place, sample in enumerate(drawn))
+
+
+def test_the_draws_of_a_shuffle_buffer_are_fixed() -> None:
+    assert list(shuffled(iter(range(12)), 4, 7)) == [3, 2, 5, 4, 6, 0, 7, 9, 10, 1, 11, 8]
 
 
 def test_a_reader_of_a_stream_may_go_back() -> None:
-    reader = StreamReader(IterableStream(list(range(20))), 2, 2, seed=0)
+    settings = DataSettings(seed=0, shuffle=True, num_shards=2)
+    reader = StreamReader(IterableStream(list(range(20))), settings, Steps(4, 4, 2))
     order = [0, 1, 4, 5, 2, 0, 9]
-    found = [reader(Slot(0, number)).batch.tolist() for number in order]
+    found = [reader(StreamRequest(0, number)).batch.tolist() for number in order]
     assert found == [[0, 2], [1, 3], [8, 10], [9, 11], [4, 6], [0, 2], [17, 19]]
-    assert reader(Slot(0, 10)).batch is None
+    assert reader(StreamRequest(0, 10)).batch is None
 
 
 @pytest.mark.parametrize(

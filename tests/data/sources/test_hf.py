@@ -12,9 +12,9 @@ import torch
 from PIL import Image
 from worker_pool import WorkerPool
 
-from paceline.data.sources.base import Samples
-from paceline.data.sources.detect import ready_source
-from paceline.data.sources.hf import HfTable, hf_source, is_hf_dataset
+from paceline.data.fingerprint import is_hf_dataset
+from paceline.data.sources.base import Samples, as_source
+from paceline.data.sources.hf import HfTable, hf_source
 
 datasets = pytest.importorskip("datasets")
 
@@ -157,16 +157,15 @@ class Ready:
 
 
 def test_sources_are_taken_as_they_are_with_the_runs_seed(dataset: Any) -> None:
-    assert isinstance(ready_source(dataset, None, 0), HfTable)
-    assert ready_source(Ready(), None, 5).seed == 5  # type: ignore[union-attr]
+    assert isinstance(as_source(dataset), HfTable)
+    assert as_source(Ready(), seed=5).seed == 5  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="collate_fn joins samples, but data is a Ready, which gives whole micro-b"):
-        ready_source(Ready(), list, 0)
+        as_source(Ready(), collate_fn=list)
 
 
-def test_anything_else_is_left_to_others() -> None:
+def test_a_data_set_with_a_read_method_is_a_data_set() -> None:
     class DataSetThatReads(Ready):
         def __getitem__(self, index: int) -> int:
             return index
 
-    for data in ([1, 2], torch.zeros(3), DataSetThatReads(), (i for i in range(3)), None):
-        assert ready_source(data, None, 0) is None
+    assert isinstance(as_source(DataSetThatReads()), Samples)

@@ -1,0 +1,122 @@
+"""Micro-batches of a stream by number.
+
+A stream is dealt into a fixed number of virtual shards, which give micro-batches in turn, each the next `micro_batch`
+samples of its shard. So the order does not depend on which worker reads which shard. A shard that has ended leaves its
+micro-batches missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.feeds.base import DataSettings
+from paceline.data.sources.base import Read
+from paceline.data.sources.batches import BatchStream
+from paceline.data.sources.collate import collate, counted, join
+from paceline.data.sources.streams import IterableStream, shuffled
+from paceline.plan.steps import Steps
+
+
+class StreamRequest(NamedTuple):
+    """A micro-batch of a stream's epoch, by its number."""
+
+    epoch: int
+    number: int
+
+
+class StreamReader:
+    """Reads micro-batches of a stream. This is cheap if those of a shard come in order, as in a run.
+
+    The iterables of a `BatchStream` are its shards. Each gives its whole part of a step before the next one's turn.
+    """
+
+    def __init__(self, stream: IterableStream, settings: DataSettings, steps: Steps) -> None:
+        self._stream = stream
+        self._settings = settings
+        self._is_weighed = settings.weight_fn is not None
+        self._has_batches = isinstance(stream, BatchStream)
+        self._micro_batch = 1 if self._has_batches else steps.micro_batch
+        self._num_shards = _num_shards(stream, settings.num_shards, steps)
+        self._in_a_row = steps.max_micro_batches // self._num_shards if self._has_batches else 1
+        self._epoch = -1
+        self._open_shards: dict[int, tuple[Iterator[Any], int]] = {}  # with the number of the next micro-batch
+
+    def __call__(self, request: StreamRequest) -> Read:
+        with host_randomness() as randomness:
+            ordinal, shard = self._place(request.number)
+            samples = self._samples(request.epoch, shard, ordinal)
+            if not samples:
+                return Read(None, 0, exists=False)
+            randomness.seed(derive_seed(self._settings.seed, Purpose.SAMPLE_BLOCK, *request))
+            if isinstance(self._stream, BatchStream):
+                return _converted(self._stream, samples[0], request, is_weighed=self._is_weighed)
+            collate_fn, first = self._settings.collate_fn, ordinal * self._micro_batch
+            batch = join(collate_fn or collate, samples, range(first, first + len(samples)))
+            return (
+                Read(batch, len(samples))
+                if collate_fn is None
+                else counted(batch, samples, is_weighed=self._is_weighed)
+            )
+
+    def reader_of(self, request: StreamRequest, num_readers: int) -> int:
+        """The reader process for a request. A shard stays with one process, so that none has to skip samples."""
+        return self._place(request.number)[1] % num_readers
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """The micro-batch's number within its shard, and the shard."""
+        turn, in_turn = divmod(number, self._in_a_row)
+        round_number, shard = divmod(turn, self._num_shards)
+        return round_number * self._in_a_row + in_turn, shard
+
+    def _samples(self, epoch: int, shard: int, ordinal: int) -> list[Any]:
+        if epoch != self._epoch:
+            self._epoch, self._open_shards = epoch, {}
+        samples, upcoming = self._open_shards.get(shard, (iter(()), ordinal + 1))
+        if upcoming > ordinal:
+            samples, upcoming = self._open(shard), 0
+        for _ in islice(samples, (ordinal - upcoming) * self._micro_batch):
+            pass  # micro-batches that other workers took, or that were trained before a resume
+        self._open_shards[shard] = samples, ordinal + 1
+        return list(islice(samples, self._micro_batch))
+
+    def _open(self, shard: int) -> Iterator[Any]:
+        samples = self._stream.open(shard, self._num_shards, self._epoch)
+        if not self._settings.shuffle_buffer:
+            return samples
+        seed = derive_seed(self._settings.seed, Purpose.SHUFFLE_BUFFER, self._epoch, shard)
+        return shuffled(samples, self._settings.shuffle_buffer, seed)
+
+
+def _converted(stream: BatchStream, batch: Any, request: StreamRequest, *, is_weighed: bool) -> Read:
+    try:
+        return stream.as_read(batch, is_weighed=is_weighed)
+    except StopIteration as error:
+        raise ended_by_stop_iteration(f"converting micro-batch {request.number} of epoch {request.epoch}") from error
+    except Exception as error:
+        error.add_note(f"in micro-batch {request.number} of epoch {request.epoch}")
+        raise
+
+
+def _num_shards(stream: IterableStream, num_shards: int | None, steps: Steps) -> int:
+    """A step takes the same number of micro-batches from every shard, so that a step without any ends the epoch.
+
+    The default is the largest number that the stream can be divided into: each shard of a stream that cannot be divided
+    reads everything.
+    """
+    per_step = steps.max_micro_batches
+    if isinstance(stream, BatchStream):
+        return stream.num_shards
+    if num_shards is None:
+        return math.gcd(per_step, stream.num_own_shards)
+    if num_shards < 1 or per_step % num_shards:
+        divisors = [d for d in range(1, per_step + 1) if per_step % d == 0]
+        raise ValueError(
+            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of "
+            f"{', '.join(map(str, divisors))}"
+        )
+    return num_shards
