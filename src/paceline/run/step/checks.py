@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
+from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError, NonFiniteError, PacelineError
 from paceline.plan.shares import Plan, owner
 from paceline.run.step.replica import Replica
@@ -43,7 +43,7 @@ class Agreement:
         self._values: list[Any] = []
         self._trained: tuple[str, ...] = ()
         self._digest = 0
-        self._unread: deque[Numbers] = deque()
+        self._reader = DeferredReader[Numbers](self._compare, is_ready=lambda numbers: numbers.has_arrived)
 
     def digest(self) -> int:
         """The digest of this worker."""
@@ -66,14 +66,12 @@ class Agreement:
         """Raise on all workers if they differ. On a GPU: once the numbers have arrived, or `now`."""
         if self._is_alone or isinstance(numbers, LocalNumbers):
             return
-        if not self._unread and numbers.has_arrived:
-            self._compare(numbers.digests)
-            return
-        self._unread.append(numbers)
-        while self._unread and (now or self._unread[0].has_arrived):
-            self._compare(self._unread.popleft().digests)
+        self._reader.add(numbers)
+        if now:
+            self._reader.flush()
 
-    def _compare(self, digests: Sequence[int]) -> None:
+    def _compare(self, numbers: Numbers) -> None:
+        digests = numbers.digests
         if digests.count(digests[0]) != len(digests):
             self._explain()
 
@@ -137,25 +135,15 @@ class FiniteWatch:
     """
 
     def __init__(self) -> None:
-        self._unseen: deque[tuple[int, Plan, Numbers]] = deque()
+        self._reader = DeferredReader(_raise_if_not_finite, is_ready=lambda step: step[2].has_arrived)
+        self.flush = self._reader.flush
 
     def check(self, step: int, plan: Plan, numbers: Numbers) -> None:
-        if not self._unseen and numbers.has_arrived:
-            _raise_if_not_finite(step, plan, numbers)
-            return
-        self._unseen.append((step, plan, numbers))
-        while self._unseen and self._unseen[0][2].has_arrived:
-            self._look_at_oldest()
-
-    def flush(self) -> None:
-        while self._unseen:
-            self._look_at_oldest()
-
-    def _look_at_oldest(self) -> None:
-        _raise_if_not_finite(*self._unseen.popleft())
+        self._reader.add((step, plan, numbers))
 
 
-def _raise_if_not_finite(step: int, plan: Plan, numbers: Numbers) -> None:
+def _raise_if_not_finite(of: tuple[int, Plan, Numbers]) -> None:
+    step, plan, numbers = of
     found = numbers.non_finite()
     if found is None:
         return

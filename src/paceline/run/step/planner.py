@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from paceline.core.deferred import DeferredReader
+from paceline.core.waiting import split_sync
 from paceline.core.world import World
 from paceline.plan.balance import Balancer
 from paceline.plan.cadence import Cadence, ElChe
@@ -108,9 +109,8 @@ class CadencePlanner:
         # On a GPU a step may end before any timing has arrived.
         counts = [len(own) if timing.micro_batch else 0 for own, timing in zip(plan, timings, strict=True)]
         compute_ms = [1e3 * timing.micro_batch * count for timing, count in zip(timings, counts, strict=True)]
-        # The worker that arrives last does not wait: its time is the cost of the exchange itself.
-        syncs = [timing.sync for timing in timings if timing.sync]
-        self._el_che.report_timing(compute_ms, counts, 1e3 * min(syncs) if syncs else None)
+        exchange_s, _ = split_sync([timing.sync for timing in timings if timing.sync])
+        self._el_che.report_timing(compute_ms, counts, 1e3 * exchange_s or None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"el_che": self._el_che.to_dict()}
@@ -125,16 +125,13 @@ class LaggedPlanner:
 
     def __init__(self, planner: Planner, lag: int) -> None:
         self._planner = planner
-        self._lag = lag
-        self._unread: deque[tuple[Plan, Numbers]] = deque()
+        self._reader = DeferredReader[tuple[Plan, Numbers]](lambda step: planner.observe(*step), lag)
 
     def plan(self, num_left: int) -> Plan:
         return self._planner.plan(num_left)
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
-        self._unread.append((plan, numbers))
-        if len(self._unread) > self._lag:
-            self._planner.observe(*self._unread.popleft())
+        self._reader.add((plan, numbers))
 
     def state_dict(self) -> dict[str, Any]:
         return self._planner.state_dict()  # nothing depends on numbers that were not passed on
