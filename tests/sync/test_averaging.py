@@ -17,7 +17,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.api.builder_worker import Recipe, train
+from paceline.api.builder_worker import WorkerTask, train
 from paceline.sync.averaging.guard import DivergenceGuard
 
 X, Y = vectors(64)
@@ -444,7 +444,7 @@ def test_the_epochs_loss_counts_every_sample_once(first_step: int, pool: WorkerP
             "shares": [3, 1],
             "strategy": pl.Averaging(every=2, first_step=first_step),
         }
-        train(Recipe(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, settings), Post())  # type: ignore[arg-type]
+        train(WorkerTask(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, settings), Post())  # type: ignore[arg-type]
         return found[0]["loss"], found[0]["scalars"]["own"]
 
     for loss, own in pool.run(metrics, 2):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline.api.builder_worker import Recipe, train
+from paceline.api.builder_worker import WorkerTask, train
 from paceline.api.handle import Handle
 from paceline.api.trainer import Trainer
+from paceline.api.unknown_settings import explanation
 from paceline.core.rank_variables import is_worker
 from paceline.core.world import World, choose_device
 from paceline.data.array_loader import ArrayLoader
@@ -27,6 +27,7 @@ from paceline.run.config import RunConfig
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.launching.background import Background
 from paceline.run.launching.launch import workers_to_start
+from paceline.run.settings import Balancing, Batching, Runtime
 from paceline.sync.averaging.strategy import Averaging
 
 Policy = Literal["sync", "cadence", "async"]
@@ -38,7 +39,7 @@ MICRO_BATCHES_PER_BATCH = 8
 _CADENCE_KNOBS = ("overhead_target", "max_anchor", "anchor", "max_batch_diff")
 _AVERAGING_KNOBS = (*_CADENCE_KNOBS, "divergence_threshold", "no_divergence_guard")
 
-# Names of Trainer.setup that the builder has a method for.
+# Parameters of Trainer.setup, and settings of its groups, that the builder has a method for.
 _METHODS = {
     "model": "builder",
     "optimizer": "builder",
@@ -46,8 +47,12 @@ _METHODS = {
     "global_batch": "batch_size",
     "strategy": "policy",
     "device": "devices",
-    "speed_hints": "speed_hint",
-    **{name: name for name in ("scheduler", "max_grad_norm", "seed", "backend", "timeline")},
+    **{name: name for name in ("scheduler", "max_grad_norm", "seed")},
+}
+_GROUP_METHODS = {
+    ("balancing", "speed_hints"): "speed_hint",
+    ("runtime", "backend"): "backend",
+    ("runtime", "timeline"): "timeline",
 }
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -218,8 +223,12 @@ class Builder:
         return self._with(timeline=Path(folder))
 
     def settings(self, **settings: Any) -> Builder:
-        """Anything else that `Trainer.setup` takes, by its name there; also num_workers, like a number of `devices`."""
+        """Any other parameter of `Trainer.setup`, groups included; also num_workers, like a number of `devices`."""
         known = inspect.signature(Trainer.setup).parameters
+        for (group, name), method in _GROUP_METHODS.items():
+            if group in settings and getattr(settings[group], name) is not None:
+                kind = type(settings[group]).__name__
+                raise ValueError(f"settings({group}={kind}({name}=...)): use the builder's .{method}(...)")
         for name, value in settings.items():
             if name in _METHODS:
                 raise ValueError(f"settings({name}=...): use the builder's .{_METHODS[name]}(...)")
@@ -229,8 +238,7 @@ class Builder:
                 self._settings[name] = value
             else:
                 own = [method for method in vars(Builder) if not method.startswith("_")]
-                near = difflib.get_close_matches(name, [*known, *own, "num_workers"], 1)
-                raise ValueError(f"settings({name}=...) is unknown{f': did you mean {near[0]}?' if near else ''}")
+                raise ValueError(f"settings({name}=...): {explanation(name, value, [*known, *own, 'num_workers'])}")
         return self
 
     # Start
@@ -246,7 +254,7 @@ class Builder:
         count, size, devices = self._workers()
         settings = self._settings | self._batches(size) | self._joined(size, devices[0])
         _check_early(settings, size)
-        recipe = Recipe(
+        task = WorkerTask(
             self._model_factory,
             self._optim_factory,
             self._train_fn,
@@ -257,7 +265,7 @@ class Builder:
             lr_factor=1 + (size - 1) * self._set.get("lr_scale_ratio", 0.0),
             **self._given("checkpoint_every", "checkpoint_fn", "epoch_fn", "metrics_fn"),
         )
-        return Handle(Background(partial(train, recipe), count), size, devices)
+        return Handle(Background(partial(train, task), count), size, devices)
 
     def _workers(self) -> tuple[int, int, tuple[torch.device, ...]]:
         """How many to start (1: none), how many there are then, and the devices of those on this machine."""
@@ -287,19 +295,19 @@ class Builder:
         return {name: self._set[name] for name in names if name in self._set}
 
     def _check_complete(self) -> None:
-        comes_in_batches = "batches_per_step" in self._settings
+        batches_per_step = self._settings.get("batching", Batching()).batches_per_step
         needed = {
             "dataset": "the data to train on",
             "batch_size": "the samples of an optimizer step",
             "num_epochs": "how often to go through the data",
         }
         for name, meaning in needed.items():
-            if name not in self._set and not (name == "batch_size" and comes_in_batches):
+            if name not in self._set and not (name == "batch_size" and batches_per_step):
                 raise ValueError(f"{name} is missing: give {meaning} with .{name}(...)")
-        if comes_in_batches and "batch_size" in self._set:
+        if batches_per_step and "batch_size" in self._set:
             raise ValueError(
-                f"batch_size({self._set['batch_size']}) contradicts settings(batches_per_step="
-                f"{self._settings['batches_per_step']}): leave one of them out"
+                f"batch_size({self._set['batch_size']}) contradicts batches_per_step={batches_per_step}: leave one of "
+                "them out"
             )
 
     def _check_conflicts(self) -> None:
@@ -339,11 +347,14 @@ class Builder:
 
     def _joined(self, num_workers: int, device: torch.device) -> dict[str, Any]:
         """How workers come together, in the words of `Trainer.setup`."""
-        joined = self._given("seed", "max_grad_norm", "scheduler", "timeline")
+        joined = self._given("seed", "max_grad_norm", "scheduler")
         if "speed_hint" in self._set:
-            joined["speed_hints"] = hinted_speeds(num_workers, *self._set["speed_hint"])
+            hints = hinted_speeds(num_workers, *self._set["speed_hint"])
+            joined["balancing"] = replace(self._settings.get("balancing", Balancing()), speed_hints=hints)
+        runtime = replace(self._settings.get("runtime", Runtime()), timeline=self._set.get("timeline"))
         if self._set.get("backend") == "cpu" and device.type == "cuda":
-            joined["backend"] = "gloo"  # which takes a GPU's tensors through the host's memory
+            runtime = replace(runtime, backend="gloo")  # which copies a GPU's tensors through host memory
+        joined["runtime"] = runtime
         if self._policy == "sync":
             return joined
         guard = {"divergence_threshold": None} if "no_divergence_guard" in self._set else {}
@@ -364,13 +375,9 @@ def _micro_batch(batch_size: int) -> int:
 def _check_early(settings: Mapping[str, Any], num_workers: int) -> None:
     """What the run itself would refuse, refused before a worker starts."""
     known = {field.name for field in fields(RunConfig)}
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in settings.items()
-        if name in known and value is not None
-    }
-    if "batches_per_step" in settings:
-        values |= {"global_batch": settings["batches_per_step"], "micro_batch": 1}
+    values: dict[str, Any] = {name: settings[name] for name in known & settings.keys() if settings[name] is not None}
+    if batches_per_step := settings.get("batching", Batching()).batches_per_step:
+        values |= {"global_batch": batches_per_step, "micro_batch": 1}
     config = RunConfig(**values)
     config.check_workers(num_workers)
     assert config.global_batch is not None

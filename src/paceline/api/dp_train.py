@@ -19,8 +19,9 @@ from paceline.data.feeds.device import to_device
 from paceline.data.sources.base import Cycle, Source
 from paceline.observe.progress import StepLines
 from paceline.run.assemble import assemble
-from paceline.run.config import Capture, RunConfig
+from paceline.run.config import RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
+from paceline.run.settings import Optimization, Runtime, check_unused
 from paceline.run.step.loop import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
 
@@ -60,8 +61,8 @@ def dp_train(
     seed: int = 0,
     exact: bool = False,
     workers: int | None = None,
-    capture: Capture = "auto",
-    train_mode: bool = True,
+    optimization: Optimization = Optimization(),
+    runtime: Runtime = Runtime(),
 ) -> DpResult:
     """Train `n_gpu` replicas together for `n_iter` optimizer steps; the mean of their gradients is applied to all.
 
@@ -76,9 +77,9 @@ def dp_train(
     max_norm: bound on the mean gradient's norm.
     lr: Adam's learning rate, unless `optimizer` (a function from parameters to a torch optimizer) is given.
     verbose: print iteration 1 and every so-many; True: each, False or 0: none.
-    capture: whether a GPU replays an iteration as a CUDA graph, "auto", "on" or "off"; see docs/capture.md.
-    train_mode: put the model into training mode; False: leave every module in the mode that make_model gave it.
+    optimization, runtime: groups of further settings, as in `Trainer.setup`.
     """
+    check_unused(optimization, ("fused", "train_mode"), "dp_train")
     to_start = workers_to_start(None)
     # A worker of an existing world starts no others; alone it starts one per device. So one of these is 1.
     num_devices = World.from_environment("cpu").size * to_start
@@ -100,7 +101,8 @@ def dp_train(
         shuffle=False,
         max_grad_norm=max_norm if math.isfinite(max_norm) else None,
         exact=exact,
-        capture=capture,
+        optimization=optimization,
+        runtime=runtime,
     )
     train = partial(
         _train,
@@ -111,7 +113,6 @@ def dp_train(
         optimizer=optimizer or partial(_adam, lr=lr),
         scheduler=scheduler,
         print_interval=int(verbose),
-        train_mode=train_mode,
     )
     if processes == 1:
         return train(model)
@@ -131,10 +132,9 @@ def _train(
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory | None,
     print_interval: int,
-    train_mode: bool,
 ) -> DpResult:
     world = World.from_environment()
-    run = assemble(config, world, model, optimizer, source, scheduler=scheduler, train_mode=train_mode)
+    run = assemble(config, world, model, optimizer, source, scheduler=scheduler)
     lines = StepLines(n_iter, print_interval if world.is_main else 0, label="iteration")
     history: list[float] = []
     unread: list[StepRecord] = []

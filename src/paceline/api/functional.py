@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.observe.progress import StepLines
 from paceline.run.evaluation.validation import Validation
 from paceline.run.manual.step_loader import Reading
 from paceline.run.manual.training_state import Forward, LossFunction, TrainingState
+from paceline.run.settings import Loading, Optimization, Runtime, check_unused
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 from paceline.sync.replica_gradients import Reduce
 from paceline.sync.step_numbers import Numbers
@@ -42,13 +42,12 @@ def prepare_training(
     buffersize: int | None = None,
     scheduler: SchedulerFactory | None = None,
     forward_fn: Forward | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool | None = None,
-    readers: int | None = None,
     seed: int = 0,
     exact: bool = False,
-    train_mode: bool = True,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    loading: Loading = Loading(),
+    optimization: Optimization = Optimization(),
+    runtime: Runtime = Runtime(),
 ) -> TrainingState:
     """A replica and an optimizer for each device, a loader that feeds them, and memory for the exchange.
 
@@ -76,14 +75,17 @@ def prepare_training(
         smaller and the last replicas may have none: no sample is dropped, and each counts the same in the mean.
     epochs: passes over the data. cycle: steps instead, for which the data is begun again as often as needed.
     buffersize: how many steps are read ahead by the readers (default: two batches per reader).
-    readers: processes that read ahead (default: one; none for arrays and tensors, which are there already).
     forward_fn(model, batch): gives the output and the target that loss_fn takes (default: of pairs, the model applied
         to the first, and the second).
-    shuffle, collate_fn, seed, train_mode: as in `Trainer.setup`.
+    shuffle, seed: as in `Trainer.setup`.
     exact: the weights are bit for bit those of `Trainer.setup(exact=True)` with micro_batch=nsamples and global_batch=
         nsamples * replicas, in however many processes the replicas are.
-    timeout_s: how long a process waits for the others before it gives up.
+    loading: `readers` (default: one process; none for arrays and tensors, which are in memory) and `collate_fn`.
+    optimization: `fused` and `train_mode`. runtime: `backend`, `timeout_s` and `threads`.
     """
+    check_unused(loading, ("readers", "collate_fn"), "prepare_training")
+    check_unused(optimization, ("fused", "train_mode"), "prepare_training")
+    check_unused(runtime, ("backend", "timeout_s", "threads"), "prepare_training")
     return TrainingState(
         model,
         dataset,
@@ -94,16 +96,16 @@ def prepare_training(
             epochs=epochs,
             cycle=cycle,
             buffersize=buffersize,
-            readers=readers,
+            readers=loading.readers,
             shuffle=shuffle,
-            collate_fn=collate_fn,
+            collate_fn=loading.collate_fn,
             seed=seed,
         ),
         scheduler=scheduler,
         forward_fn=forward_fn or _apply_to_first,
         exact=exact,
-        train_mode=train_mode,
-        timeout_s=timeout_s,
+        optimization=optimization,
+        runtime=runtime,
     )
 
 

@@ -1,10 +1,11 @@
-"""Putting a run together: from the user's parts and the settings to a loop that can start."""
+"""Assemble a run from the user's model, optimizer and data and the run's configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,21 @@ from paceline.core.world import World
 from paceline.data.epochs import NumberedData
 from paceline.data.feeds.make_feed import DataSettings, make_feed
 from paceline.data.sources.streams import IterableStream
-from paceline.observe.timeline.recorder import NoTimeline, Recorder, TimelineRecorder
+from paceline.observe.timeline.recorder import NoTimeline, TimelineRecorder
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Steps
 from paceline.run.capture.step import Stepping, graphs_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.host_memory import keep_freed_memory, use_huge_pages
+from paceline.run.run import Run
 from paceline.run.saving.checkpointer import Checkpointing, Subject, Unsaved
 from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.recovery import Start
 from paceline.run.saving.resuming import load_weights
 from paceline.run.saving.state import plain_model
-from paceline.run.step.ema import Average, NoAverage, WeightAverage, check_ema
+from paceline.run.step.ema import NoAverage, WeightAverage
 from paceline.run.step.gc_policy import collector_for
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
@@ -48,27 +50,9 @@ from paceline.sync.strategy import GradientExchange
 
 @dataclass(frozen=True)
 class WeightByModel:
-    """Instead of a weight_fn: how to find it, once the model is made; None for samples."""
+    """In place of a weight_fn: a function that finds it once the model is built. None: weight by samples."""
 
     find: Callable[[Any], Callable[[Any], int] | None]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run's parts. `cleanup` takes it apart again, in reverse order. Counts per epoch: None if nobody knows."""
-
-    loop: Loop
-    steps: Steps
-    steps_per_epoch: int | None
-    micro_batches_per_epoch: int | None
-    communicator: Communicator
-    events: Events
-    keeper: Checkpointing | Unsaved
-    average: Average
-    timeline: Recorder
-    stepping: Stepping
-    weight_fn: Callable[[Any], int] | None
-    cleanup: ExitStack
 
 
 def assemble(
@@ -80,17 +64,12 @@ def assemble(
     *,
     scheduler: SchedulerFactory | None = None,
     weight_fn: Callable[[Any], int] | WeightByModel | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
     checkpoints: Checkpoints | None = None,
-    start: Start | None = None,
-    ema: float | None = None,
-    timeline: Path | None = None,
-    train_mode: bool = True,
+    init_from: str | PathLike[str] | None = None,
 ) -> Run:
-    """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
+    """Check what can be checked, connect the workers and build the run. After a failure nothing is left behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
-    check_ema(ema, config.strategy)
     graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":
@@ -99,8 +78,8 @@ def assemble(
         else:
             keep_freed_memory()
             use_huge_pages()
-        stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
-        communicator = connect(world, config.backend, config.timeout_s)
+        stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
+        communicator = connect(world, config.runtime.backend, config.runtime.timeout_s)
         stack.callback(communicator.close)
         replica = Replica(
             model,
@@ -108,8 +87,8 @@ def assemble(
             scheduler,
             communicator,
             config.seed,
-            fused=config.fused_optimizers,
-            train_mode=train_mode,
+            fused=config.optimization.fused,
+            train_mode=config.optimization.train_mode,
         )
         stack.callback(replica.close)
         stack.callback(watch_replacement(replica.model, replica.parameters))
@@ -119,19 +98,20 @@ def assemble(
             not isinstance(data, IterableStream)
             and steps.num_samples % steps.micro_batch == 1
             and steps.micro_batch > 1
-            and not config.drop_last
+            and not config.batching.drop_last
         ):
             stack.callback(_explain_one_sample_tail(replica.model, steps))
-        if config.physical_batch is not None:
+        if config.batching.physical_batch is not None:
             _refuse_batch_norm(replica.model)
         events = Events()
         facts = None if checkpoints is None else data_facts(data, communicator)
         own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
-        recorder = NoTimeline() if timeline is None else TimelineRecorder(timeline, world, events)
+        timeline, ema = config.runtime.timeline, config.optimization.ema
+        recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), world, events)
         stack.callback(recorder.close)
         subject = Subject(replica, own, communicator, events, has_own_optimizers, recorder)
-        keeper = _keeper(checkpoints, start or Start(), subject)  # loads the weights, which the exchange may look at
+        keeper = _keeper(checkpoints, init_from, subject)  # loads the weights, which the exchange may look at
         stack.callback(keeper.close)
         average = NoAverage() if ema is None else WeightAverage(replica, ema)
         if isinstance(average, WeightAverage) and checkpoints is not None:
@@ -139,9 +119,9 @@ def assemble(
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
         planner = planner_for(config, world, config.max_micro_batches(world.size))
-        feed = make_feed(data, _data_settings(config, world, weight_fn, collate_fn), steps, planner.plan, communicator)
+        feed = make_feed(data, _data_settings(config, world, weight_fn), steps, planner.plan, communicator)
         stack.callback(feed.close)
-        collector = collector_for(config.garbage_collection)
+        collector = collector_for(config.runtime.garbage_collection)
         stack.callback(collector.close)
         loop = Loop(
             config, communicator, replica, exchange, feed, planner, events, keeper, average, recorder, collector
@@ -150,18 +130,19 @@ def assemble(
         stepping = Stepping(loop, exchange, events, graphs, config)
         is_counted = not isinstance(data, IterableStream)
         return Run(
-            loop,
-            steps,
-            steps.num_steps if is_counted and not isinstance(config.strategy, Cadence) else None,
-            steps.num_micro_batches if is_counted else None,
-            communicator,
-            events,
-            keeper,
-            average,
-            recorder,
-            stepping,
-            weight_fn,
-            stack.pop_all(),
+            config=config,
+            loop=loop,
+            steps=steps,
+            steps_per_epoch=steps.num_steps if is_counted and not isinstance(config.strategy, Cadence) else None,
+            micro_batches_per_epoch=steps.num_micro_batches if is_counted else None,
+            communicator=communicator,
+            events=events,
+            keeper=keeper,
+            average=average,
+            timeline=recorder,
+            stepping=stepping,
+            weight_fn=weight_fn,
+            cleanup=stack.pop_all(),
         )
 
 
@@ -176,37 +157,31 @@ def _check_device(device: torch.device) -> None:
         ) from error
 
 
-def _keeper(checkpoints: Checkpoints | None, start: Start, subject: Subject) -> Checkpointing | Unsaved:
+def _keeper(
+    checkpoints: Checkpoints | None, init_from: str | PathLike[str] | None, subject: Subject
+) -> Checkpointing | Unsaved:
     if checkpoints is not None:
+        start = Start(checkpoints.resume, init_from, tuple(checkpoints.allow), tuple(checkpoints.skip))
         return Checkpointing(checkpoints, start, subject)
-    if start.resume not in ("auto", None, False) or start.allow or start.skip:
-        raise ValueError(
-            f"resume={start.resume!r}, allow={list(start.allow)} and skip={list(start.skip)} need "
-            "checkpoints=Checkpoints(folder): the folder in which the run goes on"
-        )
-    if start.init_from is not None:
-        load_weights(subject.replica.model, Path(start.init_from))
+    if init_from is not None:
+        load_weights(subject.replica.model, Path(init_from))
     return Unsaved(subject.communicator.world.device)
 
 
-def _data_settings(
-    config: RunConfig,
-    world: World,
-    weight_fn: Callable[[Any], int] | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataSettings:
+def _data_settings(config: RunConfig, world: World, weight_fn: Callable[[Any], int] | None) -> DataSettings:
+    loading = config.loading
     return DataSettings(
         seed=config.seed,
         shuffle=config.shuffle,
-        way=config.feed,
-        readers=config.readers,
-        prefetch=config.prefetch,
-        num_shards=config.num_shards,
-        shuffle_buffer=config.shuffle_buffer,
+        way=loading.feed or "sharded",
+        readers=loading.readers or 0,
+        prefetch=loading.prefetch,
+        num_shards=loading.num_shards,
+        shuffle_buffer=loading.shuffle_buffer,
         weight_fn=weight_fn,
-        collate_fn=collate_fn,
+        collate_fn=loading.collate_fn,
         at_once=config.micro_batches_at_once(world.rank),
-        resident=config.resident,
+        resident=loading.resident,
     )
 
 
@@ -241,7 +216,7 @@ def _mean_gradients(config: RunConfig, replica: Replica, communicator: Communica
         Buffers(replica.model, communicator),
         max_micro_batches=config.max_micro_batches(communicator.world.size),
         exact=config.exact,
-        overlap=config.overlap,
+        overlap=config.runtime.overlap,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.comm.messages import gather
-from paceline.run.assemble import Run
+from paceline.run.run import Run
 from paceline.run.step.loop import StepRecord
 from paceline.run.step.planner import GPU_LAG_STEPS
 

@@ -12,6 +12,7 @@ from paceline.cli.config.schema import Settings
 from paceline.plan.steps import Steps
 from paceline.run.config import RunConfig
 from paceline.run.saving.resuming import OWN
+from paceline.run.settings import Balancing, Batching
 from paceline.sync.averaging.strategy import Averaging
 
 # What checkpoints of a run from a project file hold.
@@ -129,11 +130,10 @@ def _run_config(settings: Settings) -> Iterator[tuple[str, str]]:
         config = RunConfig(
             global_batch=trainer.batches_per_step or trainer.global_batch,
             micro_batch=1 if has_batches else trainer.micro_batch,
-            physical_batch=trainer.physical_batch,
             exact=trainer.exact,
             strategy=strategy,
-            shares=trainer.shares,
-            speed_hints=trainer.speed_hints,
+            batching=Batching(physical_batch=trainer.physical_batch),
+            balancing=Balancing(trainer.shares, trainer.speed_hints),
         )
         if config.global_batch is not None:
             Steps(_MANY, config.global_batch, config.micro_batch or config.global_batch)

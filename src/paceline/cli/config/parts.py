@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,33 +18,22 @@ from paceline.cli.config.schema import Settings
 from paceline.plan.cadence import Cadence
 from paceline.run.config import Strategy
 from paceline.run.saving.options import Checkpoints
+from paceline.run.settings import GROUPS
 from paceline.sync.averaging.strategy import Averaging
 
-# Settings of the section `trainer` that have the same name and meaning in `Trainer.setup`.
-_SAME = (
-    *("global_batch", "micro_batch", "physical_batch", "batches_per_step", "seed", "exact", "precision"),
-    *(
-        "max_grad_norm",
-        "scheduler_every",
-        "ema",
-        "shares",
-        "speed_hints",
-        "shuffle",
-        "shuffle_buffer",
-        "num_shards",
-        "drop_last",
-    ),
-    *("skip_bad_samples", "feed", "readers", "prefetch", "resident", "overlap", "backend", "timeout_s", "threads"),
-    *("fused_optimizers", "train_mode", "garbage_collection", "capture"),
-)
+# Settings of the section `trainer` that are parameters of `Trainer.setup`. Its groups have others of the same name.
+_SAME = ("global_batch", "micro_batch", "seed", "exact", "precision", "max_grad_norm", "shuffle")
 
 
 def setup_arguments(settings: Settings, project_folder: Path, run_folder: Path) -> dict[str, Any]:
     """The keyword arguments of `Trainer.setup` but for model, optimizer, scheduler and data."""
     trainer, saving, data = settings.trainer, settings.checkpoints, settings.data
     arguments = {name: getattr(trainer, name) for name in _SAME}
+    others = {"collate_fn": data.collate and data.collate.build(), "fused": trainer.fused_optimizers, "timeline": None}
+    for group, kind in GROUPS.items():
+        names = [f.name for f in fields(kind) if f.name in others or hasattr(trainer, f.name)]
+        arguments[group] = kind(**{n: others[n] if n in others else getattr(trainer, n) for n in names})
     arguments["strategy"] = strategy(trainer.strategy)
-    arguments["collate_fn"] = data.collate and data.collate.build()
     arguments["weight_fn"] = data.weight and data.weight.build()
     if settings.devices == "cpu":
         arguments["device"] = "cpu"
@@ -51,10 +41,13 @@ def setup_arguments(settings: Settings, project_folder: Path, run_folder: Path) 
         arguments["init_from"] = project_folder / saving.init_from
     if saving.save:
         is_path = isinstance(saving.resume, str) and saving.resume != "auto"
-        arguments["resume"] = project_folder / str(saving.resume) if is_path else saving.resume
-        arguments |= {"allow": saving.allow, "skip": saving.skip}
         folder = run_folder if saving.folder is None else project_folder / saving.folder
-        arguments["checkpoints"] = checkpoints(saving, folder)
+        arguments["checkpoints"] = replace(
+            checkpoints(saving, folder),
+            resume=project_folder / str(saving.resume) if is_path else saving.resume,
+            allow=saving.allow,
+            skip=saving.skip,
+        )
     return arguments
 
 

@@ -12,10 +12,8 @@ from paceline.checkpoint.compare import Level
 from paceline.cli.config.factories import Factory, Reference
 from paceline.cli.config.fields import setting
 from paceline.comm.base import DEFAULT_TIMEOUT_S
-from paceline.data.feeds.make_feed import Way
-from paceline.run.config import Capture, Precision, SchedulerInterval
 from paceline.run.saving.options import Mode
-from paceline.run.step.gc_policy import GarbageCollection
+from paceline.run.settings import Capture, FeedKind, GarbageCollection, Precision, SchedulerInterval
 
 Schedule = Literal["constant", "linear", "cosine"]
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
@@ -167,7 +165,7 @@ class Trainer:
     num_shards: int | None = setting("of a stream: into how many parts it is dealt", None, least=1)
     drop_last: bool = setting("leave out an epoch's last step if it is smaller", False)
     skip_bad_samples: bool = setting("go on without samples that cannot be read", False)
-    feed: Way | None = setting("who reads: every worker its own, or rank 0 for all", None)
+    feed: FeedKind | None = setting("who reads: every worker its own, or rank 0 for all", None)
     readers: int | None = setting("processes per worker that read ahead", None, least=0, most=256)
     prefetch: int | None = setting("how many micro-batches are read ahead", None, least=1)
     resident: bool = setting("keep all of the data on the device", False)

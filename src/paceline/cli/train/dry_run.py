@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -52,16 +53,16 @@ def _prepare(project: Project, stack: ExitStack) -> tuple[Trainer, Any, Any]:
     data = project.data("train")
     evaluation = None if settings.data.evaluation is None else project.data("evaluation")
     arguments = parts.setup_arguments(settings, project.folder, Path())
-    for name in ("checkpoints", "resume", "allow", "skip", "shares", "speed_hints"):
+    for name in ("checkpoints", "balancing"):
         arguments.pop(name, None)
-    if isinstance(arguments["physical_batch"], tuple):
-        arguments["physical_batch"] = arguments["physical_batch"][0]
+    if isinstance(physical_batch := arguments["batching"].physical_batch, tuple):
+        arguments["batching"] = replace(arguments["batching"], physical_batch=physical_batch[0])
+    arguments["runtime"] = replace(arguments["runtime"], quiet=True)
     trainer = Trainer.setup(
         model_factory(settings),
         parts.optimizer(settings),
         data=data,
         scheduler=parts.scheduler(settings, steps_per_epoch(data, settings)),
-        quiet=True,
         **arguments,
     )
     return stack.enter_context(trainer), data, evaluation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,12 @@ def _prepare(assignment: Assignment, stack: ExitStack) -> Prepared:
     arguments = parts.setup_arguments(settings, project.folder, files.checkpoints)
     _check_backend(project)
     if settings.trainer.timeline:
-        arguments["timeline"] = files.timeline
-    if assignment.checkpoint is not None:
-        arguments["resume"] = assignment.checkpoint
-    elif assignment.is_resumed and arguments.get("resume") is None:
-        arguments["resume"] = "auto"
+        arguments["runtime"] = replace(arguments["runtime"], timeline=files.timeline)
+    if (saving := arguments.get("checkpoints")) is not None:
+        if assignment.checkpoint is not None:
+            arguments["checkpoints"] = replace(saving, resume=assignment.checkpoint)
+        elif assignment.is_resumed and saving.resume is None:
+            arguments["checkpoints"] = replace(saving, resume="auto")
     trainer = stack.enter_context(
         Trainer.setup(
             model_factory(settings),

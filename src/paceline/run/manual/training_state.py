@@ -24,6 +24,7 @@ from paceline.run.evaluation.validation import Validator
 from paceline.run.manual.halving import FittingBackward, batch_norm_in_training
 from paceline.run.manual.peer_access import tell_of_detours
 from paceline.run.manual.step_loader import Reading, StepLoader
+from paceline.run.settings import Optimization, Runtime
 from paceline.run.step.finite import FiniteWatch
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, only_or_all
 from paceline.sync.averaging.replica_steps import BufferWatch, Offer, ReplicaSteps
@@ -53,19 +54,19 @@ class TrainingState:
         scheduler: SchedulerFactory | None,
         forward_fn: Forward,
         exact: bool,
-        train_mode: bool,
-        timeout_s: float,
+        optimization: Optimization,
+        runtime: Runtime,
     ) -> None:
         world, self.devices = _places(devices)
         with ExitStack() as stack:
-            stack.enter_context(process_settings(world, exact=exact, threads=None))
-            communicator = connect(world, timeout_s=timeout_s)
+            stack.enter_context(process_settings(world, exact=exact, threads=runtime.threads))
+            communicator = connect(world, runtime.backend, runtime.timeout_s)
             stack.callback(communicator.close)
             counts = [int(count) for count in gather(str(len(self.devices)), communicator)]
             self.loader = StepLoader(data, reading, self.devices, counts, communicator)
             stack.callback(self.loader.close)
             self._replicas = _replicas(
-                model, self.devices, optimizer, scheduler, communicator, reading.seed, train_mode=train_mode
+                model, self.devices, optimizer, scheduler, communicator, reading.seed, optimization
             )
             self._watches = [BufferWatch(replica.model) for replica in self._replicas]
             self._exchange = ReplicaSteps(
@@ -244,8 +245,7 @@ def _replicas(
     scheduler: SchedulerFactory | None,
     communicator: Communicator,
     seed: int,
-    *,
-    train_mode: bool,
+    optimization: Optimization,
 ) -> list[Replica]:
     """The first from the user's model, with rank 0's weights, the others as copies of it."""
     if not callable(optimizer):
@@ -253,19 +253,21 @@ def _replicas(
             f"optimizer is a {type(optimizer).__name__}, but every replica needs one of its own: pass a function from "
             "parameters to a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
-    first = Replica(model, optimizer, scheduler, communicator, seed, train_mode=train_mode)
-    others = [
-        Replica(
-            copy.deepcopy(first.model),
+
+    def replica(model: Any, communicator: Communicator) -> Replica:
+        return Replica(
+            model,
             optimizer,
             scheduler,
-            SingleCommunicator(World(device=device)),
+            communicator,
             seed,
-            train_mode=train_mode,
+            fused=optimization.fused,
+            train_mode=optimization.train_mode,
         )
-        for device in devices[1:]
-    ]
-    return [first, *others]
+
+    first = replica(model, communicator)
+    alone = [SingleCommunicator(World(device=device)) for device in devices[1:]]
+    return [first, *(replica(copy.deepcopy(first.model), single) for single in alone)]
 
 
 def _checked_loss(loss: Any) -> torch.Tensor:

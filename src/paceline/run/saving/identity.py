@@ -14,6 +14,7 @@ from paceline.comm.messages import decided_by_rank_0
 from paceline.data.fingerprint import facts_of
 from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
+from paceline.run.settings import GROUPS
 from paceline.run.step.replica import Replica
 
 # A position counts the micro-batches of an epoch's order, so these cannot change in the middle of one.
@@ -52,25 +53,32 @@ def identity(
         "num_samples": len(data) if hasattr(data, "__len__") else None,
         "order": facts.pop("order", None),
         "data": facts or None,
-        "seed": config.seed,
-        "shuffle": config.shuffle,
-        "drop_last": config.drop_last,
-        "num_shards": config.num_shards,
-        "shuffle_buffer": config.shuffle_buffer,
-        "precision": config.precision,
-        "max_grad_norm": config.max_grad_norm,
+        **_course(config),
         "weight_fn": "given" if is_weighted else "none",
         "strategy": _text(config.strategy),
         "optimizer": _types(replica.optimizers),
         "scheduler": _types(replica.schedulers),
-        "exact": config.exact,
     }
-    if replica.schedulers:
-        values["scheduler_every"] = config.scheduler_every
+    if not replica.schedulers:
+        del values["scheduler_every"]
+    if config.optimization.ema is None:
+        del values["ema"]  # whether there is an average is decided by the component `ema`
     if config.exact:
-        values["threads"] = config.threads or 1
+        values["threads"] = config.runtime.threads or 1
         values["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return values
+
+
+def _course(config: RunConfig) -> dict[str, Any]:
+    """The settings that are declared with course=True. The size of a step is in global_batch and micro_batch."""
+    groups = [config, *(getattr(config, name) for name in GROUPS)]
+    values = {
+        setting.name: getattr(group, setting.name)
+        for group in groups
+        for setting in fields(group)
+        if setting.metadata.get("course") and setting.name not in ("global_batch", "micro_batch", "batches_per_step")
+    }
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def differences(

@@ -12,6 +12,7 @@ from paceline.checkpoint.compare import Level
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.pieces import Disk
 from paceline.checkpoint.schedule import Schedule
+from paceline.run.saving.recovery import Resume
 
 DEFAULT_MINUTES = 10.0
 
@@ -36,6 +37,10 @@ class Checkpoints:
     num_writers: by how many workers replicated state is written; more than 1 pays on file systems that one worker
         cannot fill.
     handle_signals: SIGTERM and SIGINT finish the step, save, and end the run.
+    resume: "auto", from the newest checkpoint in the folder if there is one; True, there must be one; a path, from that
+        checkpoint, and later steps in the folder are moved aside; None, the folder must have no checkpoint.
+    allow: settings that may differ from those of the checkpoint, such as "global_batch". skip: components of the
+        checkpoint that are not restored, such as "optimizer".
     """
 
     folder: str | os.PathLike[str]
@@ -53,8 +58,14 @@ class Checkpoints:
     disk: Literal["shared", "per node"] = "shared"
     num_writers: int = 1
     handle_signals: bool = True
+    resume: Resume = "auto"
+    allow: Sequence[str] = ()
+    skip: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name in ("allow", "skip"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r}: give a list of names")
         for name in ("snapshot_every", "num_writers"):
             value = getattr(self, name)
             if (value is not None or name == "num_writers") and (type(value) is not int or value < 1):

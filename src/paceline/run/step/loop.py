@@ -447,7 +447,7 @@ class Loop:
         if self._is_step_valid(numbers, norm):
             self.update.step()
             self._average.update()
-            if self.replica.schedulers and self._config.scheduler_every == "step":
+            if self.replica.schedulers and self._config.optimization.scheduler_every == "step":
                 self.replica.step_schedulers(lambda: self._told_loss(numbers))
             is_skipped = False
         else:
@@ -483,7 +483,7 @@ class Loop:
     def _end_epoch(self, number: int) -> None:
         """Its last step is done: on all workers, also on one that leaves its loop by `break` now."""
         self._timeline.event("epoch end", number=number)
-        if self._config.scheduler_every == "epoch":
+        if self._config.optimization.scheduler_every == "epoch":
             self.replica.step_schedulers()
         for epochs, hook in self._epoch_hooks:
             if (number + 1) % epochs == 0:
