@@ -83,8 +83,7 @@ def tiny(task: overhead.Task, prepare: Callable[[Any], None]) -> Any:
             overhead.make_optimizer,
             data=(task.x, task.y),
             global_batch=overhead.BATCH,
-            threads=1,
-            quiet=True,
+            runtime=pl.Runtime(threads=1, quiet=True),
         ) as trainer:
             prepare(trainer)
             for epoch in trainer.epochs(overhead.ENDLESS):

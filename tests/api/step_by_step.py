@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from grouping import grouped
 from models import digest, images, mlp, vectors
 from torch.nn import functional
 from torch.utils.data import IterableDataset
@@ -32,7 +33,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def prepare(
     model: Any = mlp, data: Any = (X, Y), replicas: int = 2, optimizer: Any = sgd, nsamples: Any = 4, **settings: Any
 ) -> pl.TrainingState:
-    return pl.prepare_training(model, data, ["cpu"] * replicas, optimizer, nsamples, **settings)
+    return pl.prepare_training(model, data, ["cpu"] * replicas, optimizer, nsamples, **grouped(**settings))
 
 
 def one_step(state: pl.TrainingState, batches: tuple[Any, ...], **settings: Any) -> None:

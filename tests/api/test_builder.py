@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -117,9 +118,15 @@ def test_a_model_that_exists_is_no_factory() -> None:
         (lambda b: b.settings(exact=True).lr_scale_ratio(0.5), r"lr_scale_ratio\(0.5\) contradicts exact=True"),
         (lambda b: b.settings(exact=True).policy("cadence"), "exact=True needs strategy='gradients'"),
         (lambda b: b.settings(micro_batch=5), "global_batch=16.*micro_batch=5"),
-        (lambda b: b.settings(batches_per_step=2), r"batch_size\(16\) contradicts settings\(batches_per_step=2\)"),
+        (
+            lambda b: b.settings(batching=pl.Batching(batches_per_step=2)),
+            r"batch_size\(16\) contradicts settings\(batches_per_step=2\)",
+        ),
         (lambda b: b.settings(precision="fp8"), "precision='fp8' is unknown"),
-        (lambda b: b.settings(shares=[1, 1, 1], num_workers=2), "names 3 workers, the world has 2"),
+        (
+            lambda b: b.settings(balancing=pl.Balancing(shares=[1, 1, 1]), num_workers=2),
+            "names 3 workers, the world has 2",
+        ),
         (lambda b: b.speed_hint(3, 2.0).devices(2), "slow_rank=3 is not in a world of 2"),
         (lambda b: b.settings(seed=3), r"settings\(seed=...\): use the builder's \.seed"),
         (lambda b: b.settings(global_batch=3), r"use the builder's \.batch_size"),
@@ -178,12 +185,19 @@ def test_a_loader_says_itself_how_large_its_batches_are() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
     state = ready().dataset(loader).num_epochs(1).run().join()
     assert state.position.step == math.ceil(50 / 16)
-    state = empty().dataset(pl.Batches(list(loader))).num_epochs(1).settings(batches_per_step=2).run().join()
+    state = (
+        empty()
+        .dataset(pl.Batches(list(loader)))
+        .num_epochs(1)
+        .settings(batching=pl.Batching(batches_per_step=2))
+        .run()
+        .join()
+    )
     assert state.position.step == math.ceil(math.ceil(50 / 4) / 2)
 
 
 def with_setup(**settings: Any) -> tuple[str, str]:
-    with pl.Trainer.setup(mlp, sgd, data=(X, Y), global_batch=16, micro_batch=2, **settings) as trainer:
+    with pl.Trainer.setup(mlp, sgd, data=(X, Y), global_batch=16, micro_batch=2, **grouped(**settings)) as trainer:
         for epoch in trainer.epochs(EPOCHS):
             for batch in epoch:
                 trainer.backward(loss_of(trainer.model, batch))
@@ -192,7 +206,7 @@ def with_setup(**settings: Any) -> tuple[str, str]:
 
 
 def with_builder(**settings: Any) -> tuple[list[float], str, str]:
-    handle = ready().seed(5).settings(**settings).run()
+    handle = ready().seed(5).settings(**grouped(**settings)).run()
     metrics = list(handle)
     state = handle.join()
     assert handle.world_size == len(metrics[0].shares)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
@@ -22,7 +23,7 @@ X, Y = vectors(16)
 
 def setup(**settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "quiet": True, **settings}
-    return pl.Trainer.setup(mlp, lambda params: torch.optim.SGD(params, lr=0.1), **settings)
+    return pl.Trainer.setup(mlp, lambda params: torch.optim.SGD(params, lr=0.1), **grouped(**settings))
 
 
 def with_trainer(act: Callable[[pl.Trainer], Any]) -> Any:

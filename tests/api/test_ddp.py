@@ -130,7 +130,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def with_trainer(name: str) -> str:
     with pl.Trainer.setup(
         build(name), adam, data=(IMAGES, LABELS), global_batch=12, micro_batch=3, shuffle=False, exact=True,
-        train_mode=False,
+        optimization=pl.Optimization(train_mode=False),
     ) as trainer:  # fmt: skip
         for epoch in trainer.epochs(2):
             for batch in epoch:
@@ -545,7 +545,13 @@ def interleaved(sizes: Sequence[int]) -> tuple[list[float], str]:
     generators, critics = ([nn.Linear(2, 1) for _ in range(count)] for _ in range(2))
     of_generators = pl.Ddp.wrap(generators, timeout_s=20)
     trainer = pl.Trainer.setup(
-        build(), adam, data=(IMAGES, LABELS), global_batch=12, micro_batch=3, timeout_s=20, exact=True
+        build(),
+        adam,
+        data=(IMAGES, LABELS),
+        global_batch=12,
+        micro_batch=3,
+        runtime=pl.Runtime(timeout_s=20),
+        exact=True,
     )
     of_critics = pl.Ddp.wrap(critics, timeout_s=20)
     for model, number in zip(generators, of_generators.ranks, strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from torch.nn import functional
@@ -46,7 +47,7 @@ def train(make_model: Callable[[], Any] = linear, data: Any = PAIRS, **settings:
         "lr": 0.05,
         "verbose": False,
     }
-    return pl.dp_train(make_model, data, **{**defaults, **settings})
+    return pl.dp_train(make_model, data, **grouped(**{**defaults, **settings}))
 
 
 def train_by_hand(
@@ -322,7 +323,7 @@ class Copy(nn.Module):
 def test_a4_defaults(make_model: Callable[[], nn.Module], functions: dict[str, Any]) -> None:
     """No forward_fn: the model applied; no loss_fn: the result is the loss; no target_fn: the sample is its target."""
     expected = pl.dp_train(Loss, list(X), n_gpu=2, n_iter=5, lr=0.1, verbose=0)
-    result = pl.dp_train(make_model, list(X), n_gpu=2, n_iter=5, lr=0.1, verbose=0, **functions)
+    result = pl.dp_train(make_model, list(X), n_gpu=2, n_iter=5, lr=0.1, verbose=0, **grouped(**functions))
     assert result.loss_history == pytest.approx(expected.loss_history, rel=1e-6)
     assert_close(result.params, expected.params)
     assert expected.loss_history[0] == pytest.approx(X[:2].square().mean().item(), rel=1e-6)

@@ -68,7 +68,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
             data=vectors(8),
             global_batch=8,
             checkpoints=pl.Checkpoints(tmp_path),
-            quiet=True,
+            runtime=pl.Runtime(quiet=True),
         ) as trainer:
             trainer.register("early_stopping", early_stopping)
             for epoch in trainer.epochs(num_epochs):

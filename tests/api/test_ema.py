@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -22,7 +23,7 @@ X, Y = vectors(48)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "exact": True, "quiet": True, **settings}
-    return pl.Trainer.setup(model, lambda params: torch.optim.Adam(params, lr=0.01), **settings)
+    return pl.Trainer.setup(model, lambda params: torch.optim.Adam(params, lr=0.01), **grouped(**settings))
 
 
 def train(trainer: pl.Trainer, epochs: int = 1) -> None:

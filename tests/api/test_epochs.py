@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
@@ -20,7 +21,7 @@ LEFT = r"left the loop of an epoch before its end, by `break` or `return`.*call 
 
 def setup(**settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "timeout_s": 60, **settings}
-    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), **grouped(**settings))
 
 
 def take(trainer: pl.Trainer, batch: Any) -> pl.StepRecord | None:
@@ -66,7 +67,7 @@ def test_the_loop_of_the_readme_prints_the_last_step_where_a_share_is_empty(pool
     text = Path(__file__).parents[2].joinpath("README.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "trainer.close()" in block)
     # Rank 0, which prints, has no share in the last step of each epoch, nor in any other.
-    code = code.replace("micro_batch=8,", "micro_batch=8, shares=[0, 1],")
+    code = code.replace("micro_batch=8,", "micro_batch=8, balancing=pl.Balancing(shares=[0, 1]),")
 
     def run() -> str:
         import contextlib

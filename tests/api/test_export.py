@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallTransformer, digest, mlp, tokens, vectors
 from safetensors.torch import load_file
 from torch import nn
@@ -23,7 +24,7 @@ X, Y = vectors(16)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "quiet": True, **settings}
-    return pl.Trainer.setup(model, lambda params: torch.optim.SGD(params, lr=0.1), **settings)
+    return pl.Trainer.setup(model, lambda params: torch.optim.SGD(params, lr=0.1), **grouped(**settings))
 
 
 def train(trainer: pl.Trainer) -> None:

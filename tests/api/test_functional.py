@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallResNet, SmallTransformer, digest, images, mlp, tokens, vectors
 from step_by_step import IMAGES, LABELS, Stream, X, Y, adam, everything, one_step, prepare, sgd
 from torch import nn
@@ -102,7 +103,7 @@ RUNS: dict[str, tuple[Any, Any, Any]] = {
 def trainer_digest(name: str, replicas: int, shuffle: bool) -> str:
     build, data, forward = RUNS[name]
     batches = {"global_batch": 4 * replicas, "micro_batch": 4}
-    with pl.Trainer.setup(build, adam, data=data, shuffle=shuffle, exact=True, seed=3, **batches) as trainer:
+    with pl.Trainer.setup(build, adam, data=data, shuffle=shuffle, exact=True, seed=3, **grouped(**batches)) as trainer:
         for epoch in trainer.epochs(2):
             for batch in epoch:
                 trainer.backward(functional.cross_entropy(*forward(trainer.model, batch)))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -74,7 +75,11 @@ def test_bad_arrays_are_named(arguments: dict[str, Any], error: type[Exception],
 def test_a_run_takes_an_array_loader() -> None:
     def train(data: Any, **settings: Any) -> torch.Tensor:
         with pl.Trainer.setup(
-            lambda: torch.nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, global_batch=8, **settings
+            lambda: torch.nn.Linear(3, 1),
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            data=data,
+            global_batch=8,
+            **grouped(**settings),
         ) as trainer:
             for epoch in trainer.epochs(2):
                 for batch in epoch:

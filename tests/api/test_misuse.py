@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -20,7 +21,7 @@ X, Y = vectors(40)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings}
-    return pl.Trainer.setup(model, lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    return pl.Trainer.setup(model, lambda p: torch.optim.SGD(p, lr=0.1), **grouped(**settings))
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -34,7 +35,9 @@ def train(trainer: pl.Trainer, epochs: int = 2) -> list[pl.StepRecord]:
 
 
 def setup(model: Any, optimizer: Any, **settings: Any) -> pl.Trainer:
-    return pl.Trainer.setup(model, optimizer, **{"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings})
+    return pl.Trainer.setup(
+        model, optimizer, **grouped(**{"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings})
+    )
 
 
 def two(parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:

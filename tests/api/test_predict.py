@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +24,7 @@ TRAIN, TEST = vectors(16), vectors(23, seed=9)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": TRAIN, "global_batch": 8, "micro_batch": 4, "quiet": True, **settings}
-    return pl.Trainer.setup(model, lambda params: torch.optim.SGD(params, lr=0.1), **settings)
+    return pl.Trainer.setup(model, lambda params: torch.optim.SGD(params, lr=0.1), **grouped(**settings))
 
 
 def predict(data: Any, fn: Callable[[Any, Any], Any] | None = None, **settings: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -26,7 +27,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def setup(model: Any = mlp, optimizer: Any = sgd, **settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "timeout_s": 60, **settings}
-    return pl.Trainer.setup(model, optimizer, **settings)
+    return pl.Trainer.setup(model, optimizer, **grouped(**settings))
 
 
 def train(trainer: pl.Trainer, epochs: int = 1, **backward: Any) -> list[float]:
@@ -67,7 +68,7 @@ def through_setup(**settings: Any) -> set[bool]:
 
 
 def through_setup_head(**settings: Any) -> set[bool]:
-    with pl.Trainer.setup_head(Dropping(), sgd, data=(X, Y), global_batch=8, **settings) as trainer:
+    with pl.Trainer.setup_head(Dropping(), sgd, data=(X, Y), global_batch=8, **grouped(**settings)) as trainer:
         return modes_of(trainer.model)
 
 
@@ -79,7 +80,7 @@ def through_builder(**settings: Any) -> set[bool]:
         return functional.cross_entropy(model(batch.x), batch.y)
 
     pl.Trainer.builder(Dropping, sgd, loss).dataset((X, Y)).batch_size(8).num_epochs(1).devices(1).settings(
-        micro_batch=4, **settings
+        micro_batch=4, **grouped(**settings)
     ).run().join()
     return set.union(*seen)
 
@@ -95,13 +96,13 @@ def through_dp_train(**settings: Any) -> set[bool]:
         n_gpu=2,
         n_iter=2,
         verbose=False,
-        **settings,
+        **grouped(**settings),
     )
     return modes_of(result.model)
 
 
 def through_functions(**settings: Any) -> set[bool]:
-    with pl.prepare_training(Dropping, (X, Y), ["cpu", "cpu"], sgd, nsamples=4, **settings) as state:
+    with pl.prepare_training(Dropping, (X, Y), ["cpu", "cpu"], sgd, nsamples=4, **grouped(**settings)) as state:
         return set.union(*map(modes_of, state.models))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -18,7 +19,7 @@ X, Y = vectors(240)
 def shares_of(config: pl.DdpConfig, **settings: Any) -> list[tuple[int, ...]]:
     shares: list[tuple[int, ...]] = []
     with pl.Trainer.setup_with(
-        config, mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), micro_batch=2, **settings
+        config, mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), micro_batch=2, **grouped(**settings)
     ) as trainer:
         trainer.every(1, lambda record: shares.append(record.shares))
         for epoch in trainer.epochs(1):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from worker_pool import WorkerPool
 
@@ -40,7 +41,7 @@ def test_workers_and_their_devices(seats: list[tuple[str, str, str]], text: str)
 
 def setup(**settings: Any) -> pl.Trainer:
     return pl.Trainer.setup(
-        mlp, lambda params: torch.optim.SGD(params, lr=0.1), data=vectors(8), global_batch=8, **settings
+        mlp, lambda params: torch.optim.SGD(params, lr=0.1), data=vectors(8), global_batch=8, **grouped(**settings)
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -24,7 +25,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def setup(**settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings}
-    return pl.Trainer.setup(settings.pop("model", mlp), settings.pop("optimizer", sgd), **settings)
+    return pl.Trainer.setup(settings.pop("model", mlp), settings.pop("optimizer", sgd), **grouped(**settings))
 
 
 def loss_of(trainer: pl.Trainer, batch: Any) -> torch.Tensor:

@@ -71,7 +71,12 @@ def test_the_users_random_streams_go_on_undisturbed() -> None:
         random.seed(1), np.random.seed(2), torch.manual_seed(3)
         numbers = []
         with pl.Trainer.setup(
-            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=Noisy(), global_batch=16, micro_batch=16, readers=readers
+            mlp,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            data=Noisy(),
+            global_batch=16,
+            micro_batch=16,
+            loading=pl.Loading(readers=readers),
         ) as trainer:
             for epoch in trainer.epochs(1):
                 for batch in epoch:
@@ -168,7 +173,12 @@ def test_reading_is_hidden_behind_computing() -> None:
 
     def seconds(readers: int) -> float:
         with pl.Trainer.setup(
-            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=Slow(), global_batch=4, micro_batch=4, readers=readers
+            mlp,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            data=Slow(),
+            global_batch=4,
+            micro_batch=4,
+            loading=pl.Loading(readers=readers),
         ) as trainer:
             start = time.perf_counter()
             for epoch in trainer.epochs(1):

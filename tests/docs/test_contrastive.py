@@ -47,7 +47,12 @@ def test_gather_inside_the_loop_names_what_to_do(pool: WorkerPool, size: int) ->
     def run() -> str:
         with (
             pl.Trainer.setup(
-                mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=vectors(16), global_batch=8, micro_batch=4, timeout_s=60
+                mlp,
+                lambda p: torch.optim.SGD(p, lr=0.1),
+                data=vectors(16),
+                global_batch=8,
+                micro_batch=4,
+                runtime=pl.Runtime(timeout_s=60),
             ) as trainer,
         ):
             for batch in next(trainer.epochs(1)):

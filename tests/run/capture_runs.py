@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 
@@ -70,7 +71,7 @@ class Case:
                 self.during(trainer, record.step)
 
         with pl.Trainer.setup(
-            self.build, self.optimizer, data=self.data, **{**QUICK, **self.settings, **settings}
+            self.build, self.optimizer, data=self.data, **grouped(**{**QUICK, **self.settings, **settings})
         ) as trainer:
             trainer.listen(note)
             trainer.every(1, after_step)

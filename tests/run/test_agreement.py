@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
@@ -27,7 +28,7 @@ def train(
 ) -> str:
     """`before_step` and `after_step` stand in the loop's body: workers without a share do not run them."""
     settings = {"data": X, "global_batch": 8, "micro_batch": 4, "shuffle": False, **settings}
-    with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **settings) as trainer:
+    with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **grouped(**settings)) as trainer:
         for epoch in trainer.epochs(2):
             for batch in epoch:
                 trainer.backward(trainer.model(batch).square().mean())
@@ -94,7 +95,9 @@ def test_set_lr_in_the_loop_body_holds_on_every_worker(exact: bool, pool: Worker
 
     def by_hand() -> str:
         torch.manual_seed(0)
-        with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.1), data=X, global_batch=8, quiet=True) as t:
+        with pl.Trainer.setup(
+            build, lambda p: torch.optim.SGD(p, lr=0.1), data=X, global_batch=8, runtime=pl.Runtime(quiet=True)
+        ) as t:
             model = t.model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(6):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from capture_runs import Case, FakeGraphs, Outcome, both, class_loss, sgd, use_graphs
+from grouping import grouped
 from models import SmallResNet, digest, images, mlp, vectors
 from torch import nn
 from worker_pool import WorkerPool
@@ -103,7 +104,7 @@ def test_every_record_keeps_the_numbers_of_its_own_step(max_grad_norm: float | N
     def numbers(graphs: FakeGraphs | None) -> list[tuple[float, float | None]]:
         records: list[pl.StepRecord] = []
         settings = {"global_batch": 16, "max_grad_norm": max_grad_norm, "garbage_collection": "as usual", "quiet": True}
-        with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), scheduler=in_stairs, **settings) as trainer:
+        with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), scheduler=in_stairs, **grouped(**settings)) as trainer:
             if graphs is not None:
                 use_graphs(trainer, graphs)
             trainer.every(1, records.append)
@@ -121,7 +122,9 @@ def test_every_record_keeps_the_numbers_of_its_own_step(max_grad_norm: float | N
 def test_functions_that_take_turns_leave_each_others_losses_alone() -> None:
     def losses(graphs: FakeGraphs | None) -> list[float]:
         records: list[pl.StepRecord] = []
-        with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), global_batch=16, quiet=True) as trainer:
+        with pl.Trainer.setup(
+            mlp, sgd, data=vectors(16 * 60), global_batch=16, runtime=pl.Runtime(quiet=True)
+        ) as trainer:
             if graphs is not None:
                 use_graphs(trainer, graphs)
             trainer.every(1, records.append)
@@ -142,7 +145,9 @@ def test_functions_that_take_turns_leave_each_others_losses_alone() -> None:
 def test_a_loss_that_is_no_number_is_found_though_nobody_asks_for_it() -> None:
     x, y = vectors(16 * 20)
     x[-16:] = float("nan")
-    with pl.Trainer.setup(mlp, sgd, data=(x, y), global_batch=16, shuffle=False, quiet=True) as trainer:
+    with pl.Trainer.setup(
+        mlp, sgd, data=(x, y), global_batch=16, shuffle=False, runtime=pl.Runtime(quiet=True)
+    ) as trainer:
         use_graphs(trainer, FakeGraphs())
         step = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
         with pytest.raises(pl.NonFiniteError, match="loss is nan at step 20, micro-batch 0, rank 0"):
@@ -207,7 +212,7 @@ def test_work_that_cannot_be_recorded_is_run_by_python_from_then_on() -> None:
 )
 def test_what_is_known_beforehand_to_rule_capture_out(device: str, settings: Any, reason: str) -> None:
     world = World(device=torch.device(device))
-    assert graphs_for(RunConfig(global_batch=8, **settings), world) == reason
+    assert graphs_for(RunConfig(global_batch=8, **grouped(**settings)), world) == reason
 
 
 def test_on_where_nothing_can_be_captured_is_an_error_before_anything_starts() -> None:
@@ -362,7 +367,9 @@ def test_an_attribute_that_is_an_array_may_be_replaced() -> None:
 def test_on_refuses_a_loop_that_gives_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.run.assemble.graphs_for", lambda *_: FakeGraphs())
     with (
-        pl.Trainer.setup(mlp, sgd, data=vectors(32), global_batch=16, quiet=True, capture="on") as trainer,
+        pl.Trainer.setup(
+            mlp, sgd, data=vectors(32), global_batch=16, runtime=pl.Runtime(quiet=True, capture="on")
+        ) as trainer,
         pytest.raises(pl.MisuseError, match="needs the loss as a function: use trainer"),
     ):
         for batch in next(trainer.epochs(1)):
@@ -399,7 +406,14 @@ def test_weights_may_differ_from_one_micro_batch_to_the_next(micro_batch_size: i
 
 def test_hooks_that_change_the_gradients_and_an_average_of_the_weights_see_what_they_would() -> None:
     def run(graphs: FakeGraphs | None) -> Any:
-        with pl.Trainer.setup(mlp, sgd, data=vectors(320), global_batch=16, ema=0.9, quiet=True) as trainer:
+        with pl.Trainer.setup(
+            mlp,
+            sgd,
+            data=vectors(320),
+            global_batch=16,
+            optimization=pl.Optimization(ema=0.9),
+            runtime=pl.Runtime(quiet=True),
+        ) as trainer:
             if graphs is not None:
                 use_graphs(trainer, graphs)
             trainer.on_gradients(lambda named: [p.grad.mul_(0.5) for p in named.values()])

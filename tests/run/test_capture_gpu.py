@@ -186,7 +186,9 @@ def test_a_nan_is_found() -> None:
 
 def test_steps_neither_allocate_nor_wait_once_they_are_captured() -> None:
     data = tuple(t.cuda() for t in vectors(16 * 60))
-    with pl.Trainer.setup(mlp, sgd, data=data, global_batch=16, device="cuda", quiet=True) as trainer:
+    with pl.Trainer.setup(
+        mlp, sgd, data=data, global_batch=16, device="cuda", runtime=pl.Runtime(quiet=True)
+    ) as trainer:
         step = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
         allocated = []
         for epoch in trainer.epochs(1):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
@@ -53,7 +54,7 @@ def train(
     with pl.Trainer.setup(
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),
         lambda p: torch.optim.SGD(p, 0.1),
-        **settings,
+        **grouped(**settings),
     ) as trainer:
         for epoch in trainer.epochs(2):
             for batch in epoch:

@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -41,7 +42,9 @@ def no_run_of_another_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def trainer_over(num_steps: int, **settings: Any) -> pl.Trainer:
     data = vectors(num_steps * BATCH)
-    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.01), data=data, global_batch=BATCH, **settings)
+    return pl.Trainer.setup(
+        mlp, lambda p: torch.optim.SGD(p, lr=0.01), data=data, global_batch=BATCH, **grouped(**settings)
+    )
 
 
 def take_step(trainer: pl.Trainer, batch: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallResNet, images, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -19,7 +20,7 @@ def train(**settings: Any) -> tuple[dict[str, torch.Tensor], list[int], list[flo
     sizes: list[int] = []
     losses: list[float] = []
     settings = {"global_batch": 16, "micro_batch": 2, "shares": "equal", **settings}
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(X, Y), **settings) as trainer:
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(X, Y), **grouped(**settings)) as trainer:
         trainer.every(1, lambda record: losses.append(record.loss))
         for epoch in trainer.epochs(2):
             for batch in epoch:
@@ -47,7 +48,7 @@ def test_weights_are_counted_over_the_whole_batch() -> None:
         losses: list[float] = []
         with pl.Trainer.setup(
             mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(X, Y), global_batch=14, micro_batch=2, weight_fn=weigh,
-            **settings,
+            **grouped(**settings),
         ) as trainer:  # fmt: skip
             trainer.every(1, lambda record: losses.append(record.loss))
             for epoch in trainer.epochs(1):
@@ -90,5 +91,5 @@ def test_batch_norm_would_see_another_batch() -> None:
     with pytest.raises(ValueError, match=r"physical_batch would change what the BatchNorm layer '.*' normalises over"):
         pl.Trainer.setup(
             SmallResNet, lambda p: torch.optim.SGD(p, lr=0.1), data=images(8), global_batch=4, micro_batch=2,
-            physical_batch=4,
+            batching=pl.Batching(physical_batch=4),
         )  # fmt: skip

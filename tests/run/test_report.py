@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -23,7 +24,7 @@ def train(slowness: tuple[float, ...], **settings: Any) -> tuple[pl.Report, list
     rank = int(os.environ.get("RANK", 0))
     events: list[pl.Event] = []
     settings = {"global_batch": 16, "micro_batch": 2, **settings}
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), **settings) as trainer:
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), **grouped(**settings)) as trainer:
         trainer.listen(events.append)
         for epoch in trainer.epochs(1):
             for batch in epoch:

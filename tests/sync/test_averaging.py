@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallResNet, digest, images, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -43,7 +44,7 @@ def run(
 ) -> dict[str, torch.Tensor]:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 2, "optimizer": sgd, "shares": "equal", **settings}
     optimizer = settings.pop("optimizer")
-    with pl.Trainer.setup(build, optimizer, strategy=strategy, **settings) as trainer:
+    with pl.Trainer.setup(build, optimizer, strategy=strategy, **grouped(**settings)) as trainer:
         trainer.every(1, lambda record: hook(trainer, record))
         trainer.listen(listener)
         for epoch in trainer.epochs(epochs):
@@ -350,7 +351,7 @@ def test_between_meetings_every_worker_has_the_loss_of_the_last(
         seen: list[str] = []
         with pl.Trainer.setup(
             mlp, sgd, data=(X, Y), global_batch=8, micro_batch=2, strategy=pl.Averaging(every=3, overlap=overlap),
-            shares=shares,
+            balancing=pl.Balancing(shares=shares),
         ) as trainer:  # fmt: skip
             trainer.every(1, lambda record: seen.append(f"{record.loss:.6f} {record.weight}"))
             for batch in next(trainer.epochs(1)):
@@ -406,7 +407,13 @@ def test_a_loss_that_a_worker_was_not_told_is_unknown_to_all(pool: WorkerPool) -
     def losses() -> list[float]:
         seen: list[float] = []
         with pl.Trainer.setup(
-            mlp, sgd, data=(X, Y), global_batch=8, micro_batch=2, strategy=pl.Averaging(every=2), shares=[1, 1, 0]
+            mlp,
+            sgd,
+            data=(X, Y),
+            global_batch=8,
+            micro_batch=2,
+            strategy=pl.Averaging(every=2),
+            balancing=pl.Balancing(shares=[1, 1, 0]),
         ) as trainer:
             trainer.every(1, lambda record: seen.append(record.loss))
             for batch in next(trainer.epochs(1)):

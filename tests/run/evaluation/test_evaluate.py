@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -23,7 +24,7 @@ TRAIN, TEST = vectors(16), vectors(23, seed=9)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": TRAIN, "global_batch": 8, "micro_batch": 4, **settings}
-    return pl.Trainer.setup(model, lambda params: torch.optim.Adam(params, lr=0.01), **settings)
+    return pl.Trainer.setup(model, lambda params: torch.optim.Adam(params, lr=0.01), **grouped(**settings))
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -26,7 +26,13 @@ def open_trainer(timeout_s: float = 60.0, fail: bool = False) -> pl.Trainer:
         return torch.optim.SGD(parameters, lr=0.1)
 
     return pl.Trainer.setup(
-        lambda: nn.Linear(4, 1), optimizer, data=X, global_batch=8, micro_batch=2, exact=True, timeout_s=timeout_s
+        lambda: nn.Linear(4, 1),
+        optimizer,
+        data=X,
+        global_batch=8,
+        micro_batch=2,
+        exact=True,
+        runtime=pl.Runtime(timeout_s=timeout_s),
     )
 
 

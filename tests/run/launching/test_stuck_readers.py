@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -65,8 +66,7 @@ def train(kind: type, settings: dict[str, Any], marker: Path, stop_rank: int | N
         global_batch=8,
         micro_batch=2,
         exact=True,
-        timeout_s=TIMEOUT_S,
-        **settings,
+        **grouped(timeout_s=TIMEOUT_S, **settings),
     ) as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from grouping import grouped
 from models import digest, images
 from torch import nn
 from torch.nn import functional
@@ -71,8 +72,7 @@ def setup(root: Path | None, **settings: Any) -> pl.Trainer:
         settings.pop("optimizer", lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)),
         data=settings.pop("data", images(NUM_SAMPLES)),
         scheduler=settings.pop("scheduler", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, NUM_STEPS)),
-        checkpoints=None if root is None else pl.Checkpoints(root, **saving),
-        **settings,
+        **grouped(checkpoints=None if root is None else pl.Checkpoints(root, **saving), **settings),
     )
 
 

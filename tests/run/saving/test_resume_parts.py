@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, vectors
 from resumable import NUM_STEPS, build, run, setup, snapshots_of, step
 from safetensors.torch import save_file
@@ -118,10 +119,8 @@ def average(root: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> 
         data=vectors(320),
         global_batch=16,
         micro_batch=4,
-        shares="equal",
         strategy=pl.Averaging(every=2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
-        checkpoints=pl.Checkpoints(root, every_steps=5, keep_last=None),
-        **settings,
+        **grouped(shares="equal", checkpoints=pl.Checkpoints(root, every_steps=5, keep_last=None), **settings),
     ) as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:

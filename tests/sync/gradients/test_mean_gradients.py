@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from torch.nn import functional
@@ -51,7 +52,9 @@ def run(
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     settings = {"data": X, "global_batch": 8, "micro_batch": 2, "shuffle": False, **settings}
-    with pl.Trainer.setup(build, lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5), **settings) as trainer:
+    with pl.Trainer.setup(
+        build, lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5), **grouped(**settings)
+    ) as trainer:
         for epoch in trainer.epochs(epochs):
             for batch in epoch:
                 step(trainer, batch)
@@ -231,7 +234,7 @@ def half_precision_run() -> tuple[list[tuple[int, bool]], bool]:
         micro_batch=2,
         precision="fp16",
         exact=True,
-        shares="equal",  # a worker without a share has no record of the step
+        balancing=pl.Balancing(shares="equal"),  # a worker without a share has no record of the step
     ) as trainer:
         for epoch in trainer.epochs(16):
             for batch in epoch:

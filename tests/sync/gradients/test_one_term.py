@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallResNet, digest, images
 from torch import nn
 from torch.nn import functional
@@ -43,7 +44,9 @@ def train(
     """`change`: what becomes of the loss of step 4."""
     num_micro_batches = 0
     settings = {"data": X, "global_batch": 4, "exact": True, **settings}
-    with pl.Trainer.setup(SmallAndSigned, lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), **settings) as trainer:
+    with pl.Trainer.setup(
+        SmallAndSigned, lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), **grouped(**settings)
+    ) as trainer:
         for epoch in trainer.epochs(epochs):
             for batch in epoch:
                 num_micro_batches += 1
