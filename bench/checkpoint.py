@@ -91,7 +91,7 @@ def ours(folder: Path, stack: ExitStack) -> Contestant:
             trainer.step()
 
     def settle() -> None:
-        trainer._run.keeper._writer.wait()  # type: ignore[union-attr]
+        trainer.run.keeper._writer.wait()  # type: ignore[union-attr]
 
     def resume(path: Path) -> float:
         shutil.copytree(folder / "ours", path, ignore=shutil.ignore_patterns(".*"))

@@ -208,7 +208,9 @@ CALLS: dict[str, Callable[[pl.Trainer], Any]] = {
 def test_what_all_workers_do_together_is_refused_inside_the_loop(name: str) -> None:
     with setup() as trainer:
         for _ in next(iter(trainer.epochs(1))):
-            with pytest.raises(pl.MisuseError, match=rf"{name}\(\) was called inside an epoch's loop, which workers"):
+            with pytest.raises(
+                pl.errors.MisuseError, match=rf"{name}\(\) was called inside an epoch's loop, which workers"
+            ):
                 CALLS[name](trainer)
             break
 

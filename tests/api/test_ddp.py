@@ -269,7 +269,9 @@ def test_a_parameter_unfrozen_later_is_an_error_that_says_to_wrap_again() -> Non
     models = branches()
     with pl.Ddp.wrap(models) as ddp:
         models[0].frozen.requires_grad_(True)
-        with pytest.raises(pl.MisuseError, match=r"'frozen\.weight' was frozen when .* wrap them again after unfree"):
+        with pytest.raises(
+            pl.errors.MisuseError, match=r"'frozen\.weight' was frozen when .* wrap them again after unfree"
+        ):
             ddp.all_reduce_gradients()
 
 
@@ -472,7 +474,7 @@ def test_a_sparse_gradient_is_refused_and_no_gradient_is_touched() -> None:
     before = digest(gradients(models[0]))
     with (
         pl.Ddp.wrap(models) as ddp,
-        pytest.raises(pl.GradientError, match=r"'0.weight' of replica 1 has a sparse gradient.* sparse=False"),
+        pytest.raises(pl.errors.GradientError, match=r"'0.weight' of replica 1 has a sparse gradient.* sparse=False"),
     ):
         ddp.all_reduce_gradients()
     assert digest(gradients(models[0])) == before
@@ -489,7 +491,7 @@ def test_nothing_can_be_exchanged_after_close() -> None:
         ddp.all_reduce_gradients,
         lambda: ddp.weighted_all_reduce_gradients([1, 1]),
     ):
-        with pytest.raises(pl.MisuseError, match="this Ddp is closed: wrap the models again"):
+        with pytest.raises(pl.errors.MisuseError, match="this Ddp is closed: wrap the models again"):
             use()
 
 

@@ -37,7 +37,7 @@ def linear() -> nn.Module:
     return model
 
 
-def train(make_model: Callable[[], Any] = linear, data: Any = PAIRS, **settings: Any) -> pl.DpResult:
+def train(make_model: Callable[[], Any] = linear, data: Any = PAIRS, **settings: Any) -> pl.compat.ggmlr.DpResult:
     defaults = {
         "loss_fn": functional.mse_loss,
         "forward_fn": lambda model, sample: model(sample[0]),
@@ -104,7 +104,7 @@ def test_a1_by_default_there_is_one_replica_per_device(num_devices: int, monkeyp
     assert seen[1:] == list(range(4 * num_devices))
 
 
-def replicas_in_this_world(**settings: Any) -> pl.DpResult:
+def replicas_in_this_world(**settings: Any) -> pl.compat.ggmlr.DpResult:
     """Every worker builds a model of its own with other weights."""
 
     def make_model() -> nn.Module:
@@ -280,7 +280,7 @@ def test_a4_any_object_with_forward_and_parameters(give: Callable[..., Any], nam
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a4_objects_work_on_several_workers(exact: bool, pool: WorkerPool) -> None:
-    def train_matrix() -> pl.DpResult:
+    def train_matrix() -> pl.compat.ggmlr.DpResult:
         return train(lambda: Matrix(dict), forward_fn=lambda model, sample: model.forward(sample[0]), exact=exact)
 
     expected = train_matrix()
@@ -418,7 +418,7 @@ def test_a5_a_parameter_that_some_replicas_use_gets_the_right_mean(exact: bool, 
 
 def test_a6_the_result() -> None:
     result = train(n_gpu=3, n_iter=8)
-    assert isinstance(result, pl.DpResult)
+    assert isinstance(result, pl.compat.ggmlr.DpResult)
     assert isinstance(result.model, nn.Linear)
     assert list(result.params) == ["weight", "bias"]
     assert result.params["weight"] is result.model.weight
@@ -447,7 +447,7 @@ def test_a6_long_histories_are_complete() -> None:
 def train_on_one_bad_sample(value: float, n_gpu: int, verbose: int = 0) -> tuple[str, int, int | None, int | None]:
     data = [(x.clone(), y) for x, y in PAIRS]
     data[5][0][0] = value
-    with pytest.raises(pl.NonFiniteError) as caught:
+    with pytest.raises(pl.errors.NonFiniteError) as caught:
         train(data=data, n_gpu=n_gpu, verbose=verbose)
     error = caught.value
     return str(error), error.step, error.micro_batch, error.rank

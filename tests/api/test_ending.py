@@ -87,6 +87,6 @@ def test_what_has_no_end_or_would_end_apart_is_refused() -> None:
         with pytest.raises(ValueError, match=r"epochs\(\) without an end: give the number of epochs, or max_steps"):
             next(trainer.epochs())
         for _ in next(trainer.epochs(1)):
-            with pytest.raises(pl.MisuseError, match=r"end\(\) was called inside an epoch's loop"):
+            with pytest.raises(pl.errors.MisuseError, match=r"end\(\) was called inside an epoch's loop"):
                 trainer.end()
             break

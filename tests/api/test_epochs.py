@@ -151,7 +151,9 @@ def test_break_equals_an_epoch_that_a_hook_ends() -> None:
 def test_leaving_every_epoch_without_a_step_is_no_way_to_max_steps() -> None:
     with (
         setup() as trainer,
-        pytest.raises(pl.MisuseError, match=r"epoch 0 was left without a step, so that max_steps=7 will never be rea"),
+        pytest.raises(
+            pl.errors.MisuseError, match=r"epoch 0 was left without a step, so that max_steps=7 will never be rea"
+        ),
     ):
         for epoch in trainer.epochs(max_steps=7):
             for _ in epoch:
@@ -171,7 +173,7 @@ def leave(when: str, by: str) -> tuple[str, str]:
                     record = take(trainer, batch)
                     if record and record.step == 2 and (when == "all" or (when == "boundary" and is_first)):
                         break
-    except pl.MisuseError as error:
+    except pl.errors.MisuseError as error:
         return type(error).__name__, str(error)
     return "none", ""
 
@@ -207,7 +209,7 @@ def test_break_is_refused_however_workers_exchange(pool: WorkerPool, settings: d
 
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 3)
-    assert {type(error) for error in failed.value.errors.values()} == {pl.MisuseError}
+    assert {type(error) for error in failed.value.errors.values()} == {pl.errors.MisuseError}
     assert len(failed.value.errors) == 3
 
 
@@ -220,7 +222,7 @@ def test_a_save_that_is_due_does_not_keep_the_error_from_the_others(pool: Worker
 
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 2)
-    assert {type(error) for error in failed.value.errors.values()} == {pl.MisuseError}
+    assert {type(error) for error in failed.value.errors.values()} == {pl.errors.MisuseError}
     assert tmp_path.joinpath("step-00000001").is_dir()
 
 
@@ -247,7 +249,7 @@ def test_an_error_in_the_loops_body_stays_itself(pool: WorkerPool) -> None:
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 2)
     assert isinstance(failed.value.errors[1], KeyError)
-    assert isinstance(failed.value.errors[0], pl.CommunicationError)
+    assert isinstance(failed.value.errors[0], pl.errors.CommunicationError)
 
 
 # Ending an epoch early, on all workers.
@@ -295,15 +297,15 @@ def test_ending_an_epoch_early_gives_the_same_bits_on_any_number_of_workers(pool
 def test_an_epoch_ends_early_in_hooks_of_steps_only() -> None:
     message = r"end_epoch\(\) ends an epoch on all workers after the same step: call it in a hook of trainer.every"
     with setup() as trainer:
-        with pytest.raises(pl.MisuseError, match=message):
+        with pytest.raises(pl.errors.MisuseError, match=message):
             trainer.end_epoch()
         trainer.every_epoch(1, lambda _: trainer.end_epoch())
-        with pytest.raises(pl.MisuseError, match=message):
+        with pytest.raises(pl.errors.MisuseError, match=message):
             train(trainer, 1)
     with setup() as trainer:
         for batch in next(trainer.epochs(1)):
             take(trainer, batch)
-            with pytest.raises(pl.MisuseError, match=message):
+            with pytest.raises(pl.errors.MisuseError, match=message):
                 trainer.end_epoch()
 
 
@@ -316,17 +318,22 @@ def test_an_epoch_can_be_iterated_once() -> None:
         epoch = next(epochs)
         for batch in epoch:
             take(trainer, batch)
-        with pytest.raises(pl.MisuseError, match="epoch 0 was iterated before, and an epoch can be iterated once"):
+        with pytest.raises(
+            pl.errors.MisuseError, match="epoch 0 was iterated before, and an epoch can be iterated once"
+        ):
             iter(epoch)
         late = next(epochs)
         trainer.every_epoch(1, lambda _: None)
         train(trainer, 2)
-        with pytest.raises(pl.MisuseError, match="epoch 1 cannot be iterated: the run is in epoch 2"):
+        with pytest.raises(pl.errors.MisuseError, match="epoch 1 cannot be iterated: the run is in epoch 2"):
             iter(late)
 
 
 def test_an_epoch_that_was_not_iterated_is_told() -> None:
-    with setup() as trainer, pytest.raises(pl.MisuseError, match="epoch 0 was not iterated, so the next one cannot"):
+    with (
+        setup() as trainer,
+        pytest.raises(pl.errors.MisuseError, match="epoch 0 was not iterated, so the next one cannot"),
+    ):
         list(trainer.epochs(2))
 
 

@@ -99,7 +99,7 @@ def test_averaged_weights_on_request(tmp_path: Path) -> None:
         own = digest(trainer.model.state_dict()["0.weight"])
     assert digest(load_file(tmp_path / "averaged.safetensors")["0.weight"]) == expected
     assert digest(load_file(tmp_path / "own.safetensors")["0.weight"]) == own != expected
-    with setup() as trainer, pytest.raises(pl.MisuseError, match="the run keeps no average of its weights"):
+    with setup() as trainer, pytest.raises(pl.errors.MisuseError, match="the run keeps no average of its weights"):
         trainer.export(tmp_path / "none.safetensors", ema=True)
 
 
@@ -214,7 +214,7 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_model_without_save_pretrained_is_told_what_to_use(tmp_path: Path) -> None:
-    with setup() as trainer, pytest.raises(pl.MisuseError) as caught:
+    with setup() as trainer, pytest.raises(pl.errors.MisuseError) as caught:
         trainer.save_pretrained(tmp_path / "folder")
     assert str(caught.value) == (
         "the model is a Sequential without save_pretrained: use trainer.export(path), which writes a safetensors file"

@@ -80,11 +80,11 @@ def ddp() -> str:
 
 
 def functional_form() -> str:
-    with pl.prepare_training(
+    with pl.compat.resnetimagenet.prepare_training(
         build, (X, Y), ["cpu"] * REPLICAS, sgd, MICRO_BATCH, epochs=EPOCHS, shuffle=False, seed=SEED, exact=True,
         optimization=pl.Optimization(train_mode=False),
     ) as state:  # fmt: skip
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         return digest(state.models[1].state_dict())
 
 

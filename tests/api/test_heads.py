@@ -107,7 +107,9 @@ def test_the_loss_is_computed_in_the_runs_precision() -> None:
 
 def test_el_che_takes_heads_too() -> None:
     settings = {"data": (X, Y), "micro_batch": 4, "quiet": True}
-    with pl.Trainer.setup_head_with(pl.DdpConfig(max_anchor=2), Classifier, sgd, **grouped(**settings)) as trainer:
+    with pl.Trainer.setup_head_with(
+        pl.compat.flodl.DdpConfig(max_anchor=2), Classifier, sgd, **grouped(**settings)
+    ) as trainer:
         train(trainer)
         assert trainer.position.step == 3  # six micro-batches, two in each step
         assert "class" in trainer.predict((X, Y))
@@ -117,14 +119,14 @@ def test_a_loss_that_is_not_there_is_named() -> None:
     with (
         pl.Trainer.setup(mlp, sgd, **grouped(**SETTINGS)) as trainer,
         pytest.raises(
-            pl.MisuseError, match=r"loss\(\) needs a model that computes its own loss: make the trainer with"
+            pl.errors.MisuseError, match=r"loss\(\) needs a model that computes its own loss: make the trainer with"
         ),
     ):
         trainer.loss((X, Y))
     with (
         pl.Trainer.setup_head(mlp, sgd, **grouped(**SETTINGS)) as trainer,
         pytest.raises(
-            pl.MisuseError, match=r"the head, a Sequential, gave no loss: it needs compute_loss\(batch\), or"
+            pl.errors.MisuseError, match=r"the head, a Sequential, gave no loss: it needs compute_loss\(batch\), or"
         ),
     ):
         trainer.loss(X)
@@ -233,6 +235,8 @@ def test_batches_without_labels_have_no_loss() -> None:
     with pl.Trainer.setup_head(
         build_bert, sgd, data=unlabelled, global_batch=10, runtime=pl.Runtime(quiet=True)
     ) as trainer:
-        with pytest.raises(pl.MisuseError, match=r"BertForSequenceClassification, gave no loss: .* must have labels"):
+        with pytest.raises(
+            pl.errors.MisuseError, match=r"BertForSequenceClassification, gave no loss: .* must have labels"
+        ):
             train(trainer)
         assert trainer.predict(unlabelled).logits.shape == (20, NUM_CLASSES)

@@ -56,7 +56,7 @@ def test_gather_inside_the_loop_names_what_to_do(pool: WorkerPool, size: int) ->
             ) as trainer,
         ):
             for batch in next(trainer.epochs(1)):
-                with pytest.raises(pl.MisuseError) as raised:
+                with pytest.raises(pl.errors.MisuseError) as raised:
                     trainer.gather(trainer.model(batch.x))
                 trainer.backward(trainer.model(batch.x).square().mean())
                 trainer.step()

@@ -277,7 +277,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(model(batch.x), batch.y)
 
 
-def train(folder: Path, *, delay: Any = None, **settings: Any) -> pl.Report:
+def train(folder: Path, *, delay: Any = None, **settings: Any) -> pl.reports.Report:
     """Two epochs of four steps, two micro-batches each."""
     data = vectors(32)
     settings = {"global_batch": 8, "micro_batch": 4, "shares": "equal", "quiet": True, **settings}

@@ -86,8 +86,8 @@ class Case:
 
 
 def use_graphs(trainer: pl.Trainer, graphs: Any) -> None:
-    run = trainer._run
-    object.__setattr__(run, "stepping", Stepping(run.loop, run.loop._exchange, run.events, graphs, trainer._config))
+    run = trainer.run
+    object.__setattr__(run, "stepping", Stepping(run.loop, run.loop._exchange, run.events, graphs, trainer.run.config))
 
 
 class FakeGraphs:

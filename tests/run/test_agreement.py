@@ -158,7 +158,7 @@ def test_a_step_of_the_optimizer_by_somebody_else_is_refused(micro_batch: int, p
         return train(before_step=lambda t: t.optimizer.step(), micro_batch=micro_batch)
 
     message = r"SGD.step\(\) was called on an optimizer that belongs to the trainer.*remove this call"
-    with pytest.raises(pl.MisuseError, match=message):
+    with pytest.raises(pl.errors.MisuseError, match=message):
         program()
     with pytest.raises(WorkersFailed, match=message):
         pool.run(program, 2)
@@ -171,7 +171,7 @@ def test_a_grad_scaler_of_the_users_own_is_refused() -> None:
         scaler.scale(torch.ones(1))
         scaler.step(trainer.optimizer)
 
-    with pytest.raises(pl.MisuseError, match=r"remove this call \(also scaler.step\(optimizer\)\)"):
+    with pytest.raises(pl.errors.MisuseError, match=r"remove this call \(also scaler.step\(optimizer\)\)"):
         train(before_step=scaled)
 
 
@@ -201,7 +201,7 @@ def test_fp16_without_the_trainers_backward_is_refused(pool: WorkerPool) -> None
     message = (
         r"precision='fp16' scales the loss before backward: call trainer.backward\(loss\) instead of loss.backward"
     )
-    with pytest.raises(pl.MisuseError, match=message):
+    with pytest.raises(pl.errors.MisuseError, match=message):
         program()
     with pytest.raises(WorkersFailed, match=message):
         pool.run(program, 2)

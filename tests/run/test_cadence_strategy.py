@@ -85,7 +85,7 @@ def test_every_sample_once_and_one_model_everywhere(size: int, pool: WorkerPool)
     seen = torch.cat([outcome["seen"] for outcome in outcomes])
     assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, X.tolist()))
     assert outcomes[0]["shares"][0] == (7,) * size
-    assert outcomes[0]["position"] == pl.Position(1, 0, len(outcomes[0]["shares"]))
+    assert outcomes[0]["position"] == pl.reports.Position(1, 0, len(outcomes[0]["shares"]))
 
 
 def test_a_dear_exchange_makes_larger_steps(pool: WorkerPool) -> None:

@@ -90,7 +90,7 @@ def test_a_hook_that_comes_later_lies_between_the_gradients_and_the_optimizers()
 def test_what_a_graph_has_done_counts_for_its_own_step_only() -> None:
     def broken_off(trainer: pl.Trainer, step: int) -> None:
         if step == 41:  # Python runs the next, which is the smaller one at the epoch's end
-            trainer._run.loop.update.is_done = True  # as an error between replay and update leaves it
+            trainer.run.loop.update.is_done = True  # as an error between replay and update leaves it
 
     both(Case(data=vectors(16 * 20 + 5), during=broken_off))
 
@@ -150,7 +150,7 @@ def test_a_loss_that_is_no_number_is_found_though_nobody_asks_for_it() -> None:
     ) as trainer:
         use_graphs(trainer, FakeGraphs())
         step = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
-        with pytest.raises(pl.NonFiniteError, match="loss is nan at step 20, micro-batch 0, rank 0"):
+        with pytest.raises(pl.errors.NonFiniteError, match="loss is nan at step 20, micro-batch 0, rank 0"):
             for epoch in trainer.epochs(1):
                 for batch in epoch:
                     step(batch)
@@ -185,7 +185,9 @@ def test_on_captures_without_judging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_says_why_it_cannot_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(pl.MisuseError, match=r'capture="on", but a micro-batch cannot be captured: it waits\. Change'):
+    with pytest.raises(
+        pl.errors.MisuseError, match=r'capture="on", but a micro-batch cannot be captured: it waits\. Change'
+    ):
         _forced(Case(), FakeGraphs(fails="it waits"), monkeypatch)
 
 
@@ -370,7 +372,7 @@ def test_on_refuses_a_loop_that_gives_no_function(monkeypatch: pytest.MonkeyPatc
         pl.Trainer.setup(
             mlp, sgd, data=vectors(32), global_batch=16, runtime=pl.Runtime(quiet=True, capture="on")
         ) as trainer,
-        pytest.raises(pl.MisuseError, match="needs the loss as a function: use trainer"),
+        pytest.raises(pl.errors.MisuseError, match="needs the loss as a function: use trainer"),
     ):
         for batch in next(trainer.epochs(1)):
             trainer.backward(class_loss(trainer.model, batch))

@@ -77,8 +77,8 @@ def test_each_worker_has_its_own(size: int, pool: WorkerPool) -> None:
     ("settings", "text"),
     [
         ({"physical_batch": 5}, "physical_batch=5 is not a multiple of micro_batch=2: .* such as 4"),
-        ({"physical_batch": 0}, "physical_batch=0 is not a multiple"),
-        ({"physical_batch": 4, "exact": True}, "physical_batch cannot be chosen with exact=True"),
+        ({"physical_batch": 0}, "physical_batch=0 must be >= 1"),
+        ({"physical_batch": 4, "exact": True}, "physical_batch cannot be combined with exact=True"),
         ({"physical_batch": [4, 4]}, "physical_batch=.4, 4. names 2 workers, the world has 1"),
     ],
 )

@@ -39,7 +39,7 @@ def run(
     loss: Callable[[nn.Module, Any], torch.Tensor] = loss_of,
     epochs: int = 2,
     hook: Callable[[pl.Trainer, pl.StepRecord], None] = lambda *_: None,
-    listener: Callable[[pl.Event], None] = lambda _: None,
+    listener: Callable[[pl.reports.Event], None] = lambda _: None,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 2, "optimizer": sgd, "shares": "equal", **settings}
@@ -238,9 +238,9 @@ def test_the_guard_shortens_the_rounds_of_a_diverging_world(size: int, pool: Wor
         nn.init.constant_(model.weight, 1.02)
         return model
 
-    def final_loss(threshold: float | None) -> tuple[float, list[str], list[pl.Event]]:
+    def final_loss(threshold: float | None) -> tuple[float, list[str], list[pl.reports.Event]]:
         messages: list[str] = []
-        events: list[pl.Event] = []
+        events: list[pl.reports.Event] = []
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("paceline").addHandler(handler)

@@ -51,17 +51,17 @@ def prepare_training(
 ) -> TrainingState:
     """A replica and an optimizer for each device, a loader that feeds them, and memory for the exchange.
 
-        with pl.prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
-            pl.train(loss_fn, state)
+        with prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
+            train(loss_fn, state)
 
     is the same as the loop by hand
 
-        with pl.prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
+        with prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
             for batches in state.loader:
                 for replica, batch in enumerate(batches):
-                    pl.train_step(loss_fn, state, batch, replica)
-                pl.sync_buffer(state)
-                pl.update(state)
+                    train_step(loss_fn, state, batch, replica)
+                sync_buffer(state)
+                update(state)
 
     Inside a world (torchrun, `paceline run`, `paceline.launch`) every process calls it with the devices of its own, and
     a step goes over the replicas of all.

@@ -99,8 +99,8 @@ TOGETHER = {
         "global_batch=6 or 9, or micro_batch=2 or 4"
     ),
     "trainer: {epochs: 1, global_batch: 8, learning_rate: 1, exact: true, strategy: averaging}": (
-        "p.yaml:3:1: trainer does not fit together: exact=True needs strategy='gradients': replicas that differ "
-        "between averages have no one course"
+        "p.yaml:3:1: trainer does not fit together: exact=True needs strategy='gradients': replicas differ "
+        "between two averages"
     ),
     "trainer: {epochs: 1, micro_batches_per_worker: 2, learning_rate: 1}": (
         "p.yaml:3:22: trainer.micro_batches_per_worker needs trainer.micro_batch: the samples of a micro-batch"

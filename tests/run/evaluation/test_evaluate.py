@@ -249,7 +249,7 @@ def test_evaluation_inside_the_loop_is_refused() -> None:
     with setup() as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:
-                with pytest.raises(pl.MisuseError) as caught:
+                with pytest.raises(pl.errors.MisuseError) as caught:
                     trainer.evaluate(TEST, loss_of)
                 assert str(caught.value) == (
                     "evaluate() was called inside an epoch's loop, which workers leave at different times: call it "

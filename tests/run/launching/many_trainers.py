@@ -74,7 +74,7 @@ def after_failures(found: list[str]) -> None:
             assert is_guilty == ("no optimizer here" in str(caught.value)), caught.value
             outer.gather(0)
             if not is_guilty:
-                with pytest.raises(pl.CommunicationTimeout, match=r"^rank \d waited 1 s in joining the world"):
+                with pytest.raises(pl.errors.CommunicationTimeout, match=r"^rank \d waited 1 s in joining the world"):
                     open_trainer(timeout_s=1.0)
             outer.gather(0)
         found.append(train(outer))

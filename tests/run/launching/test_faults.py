@@ -85,9 +85,9 @@ def job(place: str, culprit: int, timeout_s: float = 60.0) -> Callable[[], None]
     return main
 
 
-def failure(place: str, culprit: int, timeout_s: float = 60.0) -> pl.WorkerError:
+def failure(place: str, culprit: int, timeout_s: float = 60.0) -> pl.errors.WorkerError:
     started = time.monotonic()
-    with pytest.raises(pl.WorkerError) as caught:
+    with pytest.raises(pl.errors.WorkerError) as caught:
         pl.launch(job(place, culprit, timeout_s), 2)
     assert time.monotonic() - started < START_S + END_S
     return caught.value

@@ -102,7 +102,7 @@ def cases(*short: str) -> list[Any]:
 @pytest.mark.parametrize("case", cases("dispatched", "stopped, stream"))
 def test_a_worker_that_stands_still_is_named_in_time(case: tuple[Any, ...], tmp_path: Path) -> None:
     kind, settings, stop_rank = case
-    with pytest.raises(pl.WorkerError) as caught:
+    with pytest.raises(pl.errors.WorkerError) as caught:
         pl.launch(train, 3, args=(kind, settings, tmp_path / "marker", stop_rank))
     text = str(caught.value)
     assert f"waited timeout_s={TIMEOUT_S:g} s" in text

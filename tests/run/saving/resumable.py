@@ -98,7 +98,7 @@ def run(root: Path | None, until: int | None = None, *, epochs: int = EPOCHS, **
         trainer.every(1, lambda _: average.update())
         if until is not None:
             trainer.every(1, lambda record: trainer.request_stop() if record.step == until - 1 else None)
-        with suppress(pl.Stopped):
+        with suppress(pl.errors.Stopped):
             for epoch in trainer.epochs(epochs):
                 for batch in epoch:
                     step(trainer, batch)

@@ -55,7 +55,7 @@ def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     given["8.weight"] = given.pop("8.weight")[:3].clone()
     given["9.weight"] = torch.zeros(1)
     save_file(given, tmp_path / "weights.safetensors")
-    with pytest.raises(pl.CheckpointError) as caught:
+    with pytest.raises(pl.errors.CheckpointError) as caught:
         setup(None, init_from=tmp_path / "weights.safetensors")
     assert "'9.weight' is only in the checkpoint" in str(caught.value)
     assert "'8.weight' is (3, 128) float32 in the checkpoint, (5, 128) float32 now" in str(caught.value)
@@ -74,14 +74,14 @@ def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
     torch.save({"8.weight": Malicious(sign)}, tmp_path / "weights.pt")
     (tmp_path / "weights.bin").write_bytes(pickle.dumps(Malicious(sign)))
     for name in ("weights.pt", "weights.bin"):
-        with pytest.raises(pl.CheckpointError, match=f"{name} (holds more than tensors|cannot be read)"):
+        with pytest.raises(pl.errors.CheckpointError, match=f"{name} (holds more than tensors|cannot be read)"):
             setup(None, init_from=tmp_path / name)
     assert not sign.exists()
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     for name in ("none.pt", "none.safetensors"):
-        with pytest.raises(pl.CheckpointError, match=f"{name} cannot be opened: No such file or directory"):
+        with pytest.raises(pl.errors.CheckpointError, match=f"{name} cannot be opened: No such file or directory"):
             setup(None, init_from=tmp_path / name)
 
 

@@ -172,7 +172,7 @@ def test_a_backward_between_micro_batches_is_not_ours() -> None:
 
 
 def test_sparse_layers_are_refused_when_the_run_is_set_up() -> None:
-    with pytest.raises(pl.MisuseError, match=r"'emb' is built with sparse=True.*sparse=False"):
+    with pytest.raises(pl.errors.MisuseError, match=r"'emb' is built with sparse=True.*sparse=False"):
         run(build=lambda: nn.Sequential(dict_of(emb=nn.Embedding(6, 6, sparse=True))))
 
 
@@ -191,12 +191,12 @@ def test_sparse_gradients_are_refused_when_they_appear() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return functional.embedding(x[:, 0].abs().long() % 6, self.table, sparse=True)
 
-    with pytest.raises(pl.GradientError, match=r"'table' has a sparse gradient.*sparse=False"):
+    with pytest.raises(pl.errors.GradientError, match=r"'table' has a sparse gradient.*sparse=False"):
         run(build=Hidden)
 
 
 def test_sync_batch_norm_is_refused() -> None:
-    with pytest.raises(pl.MisuseError, match="SyncBatchNorm, which exchanges inside forward"):
+    with pytest.raises(pl.errors.MisuseError, match="SyncBatchNorm, which exchanges inside forward"):
         run(build=lambda: nn.Sequential(nn.SyncBatchNorm(6)))
 
 
@@ -304,7 +304,7 @@ def test_a_gradient_after_its_exchange_began_is_an_error_not_a_wrong_sum() -> No
             loss_of(model, X[rank : rank + 1]).backward()
             loss_of(model, X[rank : rank + 1]).backward()
 
-        with pytest.raises(pl.GradientError, match=r"'1\.bias' got a gradient after.*overlap=False"):
+        with pytest.raises(pl.errors.GradientError, match=r"'1\.bias' got a gradient after.*overlap=False"):
             one_step(replicas, twice)
 
 

@@ -93,5 +93,5 @@ def test_statistics_of_batch_norm_are_those_of_every_world(pool: WorkerPool) -> 
 
 
 def test_a_gradient_that_is_no_number_is_an_error() -> None:
-    with pytest.raises(pl.NonFiniteError, match="gradient is nan at step 4, micro-batch 0, rank 0"):
+    with pytest.raises(pl.errors.NonFiniteError, match="gradient is nan at step 4, micro-batch 0, rank 0"):
         train(lambda loss, model: loss + (0.0 * model.scale.sum()).sqrt())  # the loss itself stays finite
