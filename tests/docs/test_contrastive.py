@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from test_code_blocks import python_blocks
 from worker_pool import WorkerPool
@@ -27,7 +28,7 @@ def trained(name: str, shares: list[float]) -> tuple[float, str]:
             line for line in lines if not line.startswith(("loss", "print", "assert", "for one", "    torch.t"))
         )
         exec(code, page)
-    settings = {"exact": True, "shares": shares, "timeout_s": 60, "quiet": True}
+    settings = grouped(exact=True, shares=shares, timeout_s=60, quiet=True)
     if name == "train_with_queue":
         loss, state = page[name](**settings)
     else:

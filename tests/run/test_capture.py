@@ -441,7 +441,7 @@ def test_two_workers_replay_and_agree(pool: WorkerPool) -> None:
 
 
 def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.api import builder_worker as recipe
+    from paceline.api import builder_worker
 
     def means(graphs: Any) -> list[float]:
         monkeypatch.setattr("paceline.run.assemble.graphs_for", lambda *_: graphs or "none")
@@ -459,7 +459,7 @@ def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.
             accuracy = (logits.argmax(1) == batch.y).double().mean()
             return nn.functional.cross_entropy(logits, batch.y), {"accuracy": accuracy}
 
-        made = recipe.Recipe(
+        made = builder_worker.WorkerTask(
             mlp,
             sgd,
             train_fn,
@@ -468,7 +468,7 @@ def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.
             (torch.device("cpu"),),
             {"global_batch": 16, "micro_batch": 4, "quiet": True},
         )
-        recipe.train(made, Post())  # type: ignore[arg-type]
+        builder_worker.train(made, Post())  # type: ignore[arg-type]
         return [metrics["scalars"]["accuracy"] for metrics in received]
 
     graphs = FakeGraphs()

@@ -106,8 +106,8 @@ def test_all_differences_are_listed_in_one_error(tmp_path: Path) -> None:
         "  data (columns): '0: float32 (167, 3, 8, 8), 1: int64 (167,)' in the checkpoint, "
         "'0: float32 (9, 3, 8, 8), 1: int64 (9,)' now",
         "  seed: 5 in the checkpoint, 6 now",
-        "  scheduler: 'CosineAnnealingLR' in the checkpoint, 'none' now",
         "  exact: True in the checkpoint, False now",
+        "  scheduler: 'CosineAnnealingLR' in the checkpoint, 'none' now",
         "  model: tensor '9.weight' is not in the checkpoint",
         "  model: tensor '9.bias' is not in the checkpoint",
         "  optimizer: its groups had [8] parameters in the checkpoint, [10] now",
@@ -232,9 +232,18 @@ def test_resume_true_needs_a_checkpoint(tmp_path: Path) -> None:
     setup(tmp_path, resume=True).close()
 
 
-def test_resume_without_a_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"resume=True, allow=\[\] and skip=\[\] need checkpoints="):
-        setup(None, resume=True)
+def test_settings_that_change_the_course_are_compared(tmp_path: Path) -> None:
+    run(tmp_path, 3, exact=False)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5))  # without BatchNorm
+    for changed in ({"fused": False}, {"physical_batch": 8}, {"train_mode": False}):
+        (name,) = changed
+        with pytest.raises(pl.errors.CheckpointError, match=f"{name}: .* in the checkpoint, {changed[name]} now"):
+            setup(
+                tmp_path,
+                exact=False,
+                model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5)),
+                **changed,
+            )
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
