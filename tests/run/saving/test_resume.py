@@ -238,12 +238,7 @@ def test_settings_that_change_the_course_are_compared(tmp_path: Path) -> None:
     for changed in ({"fused": False}, {"physical_batch": 8}, {"train_mode": False}):
         (name,) = changed
         with pytest.raises(pl.errors.CheckpointError, match=f"{name}: .* in the checkpoint, {changed[name]} now"):
-            setup(
-                tmp_path,
-                exact=False,
-                model=lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 5)),
-                **changed,
-            )
+            setup(tmp_path, exact=False, model=model, **changed)
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
