@@ -78,7 +78,7 @@ def test_what_is_missing_is_named(missing: str) -> None:
         ("seed", (1.5,), "seed=1.5 is a float: choose an int"),
         ("policy", ("fast",), "policy='fast' is unknown: choose one of 'sync', 'cadence', 'async'"),
         ("backend", ("nccl",), "backend='nccl' is unknown: choose one of 'device', 'cpu'"),
-        ("max_grad_norm", (-1,), "max_grad_norm=-1 is no bound: choose a number >= 0"),
+        ("max_grad_norm", (-1,), "max_grad_norm=-1 must be a number >= 0"),
         ("lr_scale_ratio", (2,), "lr_scale_ratio=2: choose 0"),
         ("overhead_target", (0,), "overhead_target=0 is not a part of compute time"),
         ("anchor", (0,), "anchor=0 is not a positive integer"),

@@ -419,7 +419,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"'weight' of replica 0 is torch.complex64: only real floating point",
     ),
-    "spread": (spread, ValueError, r"replica 1 lies on cpu and meta: a replica lives on one device. Move it, or pass"),
+    "spread": (spread, ValueError, r"replica 1 is on cpu and meta: a replica must be on one device. Move it, or pass"),
     "no model at all": (lambda: [1, 2], TypeError, r"the model is a int without a parameters\(\) method"),
 }
 
@@ -437,7 +437,7 @@ def test_replicas_that_do_not_fit_are_refused_by_name(case: str) -> None:
         ({"devices": ["cpu"]}, r"devices=\['cpu'\] for 2 replicas: give a list of 2, one for each"),
         ({"devices": "cpu"}, r"devices='cpu' for 2 replicas"),
         ({"devices": ["cpu", "cuda:99"]}, r"device='cuda:99' is not there: torch sees .* Choose one of these"),
-        ({"timeout_s": 0.0}, r"timeout_s=0.0 is no time-out: choose a finite number of seconds > 0"),
+        ({"timeout_s": 0.0}, r"timeout_s=0.0 must be > 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -450,7 +450,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
     [
         ([3], ValueError, r"counts=\[3\] has 1 numbers for 2 replicas in this process: give one for each"),
         ([3, -1], ValueError, r"counts=\[3, -1\] contains a negative number: choose counts >= 0"),
-        ([0, 0], ValueError, r"the counts of all replicas are \[0, 0\] and add up to 0, .* leave the step out"),
+        ([0, 0], ValueError, r"the counts of all replicas are \[0, 0\], with sum 0: leave the step out"),
         ([0.5, 0.5], TypeError, r"counts=\[0.5, 0.5\]: choose whole numbers"),
     ],
 )
@@ -511,7 +511,7 @@ def test_processes_that_disagree_are_told_on_all_sides(pool: WorkerPool) -> None
     for fn, message in (
         (shapes, "rank 1's model has parameter 'weight' of shape (3, 2)"),
         (modes, "rank 1 passed exact=True, rank 0 exact=False"),
-        (nothing, "the counts of all replicas are [0, 0] and add up to 0"),
+        (nothing, "the counts of all replicas are [0, 0], with sum 0"),
     ):
         with pytest.raises(WorkersFailed) as failed:
             pool.run(fn, 2)

@@ -301,7 +301,7 @@ def test_any_data_that_a_trainer_takes(data: Any, settings: dict[str, Any]) -> N
 
 def test_the_steps_of_a_stream_are_counted_as_they_come() -> None:
     with prepare(data=Stream(), readers=0, epochs=2) as state:
-        with pytest.raises(TypeError, match="nobody knows how many steps a stream has: give cycle"):
+        with pytest.raises(TypeError, match="the number of steps of a stream is not known in advance: give cycle"):
             len(state.loader)
         history = pl.compat.resnetimagenet.train(functional.cross_entropy, state, validation=(X, Y))
         assert len(history.losses) == 4

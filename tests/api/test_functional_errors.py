@@ -76,7 +76,7 @@ def test_bad_settings_of_train_are_named(settings: dict[str, Any], text: str) ->
     ("loss_fn", "error", "text"),
     [
         (lambda out, y: functional.cross_entropy(out, y, reduction="none"), ValueError, r"the loss has shape \(4,\)"),
-        (lambda *_: 1.0, TypeError, "loss_fn returned a float: it must return a tensor with one number"),
+        (lambda *_: 1.0, TypeError, "the loss is a float: it must be a tensor with one number"),
         (lambda *_: torch.zeros(()), ValueError, "the loss has no gradient"),
     ],
 )
@@ -112,10 +112,10 @@ def test_the_order_of_calls_is_checked() -> None:
         with pytest.raises(pl.errors.MisuseError, match="no step has been synchronized yet"):
             _ = state.loss
         pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch)
-        with pytest.raises(pl.errors.MisuseError, match="replica 0 has a gradient already"):
+        with pytest.raises(pl.errors.MisuseError, match="replica 0 already has a gradient"):
             pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch)
         pl.compat.resnetimagenet.sync_buffer(state)
-        with pytest.raises(pl.errors.MisuseError, match="the gradients of this step are shared already"):
+        with pytest.raises(pl.errors.MisuseError, match="the gradients of this step are already synchronized"):
             pl.compat.resnetimagenet.sync_buffer(state)
         with pytest.raises(pl.errors.MisuseError, match="train_step was called between sync_buffer and update"):
             pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch, 1)

@@ -159,7 +159,7 @@ def test_drop_last_leaves_out_a_smaller_step() -> None:
 def test_streams_and_iterables_of_batches_feed_devices_too() -> None:
     with pl.compat.resnetimagenet.DataParallelDataLoader(Stream(), [CPU, CPU], 1) as loader:
         assert [lists(step) for step in loader] == [[[0], [1]], [[2], [3]], [[4], None]]
-        with pytest.raises(TypeError, match="nobody knows how many steps a stream has"):
+        with pytest.raises(TypeError, match="the number of steps of a stream is not known in advance"):
             len(loader)
     mine = [[torch.tensor([i]) for i in range(3)], [torch.tensor([i, i]) for i in range(10, 13)]]
     with pl.compat.resnetimagenet.DataParallelDataLoader(pl.PerWorker(mine), [CPU, CPU]) as loader:

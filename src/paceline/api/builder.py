@@ -116,7 +116,7 @@ class Builder:
     def max_grad_norm(self, limit: float) -> Builder:
         """Clip the mean gradient's norm."""
         if not _is_number(limit) or not limit >= 0:
-            raise ValueError(f"max_grad_norm={limit!r} is no bound: choose a number >= 0")
+            raise ValueError(f"max_grad_norm={limit!r} must be a number >= 0")
         return self._with(max_grad_norm=float(limit))
 
     def scheduler(self, factory: Callable[[Any], Any]) -> Builder:
