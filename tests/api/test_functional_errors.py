@@ -26,12 +26,12 @@ import paceline as pl
         ({"nsamples": None}, ValueError, "nsamples is missing: give the number of samples per replica and step"),
         ({"epochs": 0}, ValueError, "epochs=0: choose a whole number >= 1"),
         ({"cycle": 0}, ValueError, "cycle=0: choose"),
-        ({"epochs": 3, "cycle": 9}, ValueError, "epochs=3 and cycle=9 both say when to stop"),
+        ({"epochs": 3, "cycle": 9}, ValueError, "epochs=3 and cycle=9 both limit the run"),
         ({"buffersize": 2}, ValueError, "buffersize=2 would be ignored, since tensors and arrays are in memory"),
         ({"data": Stream(), "buffersize": 2}, ValueError, "buffersize=2 would be ignored, since a stream"),
         ({"data": []}, ValueError, "data is empty: there is nothing to train on"),
         ({"optimizer": lambda _: "adam"}, TypeError, "optimizer made a str: pass a function from parameters"),
-        ({"optimizer": sgd([torch.zeros(1)])}, TypeError, "optimizer is a SGD, but every replica needs one of its own"),
+        ({"optimizer": sgd([torch.zeros(1)])}, TypeError, "optimizer is a SGD, but every replica needs its own"),
         ({"model": nn.ReLU()}, ValueError, "the model has no parameter that requires a gradient"),
         ({"data": pl.PerWorker([[X]]), "nsamples": None}, ValueError, "PerWorker has 1 iterables for 2 replicas"),
     ],
@@ -64,7 +64,7 @@ def test_a_stream_without_samples_is_an_error_and_no_endless_loop() -> None:
         ({"validate_every": 2}, "validate_every=2 would be ignored: give the data as validation="),
         ({"validate_every": 0, "validation": (X, Y)}, "validate_every=0: choose at least 1 step"),
         ({"verbose": -1}, "verbose=-1: choose how many steps lie between two lines"),
-        ({"topk": (0,), "validation": (X, Y)}, r"topk=\(0,\): 0 is no number of guesses"),
+        ({"topk": (0,), "validation": (X, Y)}, r"topk=\(0,\): 0 must be a whole number >= 1"),
     ],
 )
 def test_bad_settings_of_train_are_named(settings: dict[str, Any], text: str) -> None:
@@ -98,7 +98,7 @@ def test_a_replica_that_does_not_exist_is_named() -> None:
 
 
 def test_a_batch_that_is_no_pair_needs_a_forward_function() -> None:
-    with prepare(data=X) as state, pytest.raises(TypeError, match=r"a batch is a Tensor and no pair .* forward_fn"):
+    with prepare(data=X) as state, pytest.raises(TypeError, match=r"a batch is a Tensor, not a pair .* forward_fn"):
         pl.compat.resnetimagenet.train(functional.cross_entropy, state)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from paceline.core.world import World
 from paceline.plan.steps import Position
 from paceline.run.capture.step import StepFunction
 from paceline.run.epoch_metrics import EpochMetrics, Tally
+from paceline.run.evaluation.division import kept_modes
 from paceline.run.launching.background import Post
 from paceline.run.run import TrainingEpoch
 from paceline.run.saving.state import model_state, optimizer_state
@@ -125,7 +125,7 @@ def _kind(value: Any) -> str:
 def _call_back(task: WorkerTask, trainer: Trainer, metrics: EpochMetrics) -> bool:
     """At an epoch's end; whether a callback of any worker wants the run to end. All have the same callbacks."""
     answers: list[object] = []
-    with _modes_kept(trainer.model):
+    with kept_modes(trainer.model):  # a callback may leave the model in evaluation mode
         if task.checkpoint_fn is not None and trainer.is_main and (metrics.epoch + 1) % task.checkpoint_every == 0:
             task.checkpoint_fn(metrics.epoch, trainer.model)
         if task.epoch_fn is not None:
@@ -136,16 +136,6 @@ def _call_back(task: WorkerTask, trainer: Trainer, metrics: EpochMetrics) -> boo
         return False
     wants_end = any(isinstance(answer, bool | np.bool_) and bool(answer) for answer in answers)
     return any(gather("end" if wants_end else "", trainer.run.communicator))
-
-
-@contextmanager
-def _modes_kept(model: Any) -> Iterator[None]:
-    """A callback may leave the model in evaluation mode: training goes on as before."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    were_training = [module.training for module in modules]
-    yield
-    for module, was_training in zip(modules, were_training, strict=True):
-        module.training = was_training
 
 
 def _scaled(factory: Callable[[list[torch.Tensor]], Any], factor: float, parameters: list[torch.Tensor]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from paceline.core.world import devices as all_devices
 from paceline.data.adopt import adopt_for_evaluation
 from paceline.data.sources.batches import num_samples_of
 from paceline.run.determinism import process_settings
-from paceline.run.evaluation.validation import Validator
+from paceline.run.evaluation.validation import Validation, checked_topk, validate
 from paceline.run.manual.halving import FittingBackward, batch_norm_in_training
 from paceline.run.manual.peer_access import tell_of_detours
 from paceline.run.manual.step_loader import DeviceFeed, Reading, StepLoader
@@ -189,15 +190,16 @@ class TrainingState:
         self._is_synchronized = False
         self.step += 1
 
-    def validator(self, loss_fn: LossFunction, data: Any, topk: Sequence[int]) -> Validator:
+    def validator(self, loss_fn: LossFunction, data: Any, topk: Sequence[int]) -> Callable[[Any, int, int], Validation]:
         """A function that validates a model on `data`, which all processes divide among themselves."""
         source, batch_size = adopt_for_evaluation(data, None, self._seed)
-        return Validator(
-            source,
-            self._forward_fn,
-            loss_fn,
-            self._communicator,
-            topk=topk,
+        return partial(
+            validate,
+            source=source,
+            forward_fn=self._forward_fn,
+            loss_fn=loss_fn,
+            topk=checked_topk(topk),
+            communicator=self._communicator,
             micro_batch=batch_size or self.loader.nsamples,
             seed=self._seed,
         )
