@@ -104,7 +104,7 @@ def test_callbacks_must_be_callable(method: str) -> None:
 
 
 def test_a_model_that_exists_is_no_factory() -> None:
-    with pytest.raises(TypeError, match="model_factory is a Sequential, already built: pass a function"):
+    with pytest.raises(TypeError, match="model_factory is a Sequential: pass a function"):
         pl.Trainer.builder(mlp(), sgd, loss_of)
 
 

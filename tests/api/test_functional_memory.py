@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_run_in_parts(limit: int) -> None:
                 results.append((state.models[0].state_dict(), torch.tensor(losses)))
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
     assert len(told) == 1
-    assert "10 samples at once do not fit in the memory of cpu: they are run in parts of 5" in str(told[0].message)
+    assert "10 samples at once do not fit in the memory of cpu: they are run in parts of" in str(told[0].message)
     assert "nsamples=5" in str(told[0].message)
 
 
@@ -115,7 +115,11 @@ def test_a_single_sample_that_does_not_fit_is_an_error() -> None:
             True,
             "nsamples=4 samples do not fit in the memory of cpu, .* since exact=True .*: choose nsamples <= 2",
         ),
-        (nn.Sequential(nn.BatchNorm1d(12), mlp()), False, "normalised apart by the BatchNorm layer 'model.0'"),
+        (
+            nn.Sequential(nn.BatchNorm1d(12), mlp()),
+            False,
+            "the BatchNorm layer 'model.0' would normalise the parts",
+        ),
     ],
 )
 def test_parts_are_refused_where_they_would_change_the_result(model: nn.Module, exact: bool, text: str) -> None:

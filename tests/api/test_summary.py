@@ -11,7 +11,7 @@ from models import mlp, vectors
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.api.summary import Seat, summary
+from paceline.api.summary import WorkerDevice, summary
 from paceline.run.assemble import _check_device
 
 H200, OLD = "NVIDIA H200 (140 GB)", "NVIDIA GeForce GTX 1060 (6 GB)"
@@ -36,7 +36,7 @@ CPU = "CPU (2 cores, 1 thread each)"
     ],
 )
 def test_workers_and_their_devices(seats: list[tuple[str, str, str]], text: str) -> None:
-    assert summary([Seat(*seat) for seat in seats]) == text
+    assert summary([WorkerDevice(*seat) for seat in seats]) == text
 
 
 def setup(**settings: Any) -> pl.Trainer:

@@ -88,7 +88,7 @@ def test_what_cannot_be(settings: dict[str, Any], text: str) -> None:
 
 
 def test_batch_norm_would_see_another_batch() -> None:
-    with pytest.raises(ValueError, match=r"physical_batch would change what the BatchNorm layer '.*' normalises over"):
+    with pytest.raises(ValueError, match=r"physical_batch would change the statistics of the BatchNorm layer '.*'"):
         pl.Trainer.setup(
             SmallResNet, lambda p: torch.optim.SGD(p, lr=0.1), data=images(8), global_batch=4, micro_batch=2,
             batching=pl.Batching(physical_batch=4),

@@ -451,7 +451,7 @@ def test_the_epochs_loss_counts_every_sample_once(first_step: int, pool: WorkerP
             "shares": [3, 1],
             "strategy": pl.Averaging(every=2, first_step=first_step),
         }
-        train(WorkerTask(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, settings), Post())  # type: ignore[arg-type]
+        train(WorkerTask(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, grouped(**settings)), Post())  # type: ignore[arg-type]
         return found[0]["loss"], found[0]["scalars"]["own"]
 
     for loss, own in pool.run(metrics, 2):

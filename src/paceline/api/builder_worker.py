@@ -1,4 +1,4 @@
-"""A run as the builder describes it, and one worker's part in it."""
+"""The part of one worker in a run of the builder."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from paceline.run.step.replica import named_parameters
 
 @dataclass(frozen=True)
 class TrainedState:
-    """What a run has come to, on the host.
+    """The state of a run at its end, on the host.
 
-    model: what `load_state_dict` takes. parameters, buffers: the same tensors by kind; tied parameters appear once.
-    optimizer: its state_dict; where replicas are averaged, rank 0's. position: the next step that was not taken.
+    model: a state_dict. parameters, buffers: the same tensors by kind; tied parameters appear once. optimizer: its
+    state_dict; where replicas are averaged, rank 0's. position: the first step that was not taken.
     """
 
     model: dict[str, Any]
@@ -43,7 +43,7 @@ class TrainedState:
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """Everything a worker needs; it travels by value. `settings` are those of `Trainer.setup`."""
+    """Everything a worker needs, sent by value. `settings` are parameters of `Trainer.setup`."""
 
     model_factory: Callable[[], Any]
     optim_factory: Callable[[list[torch.Tensor]], Any]
@@ -69,7 +69,7 @@ class WorkerTask:
 
 
 def train(task: WorkerTask, post: Post) -> TrainedState:
-    """One worker's part of the run."""
+    """Train on this worker."""
     with task.setup() as trainer:
         run = trainer.run
         tally = Tally(run)
@@ -123,7 +123,7 @@ def _kind(value: Any) -> str:
 
 
 def _call_back(task: WorkerTask, trainer: Trainer, metrics: EpochMetrics) -> bool:
-    """At an epoch's end; whether a callback of any worker wants the run to end. All have the same callbacks."""
+    """Call the callbacks of an epoch's end. Returns whether one of any worker asked to end the run."""
     answers: list[object] = []
     with kept_modes(trainer.model):  # a callback may leave the model in evaluation mode
         if task.checkpoint_fn is not None and trainer.is_main and (metrics.epoch + 1) % task.checkpoint_every == 0:
@@ -142,7 +142,7 @@ def _scaled(factory: Callable[[list[torch.Tensor]], Any], factor: float, paramet
     made = factory(parameters)
     if factor != 1.0:
         for optimizer in made if isinstance(made, list | tuple) else [made]:
-            for group in getattr(optimizer, "param_groups", ()):  # no optimizer is an error of the run
+            for group in getattr(optimizer, "param_groups", ()):  # the run refuses other objects
                 group["lr"] = group["lr"] * factor
     return made
 
@@ -160,7 +160,7 @@ def _state(trainer: Trainer) -> TrainedState:
 
 
 class _Copies:
-    """Nested states on the host, independent of the run. What is one tensor stays one."""
+    """Copies nested states to the host. Tensors that share memory share it in the copy."""
 
     def __init__(self) -> None:
         self._copied: dict[tuple[Any, ...], torch.Tensor] = {}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.checkpoint.manifest import Pattern
 from paceline.comm import connect
@@ -23,7 +22,7 @@ from paceline.data.feeds.make_feed import DataSettings, make_feed
 from paceline.data.sources.streams import IterableStream
 from paceline.observe.timeline.recorder import NoTimeline, TimelineRecorder
 from paceline.plan.cadence import Cadence
-from paceline.plan.steps import Steps
+from paceline.run.batch_norm import batch_norm_in_training, explain_one_sample_tail
 from paceline.run.capture.step import Stepping, graphs_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
@@ -94,15 +93,14 @@ def assemble(
         stack.callback(watch_replacement(replica.model, replica.parameters))
         if isinstance(weight_fn, WeightByModel):
             weight_fn = weight_fn.find(plain_model(replica.model))
-        if (
-            not isinstance(data, IterableStream)
-            and steps.num_samples % steps.micro_batch == 1
-            and steps.micro_batch > 1
-            and not config.batching.drop_last
-        ):
-            stack.callback(_explain_one_sample_tail(replica.model, steps))
-        if config.batching.physical_batch is not None:
-            _refuse_batch_norm(replica.model)
+        has_one_sample_tail = not isinstance(data, IterableStream) and steps.num_samples % steps.micro_batch == 1
+        if has_one_sample_tail and steps.micro_batch > 1 and not config.batching.drop_last:
+            stack.callback(explain_one_sample_tail(replica.model, steps))
+        if config.batching.physical_batch is not None and (name := batch_norm_in_training(replica.model)) is not None:
+            raise ValueError(
+                f"physical_batch would change the statistics of the BatchNorm layer {name!r}: leave it out, or "
+                "choose a larger micro_batch"
+            )
         events = Events()
         facts = None if checkpoints is None else data_facts(data, communicator)
         own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
@@ -111,7 +109,7 @@ def assemble(
         recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), world, events)
         stack.callback(recorder.close)
         subject = Subject(replica, own, communicator, events, has_own_optimizers, recorder)
-        keeper = _keeper(checkpoints, init_from, subject)  # loads the weights, which the exchange may look at
+        keeper = _keeper(checkpoints, init_from, subject)  # loads the weights, before the exchange reads them
         stack.callback(keeper.close)
         average = NoAverage() if ema is None else WeightAverage(replica, ema)
         if isinstance(average, WeightAverage) and checkpoints is not None:
@@ -147,7 +145,7 @@ def assemble(
 
 
 def _check_device(device: torch.device) -> None:
-    """A device that torch sees may still be one that this build of torch has no kernels for, or that is broken."""
+    """Run a kernel: this build of torch may have none for the device, or the device may be broken."""
     try:
         torch.ones(1, device=device).add_(1).item()
     except RuntimeError as error:
@@ -218,35 +216,3 @@ def _mean_gradients(config: RunConfig, replica: Replica, communicator: Communica
         exact=config.exact,
         overlap=config.runtime.overlap,
     )
-
-
-def _refuse_batch_norm(model: Any) -> None:
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise ValueError(
-                f"physical_batch would change what the BatchNorm layer {name!r} normalises over: leave it out, "
-                "or choose a larger micro_batch"
-            )
-
-
-def _explain_one_sample_tail(model: Any, steps: Steps) -> Callable[[], None]:
-    """BatchNorm cannot normalise one value per channel. Say what to change, instead of failing hours into an epoch."""
-
-    def check(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        x = inputs[0]
-        if module.training and x.ndim > 1 and x.numel() == x.shape[1]:
-            raise ValueError(
-                f"the epoch of {steps.num_samples} samples ends with a micro-batch of 1 sample, and BatchNorm needs "
-                "more than one value per channel: "
-                f"choose another micro_batch than {steps.micro_batch}, or drop_last=True"
-            )
-
-    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    handles = [m.register_forward_pre_hook(check) for m in modules if isinstance(m, batch_norms)]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove

@@ -20,10 +20,11 @@ from paceline.core.world import World, choose_device
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import adopt_for_evaluation
 from paceline.data.sources.batches import num_samples_of
+from paceline.run.batch_norm import batch_norm_in_training
 from paceline.run.determinism import process_settings
 from paceline.run.evaluation.validation import Validation, checked_topk, validate
-from paceline.run.manual.halving import FittingBackward, batch_norm_in_training
-from paceline.run.manual.peer_access import tell_of_detours
+from paceline.run.manual.halving import FittingBackward
+from paceline.run.manual.peer_access import report_missing_peer_access
 from paceline.run.manual.step_loader import DeviceFeed, Reading, StepLoader
 from paceline.run.settings import Optimization, Runtime
 from paceline.run.step.finite import FiniteWatch
@@ -82,7 +83,7 @@ class TrainingState:
                 exact=exact,
             )
             stack.callback(self._exchange.close)
-            tell_of_detours(self.devices, _num_bytes(self._replicas[0]))
+            report_missing_peer_access(self.devices, _num_bytes(self._replicas[0]))
             self._cleanup = stack.pop_all()
         self._communicator = communicator
         self._forward_fn = forward_fn
