@@ -23,7 +23,7 @@ MAX_GAPS = 5
 
 _EXAMPLE = """\
 RUN is a run's folder, its name, or the beginning of a name that no other
-run has; or a folder that was given to Trainer.setup(timeline=...).
+run has; or a folder that was given to Runtime(timeline=...).
 
   text    a table of where each worker's time went
   html    one page with lanes per worker; it opens offline
