@@ -6,17 +6,17 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from paceline.checkpoint.compare import Level
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.pieces import Disk
 from paceline.checkpoint.schedule import Schedule
-from paceline.run.saving.recovery import Resume
 
 DEFAULT_MINUTES = 10.0
 
 Mode = Literal["min", "max"]
+Resume: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.reading import Checkpoint
@@ -18,10 +18,9 @@ from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.errors import PacelineError
 from paceline.core.rank_variables import is_worker
+from paceline.run.saving.options import Resume
 
 logger = logging.getLogger("paceline")
-
-Resume: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str] | None
 
 RESTART_NAME = ".restart.json"
 
