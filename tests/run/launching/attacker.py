@@ -24,7 +24,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.comm import leaders, process_group, shared_memory  # noqa: F401
-from paceline.data import together  # noqa: F401
+from paceline.data.feeds import coordinated  # noqa: F401
 
 NOBODY = 65534
 VICTIM = 0
