@@ -128,7 +128,7 @@ class Ddp:
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise MisuseError("this Ddp is closed: wrap the models again to go on exchanging")
+            raise MisuseError("this Ddp is closed: wrap the models again")
 
     def _checked(self, counts: Sequence[int]) -> list[int]:
         if len(counts) != len(self.models):

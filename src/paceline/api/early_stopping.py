@@ -11,7 +11,7 @@ class EarlyStopping:
     """Counts the values in a row that did not improve a metric.
 
         early_stopping = pl.EarlyStopping(patience=3)
-        trainer.register("early_stopping", early_stopping)  # with checkpoints: a resumed run goes on counting
+        trainer.register("early_stopping", early_stopping)  # with checkpoints: a resumed run continues counting
         for epoch in trainer.epochs(100):
             ...
             if early_stopping.is_over(trainer.evaluate(validation, eval_fn)):
