@@ -88,8 +88,8 @@ def _equal_shares(task: scaling.Task, rank: int, *, exact: bool) -> scaling.Loop
         data=scaling.make_tokens(),
         global_batch=task.samples_per_worker * task.num_workers,
         micro_batch=task.micro_batch,
-        threads=1,
-        shares="equal",
+        runtime=pl.Runtime(threads=1),
+        balancing=pl.Balancing(shares="equal"),
         exact=exact,
     ) as trainer:
         for epoch in trainer.epochs(scaling.ENDLESS):

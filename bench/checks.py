@@ -67,7 +67,7 @@ class _Silent:
 
 def without_checks(trainer: Any) -> None:
     """Take the checks out of a trainer. There is no such setting: they cost next to nothing."""
-    loop = trainer._run.loop
+    loop = trainer.run.loop
     loop._exchange._watch.close()
     loop._exchange._watch = _Unwatched()
     loop._agreement = loop._replica_check = _Silent()
@@ -83,8 +83,7 @@ def tiny(task: overhead.Task, prepare: Callable[[Any], None]) -> Any:
             overhead.make_optimizer,
             data=(task.x, task.y),
             global_batch=overhead.BATCH,
-            threads=1,
-            quiet=True,
+            runtime=pl.Runtime(threads=1, quiet=True),
         ) as trainer:
             prepare(trainer)
             for epoch in trainer.epochs(overhead.ENDLESS):

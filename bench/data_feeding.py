@@ -33,12 +33,16 @@ WAIT = 0.8
 Loops: TypeAlias = Mapping[str, Callable[[Task, int], Loop]]
 
 
-def train(make_data: Callable[[], Any], task: Task, rank: int, **settings: Any) -> Loop:
+def train(make_data: Callable[[], Any], task: Task, rank: int, **loading: Any) -> Loop:
+    import paceline as pl
+
     def tokens_of(batch: Any) -> Tensor:
         tokens: Tensor = batch[COLUMN] if isinstance(batch, dict) else batch
         return tokens
 
-    return scaling.paceline(task, rank, data=make_data(), tokens_of=tokens_of, shares="equal", **settings)
+    return scaling.paceline(
+        task, rank, data=make_data(), tokens_of=tokens_of, shares="equal", loading=pl.Loading(**loading)
+    )
 
 
 def strategies(folder: Path, task: Task) -> Result:

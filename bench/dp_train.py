@@ -223,9 +223,10 @@ def paceline(division: scaling.Task, rank: int) -> Iterator[None]:  # noqa: ARG0
         data=(data.x, data.y),
         global_batch=division.num_workers * division.micro_batch,
         micro_batch=division.micro_batch,
-        shares="equal",  # a worker without a share would not be asked for its step, which all count here
-        threads=1,
-        quiet=True,
+        balancing=pl.Balancing(
+            shares="equal"
+        ),  # a worker without a share would not be asked for its step, which all count here
+        runtime=pl.Runtime(threads=1, quiet=True),
     ) as trainer:
         for epoch in trainer.epochs(scaling.ENDLESS):
             for batch in epoch:

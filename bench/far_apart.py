@@ -164,14 +164,15 @@ def trainer_of(task: Task, name: str, tokens: Tensor) -> Trainer:
         OVERLAPPED: partial(averaging, overlap=True),
         OVERLAPPED_BF16: partial(averaging, overlap=True, transfer="bf16"),
     }
-    division: dict[str, Any] = {} if name == CADENCE else {"global_batch": task.global_batch, "shares": "equal"}
+    equal = pl.Balancing(shares="equal")
+    division: dict[str, Any] = {} if name == CADENCE else {"global_batch": task.global_batch, "balancing": equal}
     return pl.Trainer.setup(
         task.make_model,
         make_optimizer,
         data=tokens,
         micro_batch=task.micro_batch,
         strategy=strategies[name](),
-        threads=1,
+        runtime=pl.Runtime(threads=1),
         **division,
     )
 

@@ -136,7 +136,7 @@ def paceline(work: Work, num_micro_batches: int = 1, **settings: Any) -> Contest
             global_batch=work.batch,
             micro_batch=max(1, work.batch // num_micro_batches),
             precision="bf16" if work.is_bf16 else "fp32",
-            quiet=True,
+            runtime=pl.Runtime(quiet=True),
             **settings,
         ) as trainer:
             for epoch in trainer.epochs(ENDLESS):
@@ -150,7 +150,7 @@ def paceline(work: Work, num_micro_batches: int = 1, **settings: Any) -> Contest
     return timed(work, loop())
 
 
-def paceline_step(work: Work, **settings: Any) -> Contestant:
+def paceline_step(work: Work, capture: Any = "auto", **settings: Any) -> Contestant:
     """With `step_with`, which may replay a CUDA graph."""
     import paceline as pl
 
@@ -161,7 +161,7 @@ def paceline_step(work: Work, **settings: Any) -> Contestant:
             data=work.inputs,
             global_batch=work.batch,
             precision="bf16" if work.is_bf16 else "fp32",
-            quiet=True,
+            runtime=pl.Runtime(quiet=True, capture=capture),
             **settings,
         ) as trainer:
             step = trainer.step_with(lambda batch: trainer.model(*batch))

@@ -116,7 +116,7 @@ def exact_run(task: Task, shares: Shares) -> ExactRun:
         data=task.tokens()[: EXACT_STEPS * task.global_batch],
         global_batch=task.global_batch,
         micro_batch=task.micro_batch,
-        shares=shares,
+        balancing=pl.Balancing(shares=shares),
         exact=True,
     ) as trainer:
         trainer.every(1, lambda record: seen.append(record.shares))

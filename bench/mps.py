@@ -110,7 +110,7 @@ def paceline(task: Task, *, shares: Any = "measured", reports: list[Any] | None 
         data=make_tokens(task),
         global_batch=task.num_micro_batches * task.micro_batch,
         micro_batch=task.micro_batch,
-        shares=shares,
+        balancing=pl.Balancing(shares=shares),
     ) as trainer:
         seen: list[tuple[int, ...]] = []
         try:

@@ -159,7 +159,9 @@ def paceline(task: Task) -> Contestant:
     import paceline as pl
 
     def loop() -> Iterator[None]:
-        setup = pl.Trainer.setup(make_model, make_optimizer, data=(task.x, task.y), global_batch=BATCH, threads=1)
+        setup = pl.Trainer.setup(
+            make_model, make_optimizer, data=(task.x, task.y), global_batch=BATCH, runtime=pl.Runtime(threads=1)
+        )
         with setup as trainer:
             for epoch in trainer.epochs(ENDLESS):
                 for batch in epoch:

@@ -63,16 +63,14 @@ def collector_off() -> Iterator[None]:
         gc.enable()
 
 
-def paceline(x: torch.Tensor, y: torch.Tensor, **settings: Any) -> Iterator[None]:
+def paceline(x: torch.Tensor, y: torch.Tensor, garbage_collection: Any = "between steps") -> Iterator[None]:
     setup = pl.Trainer.setup(
         lambda: mlp(*WIDTHS),
         make_optimizer,
         data=(x, y),
         global_batch=BATCH,
         device="cpu",
-        threads=1,
-        quiet=True,
-        **settings,
+        runtime=pl.Runtime(threads=1, quiet=True, garbage_collection=garbage_collection),
     )
     with setup as trainer:
         for epoch in trainer.epochs(ENDLESS):

@@ -116,6 +116,8 @@ def paceline(
     data: Any = None,
     tokens_of: Callable[[Any], Tensor] = lambda batch: batch,
     prepare: Callable[[Any], None] = lambda trainer: None,  # noqa: ARG005
+    shares: Any = "measured",
+    quiet: bool = False,
     **settings: Any,
 ) -> Loop:
     """Ours, over tokens in memory unless other data is given.
@@ -131,7 +133,8 @@ def paceline(
         data=make_tokens() if data is None else data,
         global_batch=task.samples_per_worker * task.num_workers,
         micro_batch=task.micro_batch,
-        threads=1,
+        balancing=pl.Balancing(shares=shares),
+        runtime=pl.Runtime(threads=1, quiet=quiet),
         **settings,
     ) as trainer:
         prepare(trainer)

@@ -63,7 +63,8 @@ def main(marks, path):
         marks["connect"] = time.monotonic()
         return communicator
     assembling.connect = connect
-    with pl.Trainer.setup(build, optimizer_of, data=samples(), global_batch=32, micro_batch=16, quiet=True) as trainer:
+    with pl.Trainer.setup(build, optimizer_of, data=samples(), global_batch=32, micro_batch=16,
+                          runtime=pl.Runtime(quiet=True)) as trainer:
         marks["set-up"] = time.monotonic()
         for epoch in trainer.epochs(max_steps=1):
             for batch in epoch:

@@ -59,9 +59,7 @@ class Training:
             optimizer,
             data=(self.x, self.y),
             global_batch=self.batch,
-            threads=1,
-            quiet=True,
-            timeline=timeline,
+            runtime=pl.Runtime(threads=1, quiet=True, timeline=timeline),
         )
         with setup as trainer:
             for epoch in trainer.epochs(ENDLESS):

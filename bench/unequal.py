@@ -104,8 +104,8 @@ def paceline(task: Task, *, shares: Shares = "measured") -> Generator[StepRecord
         data=task.tokens(),
         global_batch=task.global_batch,
         micro_batch=task.micro_batch,
-        shares=shares,
-        threads=1,
+        balancing=pl.Balancing(shares=shares),
+        runtime=pl.Runtime(threads=1),
     ) as trainer:
         for epoch in trainer.epochs(ENDLESS):
             for batch in epoch:

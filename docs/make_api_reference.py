@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,16 @@ from typing import Any
 import paceline
 
 PAGE = Path(__file__).with_name("api.md")
-SOURCES = {
-    "paceline.data.sources.tokens": ["TokenFile"],
-    "paceline.data.sources.arrow": ["ArrowSource"],
-    "paceline.data.sources.images": ["ImageFolder"],
-    "paceline.data.sources.base": ["Source", "Pair", "as_source"],
-    "paceline.data.sources.skip_bad": ["SkipBad", "Skipped"],
+# The public modules beside `paceline` itself.
+MODULES = {
+    "Errors": "paceline.errors",
+    "Sources of data": "paceline.data",
+    "What a run reports": "paceline.reports",
+    "flodl": "paceline.compat.flodl",
+    "ggmlR": "paceline.compat.ggmlr",
+    "ResNetImageNet.jl": "paceline.compat.resnetimagenet",
 }
-# What users are given, and do not make themselves.
+# Classes that users are given and do not construct.
 HANDED_OUT = {"Builder", "Ddp", "Handle", "StepRecord", "Trainer", "TrainingState"}
 INTRODUCTION = """\
 # Reference
@@ -40,17 +43,16 @@ ARGUMENTS = re.compile(r"^Args:\n((?:    .*\n|\n)+)", re.MULTILINE)
 
 def page() -> str:
     """The whole page."""
-    public = {name: getattr(paceline, name) for name in paceline.__all__}
-    errors = {name: thing for name, thing in public.items() if is_error(thing)}
-    data = {f"{module}.{name}": getattr(import_module(module), name) for module in SOURCES for name in SOURCES[module]}
-    sections = {
-        "paceline": {name: thing for name, thing in public.items() if name not in errors},
-        "Errors": errors,
-        "Sources of data": data,
-    }
+    sections = {"paceline": {name: getattr(paceline, name) for name in paceline.__all__}}
+    seen = set(paceline.__all__)
+    for title, name in MODULES.items():
+        module = import_module(name)
+        sections[title] = {f"{name}.{each}": getattr(module, each) for each in module.__all__ if each not in seen}
+        seen |= set(module.__all__)
     parts = [INTRODUCTION, *(contents(title, things) for title, things in sections.items())]
     for title, things in sections.items():
-        parts += [f"## {title}\n", *(entry(name, things[name]) for name in in_order(things))]
+        own = [f"In `{MODULES[title]}`.\n"] if title in MODULES else []
+        parts += [f"## {title}\n", *own, *(entry(name, things[name]) for name in in_order(things))]
     return "\n".join(parts)
 
 
@@ -74,10 +76,20 @@ def last(name: str) -> str:
 
 def entry(name: str, thing: Any) -> str:
     """A class with its methods, a function, or a value."""
-    parts = [f"### {last(name)}\n", fenced(signature(name, thing)), prose(thing)]
+    parts = [f"### {last(name)}\n", fenced(signature(name, thing)), prose(thing), settings(thing)]
     if isinstance(thing, type):
         parts += [member(last(name), key, value) for key, value in vars(thing).items() if is_public(key, value)]
     return "\n".join(filter(None, parts))
+
+
+def settings(thing: Any) -> str:
+    """The settings of a group, with the help text of their declarations."""
+    declared = [field for field in fields(thing) if "help" in field.metadata] if is_dataclass(thing) else []
+    lines = [
+        filled(f"- `{f.name}`: {f.metadata['help']}{' (affects the course)' * f.metadata['course']}", indent="  ")
+        for f in declared
+    ]
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def is_public(name: str, value: Any) -> bool:

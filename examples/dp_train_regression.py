@@ -37,7 +37,9 @@ def make_model() -> nn.Module:
     return model
 
 
-def with_paceline(data: list[Sample], num_replicas: int, *, exact: bool = False, workers: int = 1) -> pl.DpResult:
+def with_paceline(
+    data: list[Sample], num_replicas: int, *, exact: bool = False, workers: int = 1
+) -> pl.compat.ggmlr.DpResult:
     return pl.dp_train(
         make_model,
         data,
@@ -69,7 +71,9 @@ def with_batches(data: list[Sample], batch_size: int) -> tuple[dict[str, torch.T
     return {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
 
 
-def largest_difference(result: pl.DpResult, weights: dict[str, torch.Tensor], losses: list[float]) -> float:
+def largest_difference(
+    result: pl.compat.ggmlr.DpResult, weights: dict[str, torch.Tensor], losses: list[float]
+) -> float:
     """Over the final weights and the loss of every step: a fit that has converged no longer shows an early error."""
     in_weights = max((result.params[name].cpu() - weights[name]).abs().max().item() for name in weights)
     in_losses = max(abs(ours - theirs) for ours, theirs in zip(result.loss_history, losses, strict=True))

@@ -94,7 +94,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         training = ImageFolder(draw_images(Path(folder, "training"), TRAINING_IMAGES, seed=0), size=32)
         validation = ImageFolder(draw_images(Path(folder, "validation"), VALIDATION_IMAGES, seed=1), 32, train=False)
-        with pl.prepare_training(
+        with pl.compat.resnetimagenet.prepare_training(
             build_model,
             training,
             ["cpu", "cpu"],
@@ -103,7 +103,7 @@ def main() -> int:
             epochs=6,
             buffersize=2,
         ) as state:
-            history = pl.train(
+            history = pl.compat.resnetimagenet.train(
                 F.cross_entropy,
                 state,
                 validation=validation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from grouping import grouped
 from models import digest, mlp
 from torch.nn import functional
 
@@ -15,7 +16,7 @@ def train(data: Any, **settings: Any) -> tuple[str, list[float]]:
     """A digest of the weights after two epochs in exact mode, and what each step weighed."""
     weights: list[float] = []
     settings = {"exact": True, **settings}
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings) as trainer:
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, **grouped(**settings)) as trainer:
         trainer.every(1, lambda record: weights.append(record.weight))
         for epoch in trainer.epochs(2):
             for batch in epoch:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from grouping import grouped
 from models import digest, images, mlp, vectors
 from torch.nn import functional
 from torch.utils.data import IterableDataset
@@ -31,17 +32,19 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 def prepare(
     model: Any = mlp, data: Any = (X, Y), replicas: int = 2, optimizer: Any = sgd, nsamples: Any = 4, **settings: Any
-) -> pl.TrainingState:
-    return pl.prepare_training(model, data, ["cpu"] * replicas, optimizer, nsamples, **settings)
+) -> pl.compat.resnetimagenet.TrainingState:
+    return pl.compat.resnetimagenet.prepare_training(
+        model, data, ["cpu"] * replicas, optimizer, nsamples, **grouped(**settings)
+    )
 
 
-def one_step(state: pl.TrainingState, batches: tuple[Any, ...], **settings: Any) -> None:
+def one_step(state: pl.compat.resnetimagenet.TrainingState, batches: tuple[Any, ...], **settings: Any) -> None:
     for replica, batch in enumerate(batches):
-        pl.train_step(functional.cross_entropy, state, batch, replica)
-    pl.sync_buffer(state, **settings)
-    pl.update(state)
+        pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch, replica)
+    pl.compat.resnetimagenet.sync_buffer(state, **settings)
+    pl.compat.resnetimagenet.update(state)
 
 
-def everything(state: pl.TrainingState) -> list[str]:
+def everything(state: pl.compat.resnetimagenet.TrainingState) -> list[str]:
     """A digest of each replica's weights, buffers and optimizer."""
     return [digest(m.state_dict(), o.state_dict()) for m, o in zip(state.models, state.optimizers, strict=True)]

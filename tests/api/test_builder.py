@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -34,27 +35,27 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(model(batch.x), batch.y)
 
 
-def empty() -> pl.Builder:
+def empty() -> pl.compat.flodl.Builder:
     return pl.Trainer.builder(mlp, sgd, loss_of)
 
 
-def ready(model: Any = mlp, optimizer: Any = sgd, train_fn: Any = loss_of) -> pl.Builder:
+def ready(model: Any = mlp, optimizer: Any = sgd, train_fn: Any = loss_of) -> pl.compat.flodl.Builder:
     return pl.Trainer.builder(model, optimizer, train_fn).dataset((X, Y)).batch_size(16).num_epochs(EPOCHS)
 
 
 @pytest.fixture
-def recipe_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+def task_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a builder would have run."""
 
     class Kept:
         def __init__(self, work: Any, num_workers: int) -> None:
-            self.recipe, self.num_workers = work.args[0], num_workers
+            self.task, self.num_workers = work.args[0], num_workers
 
         def end(self, grace_s: float) -> None:
             return
 
     monkeypatch.setattr(builder_module, "Background", Kept)
-    return lambda builder: builder.run()._background.recipe
+    return lambda builder: builder.run()._background.task
 
 
 @pytest.mark.parametrize("missing", ["dataset", "batch_size", "num_epochs"])
@@ -77,7 +78,7 @@ def test_what_is_missing_is_named(missing: str) -> None:
         ("seed", (1.5,), "seed=1.5 is a float: choose an int"),
         ("policy", ("fast",), "policy='fast' is unknown: choose one of 'sync', 'cadence', 'async'"),
         ("backend", ("nccl",), "backend='nccl' is unknown: choose one of 'device', 'cpu'"),
-        ("max_grad_norm", (-1,), "max_grad_norm=-1 is no bound: choose a number >= 0"),
+        ("max_grad_norm", (-1,), "max_grad_norm=-1 must be a number >= 0"),
         ("lr_scale_ratio", (2,), "lr_scale_ratio=2: choose 0"),
         ("overhead_target", (0,), "overhead_target=0 is not a part of compute time"),
         ("anchor", (0,), "anchor=0 is not a positive integer"),
@@ -103,7 +104,7 @@ def test_callbacks_must_be_callable(method: str) -> None:
 
 
 def test_a_model_that_exists_is_no_factory() -> None:
-    with pytest.raises(TypeError, match="model_factory is a Sequential, already built: pass a function"):
+    with pytest.raises(TypeError, match="model_factory is a Sequential: pass a function"):
         pl.Trainer.builder(mlp(), sgd, loss_of)
 
 
@@ -117,13 +118,22 @@ def test_a_model_that_exists_is_no_factory() -> None:
         (lambda b: b.settings(exact=True).lr_scale_ratio(0.5), r"lr_scale_ratio\(0.5\) contradicts exact=True"),
         (lambda b: b.settings(exact=True).policy("cadence"), "exact=True needs strategy='gradients'"),
         (lambda b: b.settings(micro_batch=5), "global_batch=16.*micro_batch=5"),
-        (lambda b: b.settings(batches_per_step=2), r"batch_size\(16\) contradicts settings\(batches_per_step=2\)"),
+        (
+            lambda b: b.settings(batching=pl.Batching(batches_per_step=2)),
+            r"batch_size\(16\) contradicts batches_per_step=2",
+        ),
         (lambda b: b.settings(precision="fp8"), "precision='fp8' is unknown"),
-        (lambda b: b.settings(shares=[1, 1, 1], num_workers=2), "names 3 workers, the world has 2"),
+        (
+            lambda b: b.settings(balancing=pl.Balancing(shares=[1, 1, 1]), num_workers=2),
+            "names 3 workers, the world has 2",
+        ),
         (lambda b: b.speed_hint(3, 2.0).devices(2), "slow_rank=3 is not in a world of 2"),
         (lambda b: b.settings(seed=3), r"settings\(seed=...\): use the builder's \.seed"),
         (lambda b: b.settings(global_batch=3), r"use the builder's \.batch_size"),
-        (lambda b: b.settings(micro_bach=3), r"settings\(micro_bach=...\) is unknown: did you mean micro_batch\?"),
+        (
+            lambda b: b.settings(micro_bach=3),
+            r"settings\(micro_bach=...\): unknown setting 'micro_bach': did you mean micro_batch\?",
+        ),
         (lambda b: b.settings(num_epoch=3), "did you mean num_epochs"),
     ],
 )
@@ -134,56 +144,64 @@ def test_what_cannot_work_is_refused_before_anything_starts(configure: Any, mess
 
 def test_a_timeline_is_recorded_where_it_is_wanted(tmp_path: Path) -> None:
     assert ready().timeline(tmp_path / "timeline").run().join().position.epoch == EPOCHS
-    assert pl.Timeline.load(tmp_path / "timeline").summary()
+    assert pl.reports.Timeline.load(tmp_path / "timeline").summary()
 
 
-def test_settings_reach_the_run_under_the_names_of_setup(recipe_of: Any) -> None:
+def test_settings_reach_the_run_under_the_names_of_setup(task_of: Any) -> None:
     scheduler = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1)  # noqa: E731
-    recipe = recipe_of(
+    task = task_of(
         ready().devices(2).seed(7).max_grad_norm(1).scheduler(scheduler).speed_hint(1, 3.0).settings(shuffle=False)
     )
-    assert recipe.settings == {
+    assert task.settings == {
         "global_batch": 16,
         "micro_batch": 2,
         "seed": 7,
         "max_grad_norm": 1.0,
         "scheduler": scheduler,
-        "speed_hints": (3.0, 1.0),
+        "balancing": pl.Balancing(speed_hints=(3.0, 1.0)),
+        "runtime": pl.Runtime(),
         "shuffle": False,
     }
-    assert recipe.lr_factor == 1
-    assert recipe.devices == (torch.device("cpu"),) * 2
+    assert task.lr_factor == 1
+    assert task.devices == (torch.device("cpu"),) * 2
 
 
-def test_policies_that_average_are_averaging_by_cadence(recipe_of: Any) -> None:
+def test_policies_that_average_are_averaging_by_cadence(task_of: Any) -> None:
     builder = ready().policy("cadence").devices(["cpu", "cpu", "cpu"]).backend("cpu")
     builder.overhead_target(0.2).anchor(4).max_anchor(50).max_batch_diff(3).divergence_threshold(0.3)
     cadence = pl.Cadence(anchor=4, overhead_target=0.2, max_anchor=50, max_batch_diff=3)
-    recipe = recipe_of(builder.lr_scale_ratio(0.5))
-    assert recipe.settings["strategy"] == pl.Averaging(every=cadence, divergence_threshold=0.3)
-    assert recipe.settings["global_batch"] == 48, "each of three workers takes its own batch"
-    assert recipe.settings["micro_batch"] == 2, "as with any number of workers"
-    assert recipe.lr_factor == 2
-    overlapping = recipe_of(ready().policy("async").no_divergence_guard()).settings["strategy"]
+    task = task_of(builder.lr_scale_ratio(0.5))
+    assert task.settings["strategy"] == pl.Averaging(every=cadence, divergence_threshold=0.3)
+    assert task.settings["global_batch"] == 48, "each of three workers takes its own batch"
+    assert task.settings["micro_batch"] == 2, "as with any number of workers"
+    assert task.lr_factor == 2
+    overlapping = task_of(ready().policy("async").no_divergence_guard()).settings["strategy"]
     assert overlapping == pl.Averaging(every=pl.Cadence(), overlap=True, divergence_threshold=None)
 
 
 @pytest.mark.parametrize(("batch_size", "micro_batch"), [(64, 8), (50, 10), (7, 1), (12, 2), (13, 13), (1, 1)])
-def test_a_batch_is_divided_the_same_whatever_the_workers(recipe_of: Any, batch_size: int, micro_batch: int) -> None:
+def test_a_batch_is_divided_the_same_whatever_the_workers(task_of: Any, batch_size: int, micro_batch: int) -> None:
     for num_workers in (1, 3):
-        assert recipe_of(ready().batch_size(batch_size).devices(num_workers)).settings["micro_batch"] == micro_batch
+        assert task_of(ready().batch_size(batch_size).devices(num_workers)).settings["micro_batch"] == micro_batch
 
 
 def test_a_loader_says_itself_how_large_its_batches_are() -> None:
     loader = DataLoader(TensorDataset(X, Y), batch_size=4)
     state = ready().dataset(loader).num_epochs(1).run().join()
     assert state.position.step == math.ceil(50 / 16)
-    state = empty().dataset(pl.Batches(list(loader))).num_epochs(1).settings(batches_per_step=2).run().join()
+    state = (
+        empty()
+        .dataset(pl.Batches(list(loader)))
+        .num_epochs(1)
+        .settings(batching=pl.Batching(batches_per_step=2))
+        .run()
+        .join()
+    )
     assert state.position.step == math.ceil(math.ceil(50 / 4) / 2)
 
 
 def with_setup(**settings: Any) -> tuple[str, str]:
-    with pl.Trainer.setup(mlp, sgd, data=(X, Y), global_batch=16, micro_batch=2, **settings) as trainer:
+    with pl.Trainer.setup(mlp, sgd, data=(X, Y), global_batch=16, micro_batch=2, **grouped(**settings)) as trainer:
         for epoch in trainer.epochs(EPOCHS):
             for batch in epoch:
                 trainer.backward(loss_of(trainer.model, batch))
@@ -192,7 +210,7 @@ def with_setup(**settings: Any) -> tuple[str, str]:
 
 
 def with_builder(**settings: Any) -> tuple[list[float], str, str]:
-    handle = ready().seed(5).settings(**settings).run()
+    handle = ready().seed(5).settings(**grouped(**settings)).run()
     metrics = list(handle)
     state = handle.join()
     assert handle.world_size == len(metrics[0].shares)
@@ -220,13 +238,13 @@ def test_the_state_is_named_parameters_buffers_and_the_optimizers() -> None:
     assert list(state.buffers) == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
     assert int(state.buffers["1.num_batches_tracked"]) == EPOCHS * 25
     assert len(state.optimizer["state"]) == len(state.parameters)
-    assert state.position == pl.Position(epoch=EPOCHS, step=EPOCHS * 4)
+    assert state.position == pl.reports.Position(epoch=EPOCHS, step=EPOCHS * 4)
     model = build()
     model.load_state_dict(state.model)
     assert digest(dict(model.named_parameters())) == digest(state.parameters)
 
 
-def losses_without_learning(policy: Any) -> list[pl.EpochMetrics]:
+def losses_without_learning(policy: Any) -> list[pl.reports.EpochMetrics]:
     def train_fn(model: Any, batch: Any) -> Any:
         return loss_of(model, batch), {"mean": batch.x.mean(), "rows": len(batch.x)}
 
@@ -297,7 +315,7 @@ def test_a_callback_that_returns_true_ends_the_run_after_its_epoch() -> None:
     assert ready().epoch_fn(lambda *_: "not a bool").run().join().position.epoch == EPOCHS
 
 
-def ended_by_one_worker() -> tuple[pl.Position, list[int]]:
+def ended_by_one_worker() -> tuple[pl.reports.Position, list[int]]:
     rank = pl.World.from_environment().rank
     saved: list[int] = []
     builder = ready().num_epochs(100).epoch_fn(lambda epoch, _: rank == 1 and epoch == 2)
@@ -306,7 +324,7 @@ def ended_by_one_worker() -> tuple[pl.Position, list[int]]:
 
 
 def test_one_workers_callback_ends_all_and_rank_0_alone_saves(pool: WorkerPool) -> None:
-    end = pl.Position(epoch=3, step=12)
+    end = pl.reports.Position(epoch=3, step=12)
     assert pool.run(ended_by_one_worker, 2) == [(end, [1]), (end, [])]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
@@ -22,7 +23,7 @@ X, Y = vectors(16)
 
 def setup(**settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "quiet": True, **settings}
-    return pl.Trainer.setup(mlp, lambda params: torch.optim.SGD(params, lr=0.1), **settings)
+    return pl.Trainer.setup(mlp, lambda params: torch.optim.SGD(params, lr=0.1), **grouped(**settings))
 
 
 def with_trainer(act: Callable[[pl.Trainer], Any]) -> Any:
@@ -207,7 +208,9 @@ CALLS: dict[str, Callable[[pl.Trainer], Any]] = {
 def test_what_all_workers_do_together_is_refused_inside_the_loop(name: str) -> None:
     with setup() as trainer:
         for _ in next(iter(trainer.epochs(1))):
-            with pytest.raises(pl.MisuseError, match=rf"{name}\(\) was called inside an epoch's loop, which workers"):
+            with pytest.raises(
+                pl.errors.MisuseError, match=rf"{name}\(\) was called inside an epoch's loop, which workers"
+            ):
                 CALLS[name](trainer)
             break
 

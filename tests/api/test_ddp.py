@@ -130,7 +130,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def with_trainer(name: str) -> str:
     with pl.Trainer.setup(
         build(name), adam, data=(IMAGES, LABELS), global_batch=12, micro_batch=3, shuffle=False, exact=True,
-        train_mode=False,
+        optimization=pl.Optimization(train_mode=False),
     ) as trainer:  # fmt: skip
         for epoch in trainer.epochs(2):
             for batch in epoch:
@@ -269,7 +269,9 @@ def test_a_parameter_unfrozen_later_is_an_error_that_says_to_wrap_again() -> Non
     models = branches()
     with pl.Ddp.wrap(models) as ddp:
         models[0].frozen.requires_grad_(True)
-        with pytest.raises(pl.MisuseError, match=r"'frozen\.weight' was frozen when .* wrap them again after unfree"):
+        with pytest.raises(
+            pl.errors.MisuseError, match=r"'frozen\.weight' was frozen when .* wrap them again after unfree"
+        ):
             ddp.all_reduce_gradients()
 
 
@@ -417,7 +419,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         r"'weight' of replica 0 is torch.complex64: only real floating point",
     ),
-    "spread": (spread, ValueError, r"replica 1 lies on cpu and meta: a replica lives on one device. Move it, or pass"),
+    "spread": (spread, ValueError, r"replica 1 is on cpu and meta: a replica must be on one device. Move it, or pass"),
     "no model at all": (lambda: [1, 2], TypeError, r"the model is a int without a parameters\(\) method"),
 }
 
@@ -435,7 +437,7 @@ def test_replicas_that_do_not_fit_are_refused_by_name(case: str) -> None:
         ({"devices": ["cpu"]}, r"devices=\['cpu'\] for 2 replicas: give a list of 2, one for each"),
         ({"devices": "cpu"}, r"devices='cpu' for 2 replicas"),
         ({"devices": ["cpu", "cuda:99"]}, r"device='cuda:99' is not available: torch sees .* Choose one of these"),
-        ({"timeout_s": 0.0}, r"timeout_s=0.0 is no time-out: choose a finite number of seconds > 0"),
+        ({"timeout_s": 0.0}, r"timeout_s=0.0 must be > 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -448,7 +450,7 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
     [
         ([3], ValueError, r"counts=\[3\] has 1 numbers for 2 replicas in this process: give one for each"),
         ([3, -1], ValueError, r"counts=\[3, -1\] contains a negative number: choose counts >= 0"),
-        ([0, 0], ValueError, r"the counts of all replicas are \[0, 0\] and add up to 0, .* leave the step out"),
+        ([0, 0], ValueError, r"the counts of all replicas are \[0, 0\], with sum 0: leave the step out"),
         ([0.5, 0.5], TypeError, r"counts=\[0.5, 0.5\]: choose whole numbers"),
     ],
 )
@@ -472,7 +474,7 @@ def test_a_sparse_gradient_is_refused_and_no_gradient_is_touched() -> None:
     before = digest(gradients(models[0]))
     with (
         pl.Ddp.wrap(models) as ddp,
-        pytest.raises(pl.GradientError, match=r"'0.weight' of replica 1 has a sparse gradient.* sparse=False"),
+        pytest.raises(pl.errors.GradientError, match=r"'0.weight' of replica 1 has a sparse gradient.* sparse=False"),
     ):
         ddp.all_reduce_gradients()
     assert digest(gradients(models[0])) == before
@@ -489,7 +491,7 @@ def test_nothing_can_be_exchanged_after_close() -> None:
         ddp.all_reduce_gradients,
         lambda: ddp.weighted_all_reduce_gradients([1, 1]),
     ):
-        with pytest.raises(pl.MisuseError, match="this Ddp is closed: wrap the models again"):
+        with pytest.raises(pl.errors.MisuseError, match="this Ddp is closed: wrap the models again"):
             use()
 
 
@@ -509,7 +511,7 @@ def test_processes_that_disagree_are_told_on_all_sides(pool: WorkerPool) -> None
     for fn, message in (
         (shapes, "rank 1's model has parameter 'weight' of shape (3, 2)"),
         (modes, "rank 1 passed exact=True, rank 0 exact=False"),
-        (nothing, "the counts of all replicas are [0, 0] and add up to 0"),
+        (nothing, "the counts of all replicas are [0, 0], with sum 0"),
     ):
         with pytest.raises(WorkersFailed) as failed:
             pool.run(fn, 2)
@@ -545,7 +547,13 @@ def interleaved(sizes: Sequence[int]) -> tuple[list[float], str]:
     generators, critics = ([nn.Linear(2, 1) for _ in range(count)] for _ in range(2))
     of_generators = pl.Ddp.wrap(generators, timeout_s=20)
     trainer = pl.Trainer.setup(
-        build(), adam, data=(IMAGES, LABELS), global_batch=12, micro_batch=3, timeout_s=20, exact=True
+        build(),
+        adam,
+        data=(IMAGES, LABELS),
+        global_batch=12,
+        micro_batch=3,
+        runtime=pl.Runtime(timeout_s=20),
+        exact=True,
     )
     of_critics = pl.Ddp.wrap(critics, timeout_s=20)
     for model, number in zip(generators, of_generators.ranks, strict=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from torch.nn import functional
@@ -36,7 +37,7 @@ def linear() -> nn.Module:
     return model
 
 
-def train(make_model: Callable[[], Any] = linear, data: Any = PAIRS, **settings: Any) -> pl.DpResult:
+def train(make_model: Callable[[], Any] = linear, data: Any = PAIRS, **settings: Any) -> pl.compat.ggmlr.DpResult:
     defaults = {
         "loss_fn": functional.mse_loss,
         "forward_fn": lambda model, sample: model(sample[0]),
@@ -46,7 +47,7 @@ def train(make_model: Callable[[], Any] = linear, data: Any = PAIRS, **settings:
         "lr": 0.05,
         "verbose": False,
     }
-    return pl.dp_train(make_model, data, **{**defaults, **settings})
+    return pl.dp_train(make_model, data, **grouped(**{**defaults, **settings}))
 
 
 def train_by_hand(
@@ -103,7 +104,7 @@ def test_a1_by_default_there_is_one_replica_per_device(num_devices: int, monkeyp
     assert seen[1:] == list(range(4 * num_devices))
 
 
-def replicas_in_this_world(**settings: Any) -> pl.DpResult:
+def replicas_in_this_world(**settings: Any) -> pl.compat.ggmlr.DpResult:
     """Every worker builds a model of its own with other weights."""
 
     def make_model() -> nn.Module:
@@ -279,7 +280,7 @@ def test_a4_any_object_with_forward_and_parameters(give: Callable[..., Any], nam
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a4_objects_work_on_several_workers(exact: bool, pool: WorkerPool) -> None:
-    def train_matrix() -> pl.DpResult:
+    def train_matrix() -> pl.compat.ggmlr.DpResult:
         return train(lambda: Matrix(dict), forward_fn=lambda model, sample: model.forward(sample[0]), exact=exact)
 
     expected = train_matrix()
@@ -322,7 +323,7 @@ class Copy(nn.Module):
 def test_a4_defaults(make_model: Callable[[], nn.Module], functions: dict[str, Any]) -> None:
     """No forward_fn: the model applied; no loss_fn: the result is the loss; no target_fn: the sample is its target."""
     expected = pl.dp_train(Loss, list(X), n_gpu=2, n_iter=5, lr=0.1, verbose=0)
-    result = pl.dp_train(make_model, list(X), n_gpu=2, n_iter=5, lr=0.1, verbose=0, **functions)
+    result = pl.dp_train(make_model, list(X), n_gpu=2, n_iter=5, lr=0.1, verbose=0, **grouped(**functions))
     assert result.loss_history == pytest.approx(expected.loss_history, rel=1e-6)
     assert_close(result.params, expected.params)
     assert expected.loss_history[0] == pytest.approx(X[:2].square().mean().item(), rel=1e-6)
@@ -417,7 +418,7 @@ def test_a5_a_parameter_that_some_replicas_use_gets_the_right_mean(exact: bool, 
 
 def test_a6_the_result() -> None:
     result = train(n_gpu=3, n_iter=8)
-    assert isinstance(result, pl.DpResult)
+    assert isinstance(result, pl.compat.ggmlr.DpResult)
     assert isinstance(result.model, nn.Linear)
     assert list(result.params) == ["weight", "bias"]
     assert result.params["weight"] is result.model.weight
@@ -446,7 +447,7 @@ def test_a6_long_histories_are_complete() -> None:
 def train_on_one_bad_sample(value: float, n_gpu: int, verbose: int = 0) -> tuple[str, int, int | None, int | None]:
     data = [(x.clone(), y) for x, y in PAIRS]
     data[5][0][0] = value
-    with pytest.raises(pl.NonFiniteError) as caught:
+    with pytest.raises(pl.errors.NonFiniteError) as caught:
         train(data=data, n_gpu=n_gpu, verbose=verbose)
     error = caught.value
     return str(error), error.step, error.micro_batch, error.rank
@@ -607,17 +608,17 @@ def sharing() -> nn.Module:
         ({"data": None}, TypeError, "data is a NoneType: pass a list of samples, or of batches"),
         ({"n_iter": -1}, ValueError, "n_iter=-1: choose the number of optimizer steps, an integer >= 0"),
         ({"n_iter": 2.5}, ValueError, "n_iter=2.5: choose the number of optimizer steps, an integer >= 0"),
-        ({"max_norm": -1.0}, ValueError, "max_norm=-1.0 is no bound: choose a number >= 0, or math.inf not to clip"),
-        ({"max_norm": math.nan}, ValueError, "max_norm=nan is no bound"),
-        ({"lr": -0.1, "optimizer": None}, ValueError, "lr=-0.1 is no learning rate: choose a number >= 0"),
-        ({"lr": math.nan, "optimizer": None}, ValueError, "lr=nan is no learning rate"),
+        ({"max_norm": -1.0}, ValueError, "max_norm=-1.0 must be >= 0; math.inf does not clip"),
+        ({"max_norm": math.nan}, ValueError, "max_norm=nan must be >= 0"),
+        ({"lr": -0.1, "optimizer": None}, ValueError, "lr=-0.1 must be >= 0"),
+        ({"lr": math.nan, "optimizer": None}, ValueError, "lr=nan must be >= 0"),
         ({"lr": 0.1}, ValueError, "lr=0.1 would be ignored, since optimizer is given: set the learning rate in opti"),
         ({"verbose": -1}, ValueError, "verbose=-1: choose how many iterations lie between two lines, or False for no"),
         ({"verbose": 2.5}, ValueError, "verbose=2.5: choose how many iterations lie between two lines"),
         (
             {"loss_fn": lambda out, target: (out - target).expand(3)},
             ValueError,
-            "the loss has shape (3,): it must be one number, such as loss.mean(). Without loss_fn, what the model",
+            "the loss has shape (3,): it must be one number, such as loss.mean(). Without loss_fn, the output",
         ),
         ({"loss_fn": lambda out, _: out[:0]}, ValueError, "the loss has shape (0,): it must be one number"),
         ({"loss_fn": lambda out, _: out.item()}, TypeError, "the loss is a float: it must be a tensor with one number"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -22,7 +23,7 @@ X, Y = vectors(48)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "exact": True, "quiet": True, **settings}
-    return pl.Trainer.setup(model, lambda params: torch.optim.Adam(params, lr=0.01), **settings)
+    return pl.Trainer.setup(model, lambda params: torch.optim.Adam(params, lr=0.01), **grouped(**settings))
 
 
 def train(trainer: pl.Trainer, epochs: int = 1) -> None:
@@ -73,7 +74,7 @@ def run(
             trainer.every(1, lambda record: trainer.request_stop() if record.step == until - 1 else None)
         if evaluates:
             trainer.every(2, lambda _: digest(averaged(trainer)))
-        with suppress(pl.Stopped):
+        with suppress(pl.errors.Stopped):
             train(trainer, 2)
         return (
             digest(trainer.model.state_dict(), trainer.optimizer.state_dict()),
@@ -102,11 +103,11 @@ def test_checkpoints_hold_it_as_a_component(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="'ema' is taken"):
             trainer.register("ema", pl.EarlyStopping())
         train(trainer)
-    with pytest.raises(pl.CheckpointError, match="holds state of ema, which was not registered"):
+    with pytest.raises(pl.errors.CheckpointError, match="holds state of ema, which was not registered"):
         run(None, tmp_path)
     with setup(checkpoints=pl.Checkpoints(tmp_path), skip=["ema"]) as trainer:
         train(trainer, 2)
-    with pytest.raises(pl.CheckpointError, match="has no component 'ema'"):
+    with pytest.raises(pl.errors.CheckpointError, match="has no component 'ema'"):
         setup(ema=DECAY, checkpoints=pl.Checkpoints(tmp_path))
     with setup(ema=DECAY, checkpoints=pl.Checkpoints(tmp_path), skip=["ema"]) as trainer:
         assert all(map(torch.equal, averaged(trainer), weights_of(trainer))), "it begins with the weights it finds"
@@ -168,15 +169,15 @@ def test_compiled_and_plain_models_share_checkpoints(tmp_path: Path) -> None:
 
 
 def test_misuse_is_named(tmp_path: Path) -> None:
-    with setup() as trainer, pytest.raises(pl.MisuseError, match="has no average of its weights: set a decay"):
+    with setup() as trainer, pytest.raises(pl.errors.MisuseError, match="has no average of its weights: set a decay"):
         trainer.ema_weights()
     with setup(ema=DECAY, checkpoints=pl.Checkpoints(tmp_path)) as trainer:
         with trainer.ema_weights():
-            with pytest.raises(pl.MisuseError, match=r"ema_weights\(\) was called inside ema_weights\(\)"):
+            with pytest.raises(pl.errors.MisuseError, match=r"ema_weights\(\) was called inside ema_weights\(\)"):
                 trainer.ema_weights().__enter__()
-            with pytest.raises(pl.MisuseError, match=r"cannot be saved inside ema_weights\(\)"):
+            with pytest.raises(pl.errors.MisuseError, match=r"cannot be saved inside ema_weights\(\)"):
                 trainer.save()
-            with pytest.raises(pl.MisuseError, match=r"a step was taken inside ema_weights\(\)"):
+            with pytest.raises(pl.errors.MisuseError, match=r"a step was taken inside ema_weights\(\)"):
                 train(trainer)
         trainer.save()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -18,7 +19,7 @@ X, Y = vectors(40)
 
 def setup(**settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "exact": True, **settings}
-    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), **grouped(**settings))
 
 
 def train(trainer: pl.Trainer, *epochs: int, **limits: int) -> list[int]:
@@ -86,6 +87,6 @@ def test_what_has_no_end_or_would_end_apart_is_refused() -> None:
         with pytest.raises(ValueError, match=r"epochs\(\) without an end: give the number of epochs, or max_steps"):
             next(trainer.epochs())
         for _ in next(trainer.epochs(1)):
-            with pytest.raises(pl.MisuseError, match=r"end\(\) was called inside an epoch's loop"):
+            with pytest.raises(pl.errors.MisuseError, match=r"end\(\) was called inside an epoch's loop"):
                 trainer.end()
             break

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
@@ -20,7 +21,7 @@ LEFT = r"left the loop of an epoch before its end, by `break` or `return`.*call 
 
 def setup(**settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "timeout_s": 60, **settings}
-    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), **grouped(**settings))
 
 
 def take(trainer: pl.Trainer, batch: Any) -> pl.StepRecord | None:
@@ -66,7 +67,7 @@ def test_the_loop_of_the_readme_prints_the_last_step_where_a_share_is_empty(pool
     text = Path(__file__).parents[2].joinpath("README.md").read_text()
     (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.S) if "trainer.close()" in block)
     # Rank 0, which prints, has no share in the last step of each epoch, nor in any other.
-    code = code.replace("micro_batch=8,", "micro_batch=8, shares=[0, 1],")
+    code = code.replace("micro_batch=8,", "micro_batch=8, balancing=pl.Balancing(shares=[0, 1]),")
 
     def run() -> str:
         import contextlib
@@ -150,7 +151,9 @@ def test_break_equals_an_epoch_that_a_hook_ends() -> None:
 def test_leaving_every_epoch_without_a_step_is_no_way_to_max_steps() -> None:
     with (
         setup() as trainer,
-        pytest.raises(pl.MisuseError, match=r"epoch 0 was left without a step, so that max_steps=7 will never be rea"),
+        pytest.raises(
+            pl.errors.MisuseError, match=r"epoch 0 was left without a step, so that max_steps=7 will never be rea"
+        ),
     ):
         for epoch in trainer.epochs(max_steps=7):
             for _ in epoch:
@@ -170,7 +173,7 @@ def leave(when: str, by: str) -> tuple[str, str]:
                     record = take(trainer, batch)
                     if record and record.step == 2 and (when == "all" or (when == "boundary" and is_first)):
                         break
-    except pl.MisuseError as error:
+    except pl.errors.MisuseError as error:
         return type(error).__name__, str(error)
     return "none", ""
 
@@ -206,7 +209,7 @@ def test_break_is_refused_however_workers_exchange(pool: WorkerPool, settings: d
 
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 3)
-    assert {type(error) for error in failed.value.errors.values()} == {pl.MisuseError}
+    assert {type(error) for error in failed.value.errors.values()} == {pl.errors.MisuseError}
     assert len(failed.value.errors) == 3
 
 
@@ -219,7 +222,7 @@ def test_a_save_that_is_due_does_not_keep_the_error_from_the_others(pool: Worker
 
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 2)
-    assert {type(error) for error in failed.value.errors.values()} == {pl.MisuseError}
+    assert {type(error) for error in failed.value.errors.values()} == {pl.errors.MisuseError}
     assert tmp_path.joinpath("step-00000001").is_dir()
 
 
@@ -246,7 +249,7 @@ def test_an_error_in_the_loops_body_stays_itself(pool: WorkerPool) -> None:
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 2)
     assert isinstance(failed.value.errors[1], KeyError)
-    assert isinstance(failed.value.errors[0], pl.CommunicationError)
+    assert isinstance(failed.value.errors[0], pl.errors.CommunicationError)
 
 
 # Ending an epoch early, on all workers.
@@ -294,15 +297,15 @@ def test_ending_an_epoch_early_gives_the_same_bits_on_any_number_of_workers(pool
 def test_an_epoch_ends_early_in_hooks_of_steps_only() -> None:
     message = r"end_epoch\(\) ends an epoch on all workers after the same step: call it in a hook of trainer.every"
     with setup() as trainer:
-        with pytest.raises(pl.MisuseError, match=message):
+        with pytest.raises(pl.errors.MisuseError, match=message):
             trainer.end_epoch()
         trainer.every_epoch(1, lambda _: trainer.end_epoch())
-        with pytest.raises(pl.MisuseError, match=message):
+        with pytest.raises(pl.errors.MisuseError, match=message):
             train(trainer, 1)
     with setup() as trainer:
         for batch in next(trainer.epochs(1)):
             take(trainer, batch)
-            with pytest.raises(pl.MisuseError, match=message):
+            with pytest.raises(pl.errors.MisuseError, match=message):
                 trainer.end_epoch()
 
 
@@ -315,17 +318,22 @@ def test_an_epoch_can_be_iterated_once() -> None:
         epoch = next(epochs)
         for batch in epoch:
             take(trainer, batch)
-        with pytest.raises(pl.MisuseError, match="epoch 0 was iterated before, and an epoch can be iterated once"):
+        with pytest.raises(
+            pl.errors.MisuseError, match="epoch 0 was iterated before, and an epoch can be iterated once"
+        ):
             iter(epoch)
         late = next(epochs)
         trainer.every_epoch(1, lambda _: None)
         train(trainer, 2)
-        with pytest.raises(pl.MisuseError, match="epoch 1 cannot be iterated: the run is in epoch 2"):
+        with pytest.raises(pl.errors.MisuseError, match="epoch 1 cannot be iterated: the run is in epoch 2"):
             iter(late)
 
 
 def test_an_epoch_that_was_not_iterated_is_told() -> None:
-    with setup() as trainer, pytest.raises(pl.MisuseError, match="epoch 0 was not iterated, so the next one cannot"):
+    with (
+        setup() as trainer,
+        pytest.raises(pl.errors.MisuseError, match="epoch 0 was not iterated, so the next one cannot"),
+    ):
         list(trainer.epochs(2))
 
 

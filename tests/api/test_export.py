@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallTransformer, digest, mlp, tokens, vectors
 from safetensors.torch import load_file
 from torch import nn
@@ -23,7 +24,7 @@ X, Y = vectors(16)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "quiet": True, **settings}
-    return pl.Trainer.setup(model, lambda params: torch.optim.SGD(params, lr=0.1), **settings)
+    return pl.Trainer.setup(model, lambda params: torch.optim.SGD(params, lr=0.1), **grouped(**settings))
 
 
 def train(trainer: pl.Trainer) -> None:
@@ -98,7 +99,7 @@ def test_averaged_weights_on_request(tmp_path: Path) -> None:
         own = digest(trainer.model.state_dict()["0.weight"])
     assert digest(load_file(tmp_path / "averaged.safetensors")["0.weight"]) == expected
     assert digest(load_file(tmp_path / "own.safetensors")["0.weight"]) == own != expected
-    with setup() as trainer, pytest.raises(pl.MisuseError, match="the run has no average of its weights"):
+    with setup() as trainer, pytest.raises(pl.errors.MisuseError, match="the run has no average of its weights"):
         trainer.export(tmp_path / "none.safetensors", ema=True)
 
 
@@ -215,7 +216,7 @@ def test_a_folder_appears_only_when_it_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_model_without_save_pretrained_is_told_what_to_use(tmp_path: Path) -> None:
-    with setup() as trainer, pytest.raises(pl.MisuseError) as caught:
+    with setup() as trainer, pytest.raises(pl.errors.MisuseError) as caught:
         trainer.save_pretrained(tmp_path / "folder")
     assert str(caught.value) == (
         "the model is a Sequential without save_pretrained: use trainer.export(path), which writes a safetensors file"

@@ -32,7 +32,7 @@ def build() -> nn.Module:
 def setup() -> str:
     with pl.Trainer.setup(
         build, sgd, data=(X, Y), global_batch=REPLICAS * MICRO_BATCH, micro_batch=MICRO_BATCH, shuffle=False, seed=SEED,
-        exact=True, train_mode=False,
+        exact=True, optimization=pl.Optimization(train_mode=False),
     ) as trainer:  # fmt: skip
         for epoch in trainer.epochs(EPOCHS):
             for batch in epoch:
@@ -45,7 +45,7 @@ def dp_train() -> str:
     result = pl.dp_train(
         build, PAIRS, loss_fn=functional.cross_entropy, forward_fn=lambda model, pair: model(pair[0]),
         target_fn=lambda pair: pair[1], n_gpu=REPLICAS, n_iter=NUM_STEPS, optimizer=sgd, seed=SEED, exact=True,
-        verbose=False, train_mode=False,
+        verbose=False, optimization=pl.Optimization(train_mode=False),
     )  # fmt: skip
     return digest(result.model.cpu().state_dict())
 
@@ -57,7 +57,7 @@ def builder(num_workers: int = 1) -> str:
         .batch_size(REPLICAS * MICRO_BATCH)
         .num_epochs(EPOCHS)
         .seed(SEED)
-        .settings(micro_batch=MICRO_BATCH, shuffle=False, exact=True, train_mode=False)
+        .settings(micro_batch=MICRO_BATCH, shuffle=False, exact=True, optimization=pl.Optimization(train_mode=False))
         .devices(num_workers)
         .run()
     )
@@ -80,11 +80,11 @@ def ddp() -> str:
 
 
 def functional_form() -> str:
-    with pl.prepare_training(
+    with pl.compat.resnetimagenet.prepare_training(
         build, (X, Y), ["cpu"] * REPLICAS, sgd, MICRO_BATCH, epochs=EPOCHS, shuffle=False, seed=SEED, exact=True,
-        train_mode=False,
+        optimization=pl.Optimization(train_mode=False),
     ) as state:  # fmt: skip
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         return digest(state.models[1].state_dict())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallResNet, SmallTransformer, digest, images, mlp, tokens, vectors
 from step_by_step import IMAGES, LABELS, Stream, X, Y, adam, everything, one_step, prepare, sgd
 from torch import nn
@@ -17,7 +18,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.run.evaluation.validation import topk_accuracy
-from paceline.run.manual.peer_access import tell_of_detours
+from paceline.run.manual.peer_access import report_missing_peer_access as report
 
 # Replicas equal one model.
 
@@ -68,12 +69,12 @@ def test_replicas_give_the_step_of_one_model(name: str, training: bool, exact: b
             expected = by_hand(alone, optimizer, sizes if training else [12])
             (batches,) = state.loader
             for replica, batch in enumerate(batches):
-                pl.train_step(functional.cross_entropy, state, batch, replica)
-            pl.sync_buffer(state)
+                pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch, replica)
+            pl.compat.resnetimagenet.sync_buffer(state)
             for model in state.models:
                 for key, parameter in model.named_parameters():
                     torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-4, atol=1e-6)
-            pl.update(state)
+            pl.compat.resnetimagenet.update(state)
             for model in state.models:
                 for key, value in alone.state_dict().items():
                     torch.testing.assert_close(model.state_dict()[key], value, rtol=1e-4, atol=1e-4)
@@ -102,7 +103,7 @@ RUNS: dict[str, tuple[Any, Any, Any]] = {
 def trainer_digest(name: str, replicas: int, shuffle: bool) -> str:
     build, data, forward = RUNS[name]
     batches = {"global_batch": 4 * replicas, "micro_batch": 4}
-    with pl.Trainer.setup(build, adam, data=data, shuffle=shuffle, exact=True, seed=3, **batches) as trainer:
+    with pl.Trainer.setup(build, adam, data=data, shuffle=shuffle, exact=True, seed=3, **grouped(**batches)) as trainer:
         for epoch in trainer.epochs(2):
             for batch in epoch:
                 trainer.backward(functional.cross_entropy(*forward(trainer.model, batch)))
@@ -115,7 +116,7 @@ def functional_digests(name: str, replicas: int, shuffle: bool = True) -> list[s
     with prepare(
         build, data, replicas, adam, forward_fn=forward, epochs=2, shuffle=shuffle, exact=True, seed=3
     ) as state:
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         return everything(state)
 
 
@@ -141,15 +142,15 @@ def test_exact_mode_ends_with_the_same_bits_in_several_processes(name: str, pool
 
 def test_train_is_the_loop_by_hand() -> None:
     with prepare(epochs=2) as state:
-        history = pl.train(functional.cross_entropy, state)
+        history = pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         trained = everything(state)
     losses = []
     with prepare(epochs=2) as state:
         for batches in state.loader:
             for replica, batch in enumerate(batches):
-                pl.train_step(functional.cross_entropy, state, batch, replica)
-            pl.syncgrads(state)
-            pl.update(state)
+                pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch, replica)
+            pl.compat.resnetimagenet.syncgrads(state)
+            pl.compat.resnetimagenet.update(state)
             losses.append(state.loss)
         assert everything(state) == trained
     assert history.losses == losses
@@ -162,7 +163,7 @@ def test_a_model_that_exists_becomes_the_first_replica_and_the_others_are_copies
     with prepare(model, replicas=3) as state:
         assert state.models[0] is model
         assert len({id(p) for m in state.models for p in m.parameters()}) == 3 * len(list(model.parameters()))
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         assert len(set(everything(state))) == 1
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
@@ -203,9 +204,9 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     for reduce in (None, lambda gradients, _: torch.stack(gradients).mean(0)):
         with prepare(TwoHeads()) as state:
             for replica, x in enumerate((first, second)):
-                pl.train_step(functional.cross_entropy, state, (x, Y[:4]), replica)
+                pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, (x, Y[:4]), replica)
             own = state.models[0].sometimes.weight.grad.clone()
-            pl.sync_buffer(state, reduce=reduce)
+            pl.compat.resnetimagenet.sync_buffer(state, reduce=reduce)
             for model in state.models:
                 torch.testing.assert_close(model.sometimes.weight.grad, own / 2)
                 assert model.never.weight.grad is None
@@ -243,7 +244,7 @@ class Samples:
         return X[index], int(Y[index])
 
 
-def sizes_of(state: pl.TrainingState) -> list[list[int]]:
+def sizes_of(state: pl.compat.resnetimagenet.TrainingState) -> list[list[int]]:
     return [[0 if batch is None else len(batch.x) for batch in step] for step in state.loader]
 
 
@@ -251,7 +252,7 @@ def test_the_remainder_is_a_smaller_step_with_right_weights() -> None:
     with prepare(data=(X[:10], Y[:10]), replicas=3, nsamples=2, shuffle=False) as state:
         alone = copy.deepcopy(state.models[0])
         assert len(state.loader) == 2
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         optimizer = sgd(alone.parameters())
         for rows in (slice(0, 6), slice(6, 10)):
             optimizer.zero_grad()
@@ -293,16 +294,16 @@ def test_a_loop_that_was_left_goes_on_with_the_next_step() -> None:
 )
 def test_any_data_that_a_trainer_takes(data: Any, settings: dict[str, Any]) -> None:
     with prepare(data=(X[:10], Y[:10]), epochs=2, shuffle=False, exact=True) as state:
-        expected = pl.train(functional.cross_entropy, state).losses
+        expected = pl.compat.resnetimagenet.train(functional.cross_entropy, state).losses
     with prepare(data=data, epochs=2, exact=True, **settings) as state:
-        assert pl.train(functional.cross_entropy, state).losses == expected
+        assert pl.compat.resnetimagenet.train(functional.cross_entropy, state).losses == expected
 
 
 def test_the_steps_of_a_stream_are_counted_as_they_come() -> None:
     with prepare(data=Stream(), readers=0, epochs=2) as state:
-        with pytest.raises(TypeError, match="nobody knows how many steps a stream has: give cycle"):
+        with pytest.raises(TypeError, match="the number of steps of a stream is not known in advance: give cycle"):
             len(state.loader)
-        history = pl.train(functional.cross_entropy, state, validation=(X, Y))
+        history = pl.compat.resnetimagenet.train(functional.cross_entropy, state, validation=(X, Y))
         assert len(history.losses) == 4
         assert [(v.step, v.epoch) for v in history.validations] == [(2, 0), (4, 1)]
 
@@ -342,7 +343,7 @@ def test_a_weighted_mean_of_ones_own_is_the_mean() -> None:
     weights = []
     for reduce in (None, mean):
         with prepare(replicas=3) as state:
-            pl.train(functional.cross_entropy, state, reduce=reduce)
+            pl.compat.resnetimagenet.train(functional.cross_entropy, state, reduce=reduce)
             weights.append(state.models[0].state_dict())
     torch.testing.assert_close(*weights)
 
@@ -351,7 +352,9 @@ def reduced(by_rank: list[int]) -> dict[str, torch.Tensor]:
     from paceline.core.world import World
 
     with prepare(replicas=by_rank[World.from_environment().rank]) as state:
-        history = pl.train(functional.cross_entropy, state, reduce=median, validation=(X, Y), validate_every=2)
+        history = pl.compat.resnetimagenet.train(
+            functional.cross_entropy, state, reduce=median, validation=(X, Y), validate_every=2
+        )
         assert len(history.validations) == 2
         return {**state.models[-1].state_dict(), "validation": torch.tensor(history.validations[-1].loss)}
 
@@ -371,7 +374,7 @@ def test_reduction_and_validation_go_over_all_processes(pool: WorkerPool) -> Non
 )
 def test_a_reduction_must_return_a_gradient(reduce: Any, text: str) -> None:
     with prepare(nn.Linear(12, 4)) as state, pytest.raises(ValueError, match=text):
-        pl.train(functional.cross_entropy, state, reduce=reduce)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state, reduce=reduce)
 
 
 # Validation.
@@ -399,7 +402,7 @@ def test_a_model_that_does_not_tell_classes_apart_gets_no_credit() -> None:
 
 def test_validation_after_every_epoch_or_every_few_steps() -> None:
     with prepare(epochs=2) as state:
-        history = pl.train(functional.cross_entropy, state, validation=(X[:21], Y[:21]))
+        history = pl.compat.resnetimagenet.train(functional.cross_entropy, state, validation=(X[:21], Y[:21]))
         assert [(v.step, v.epoch) for v in history.validations] == [(7, 0), (14, 1)]
         with torch.no_grad():
             scores = state.models[0](X[:21])
@@ -408,7 +411,9 @@ def test_validation_after_every_epoch_or_every_few_steps() -> None:
         assert last.accuracy == {1: pytest.approx((scores.argmax(1) == Y[:21]).double().mean().item())}
         trained = everything(state)
     with prepare(epochs=2) as state:
-        history = pl.train(functional.cross_entropy, state, validation=(X, Y), validate_every=5, topk=(1, 2))
+        history = pl.compat.resnetimagenet.train(
+            functional.cross_entropy, state, validation=(X, Y), validate_every=5, topk=(1, 2)
+        )
         assert [(v.step, v.epoch) for v in history.validations] == [(5, 0), (10, 1)]
         assert set(history.validations[0].accuracy) == {1, 2}
         assert everything(state) == trained, "validation must not change the training"
@@ -416,7 +421,7 @@ def test_validation_after_every_epoch_or_every_few_steps() -> None:
 
 def test_validation_of_what_is_no_classifier_is_the_loss_alone() -> None:
     with prepare(nn.Linear(12, 1), data=(X, X.sum(1, keepdim=True))) as state:
-        history = pl.train(functional.mse_loss, state, validation=(X, X.sum(1, keepdim=True)))
+        history = pl.compat.resnetimagenet.train(functional.mse_loss, state, validation=(X, X.sum(1, keepdim=True)))
     assert history.validations[0].accuracy == {}
     assert history.validations[0].loss < history.losses[0]
 
@@ -433,33 +438,33 @@ def test_a_schedule_gives_the_learning_rate_of_every_step() -> None:
 
     with prepare(nn.Linear(12, 4), data=(X[:10], Y[:10]), nsamples=3, epochs=2) as state:
         before = copy.deepcopy(state.models[0].state_dict())
-        pl.train(functional.cross_entropy, state, schedule=schedule)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state, schedule=schedule)
         assert [o.param_groups[0]["lr"] for o in state.optimizers] == [0.1 * 0.5**3] * 2
         assert not torch.equal(before["weight"], state.models[0].weight)
     assert asked == [(0, 0), (1, 0), (2, 1), (3, 1)]
     with prepare(nn.Linear(12, 4)) as state:
         before = copy.deepcopy(state.models[0].state_dict())
-        pl.train(functional.cross_entropy, state, schedule=lambda *_: 0.0)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state, schedule=lambda *_: 0.0)
         torch.testing.assert_close(state.models[1].state_dict(), before, rtol=0, atol=0)
 
 
 def test_a_torch_scheduler_is_stepped_by_every_update() -> None:
     with prepare(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), cycle=3) as state:
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         assert state.learning_rate == pytest.approx(0.1 / 8)
         assert len(set(everything(state))) == 1
         with pytest.raises(ValueError, match="schedule and prepare_training's scheduler both set the learning rate"):
-            pl.train(functional.cross_entropy, state, schedule=lambda *_: 0.1)
+            pl.compat.resnetimagenet.train(functional.cross_entropy, state, schedule=lambda *_: 0.1)
         for replica in range(2):
-            pl.train_step(functional.cross_entropy, state, (X[:4], Y[:4]), replica)
-        pl.sync_buffer(state)
-        with pytest.raises(pl.MisuseError, match=r"lr=0.5 contradicts the scheduler"):
-            pl.update(state, lr=0.5)
+            pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, (X[:4], Y[:4]), replica)
+        pl.compat.resnetimagenet.sync_buffer(state)
+        with pytest.raises(pl.errors.MisuseError, match=r"lr=0.5 contradicts the scheduler"):
+            pl.compat.resnetimagenet.update(state, lr=0.5)
 
 
 def test_lines_tell_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     with prepare(cycle=4) as state:
-        history = pl.train(functional.cross_entropy, state, verbose=2, validation=(X, Y))
+        history = pl.compat.resnetimagenet.train(functional.cross_entropy, state, verbose=2, validation=(X, Y))
     assert capsys.readouterr().out.splitlines() == [
         *(f"step {step}/4  loss {history.losses[step - 1]:.6g}" for step in (1, 2, 4)),
         str(history.validations[0]),
@@ -472,11 +477,11 @@ def test_devices_without_direct_access_are_told_of_with_what_it_costs(capsys: py
     first, second, third = (torch.device("cuda", i) for i in range(3))
     reachable = {(first, second), (second, first)}
     devices = [first, second, third, first, torch.device("cpu")]
-    tell_of_detours(devices, 8_000_000, can_reach=lambda a, b: (a, b) in reachable, copy_time_s=lambda *a: a[2] / 4e9)
+    report(devices, 8_000_000, can_reach=lambda a, b: (a, b) in reachable, copy_time_s=lambda *a: a[2] / 4e9)
     told = capsys.readouterr().err
     assert "no direct access between cuda:0 and cuda:2, cuda:1 and cuda:2: gradients go through the host" in told
     assert "8.0 MB of them take 2.00 ms from cuda:0 to cuda:2" in told
-    tell_of_detours(devices[:2], 8_000_000, can_reach=lambda a, b: (a, b) in reachable)
+    report(devices[:2], 8_000_000, can_reach=lambda a, b: (a, b) in reachable)
     with prepare() as state:
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
     assert "access" not in capsys.readouterr().err

@@ -26,12 +26,12 @@ import paceline as pl
         ({"nsamples": None}, ValueError, "nsamples is missing: give the number of samples per replica and step"),
         ({"epochs": 0}, ValueError, "epochs=0: choose a whole number >= 1"),
         ({"cycle": 0}, ValueError, "cycle=0: choose"),
-        ({"epochs": 3, "cycle": 9}, ValueError, "epochs=3 and cycle=9 both say when to stop"),
+        ({"epochs": 3, "cycle": 9}, ValueError, "epochs=3 and cycle=9 both limit the run"),
         ({"buffersize": 2}, ValueError, "buffersize=2 would be ignored, since tensors and arrays are in memory"),
         ({"data": Stream(), "buffersize": 2}, ValueError, "buffersize=2 would be ignored, since a stream"),
         ({"data": []}, ValueError, "data is empty: give at least one sample"),
         ({"optimizer": lambda _: "adam"}, TypeError, "optimizer made a str: pass a function from parameters"),
-        ({"optimizer": sgd([torch.zeros(1)])}, TypeError, "optimizer is a SGD, but every replica needs one of its own"),
+        ({"optimizer": sgd([torch.zeros(1)])}, TypeError, "optimizer is a SGD, but every replica needs its own"),
         ({"model": nn.ReLU()}, ValueError, "the model has no parameter that requires a gradient"),
         ({"data": pl.PerWorker([[X]]), "nsamples": None}, ValueError, "PerWorker has 1 iterables for 2 replicas"),
     ],
@@ -43,7 +43,7 @@ def test_bad_settings_are_named(settings: dict[str, Any], error: type[Exception]
 
 def test_one_device_is_no_list_of_devices() -> None:
     with pytest.raises(TypeError, match=r"devices='cpu' is one device: give a list, such as \['cpu'\]"):
-        pl.prepare_training(mlp, (X, Y), "cpu", sgd, 4)
+        pl.compat.resnetimagenet.prepare_training(mlp, (X, Y), "cpu", sgd, 4)
 
 
 def test_a_stream_without_samples_is_an_error_and_no_endless_loop() -> None:
@@ -55,7 +55,7 @@ def test_a_stream_without_samples_is_an_error_and_no_endless_loop() -> None:
         prepare(data=Nothing(), readers=0, cycle=3) as state,
         pytest.raises(ValueError, match="epoch 0 of the data has no sample"),
     ):
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
 
 
 @pytest.mark.parametrize(
@@ -64,62 +64,62 @@ def test_a_stream_without_samples_is_an_error_and_no_endless_loop() -> None:
         ({"validate_every": 2}, "validate_every=2 would be ignored: give the data as validation="),
         ({"validate_every": 0, "validation": (X, Y)}, "validate_every=0: choose at least 1 step"),
         ({"verbose": -1}, "verbose=-1: choose how many steps lie between two lines"),
-        ({"topk": (0,), "validation": (X, Y)}, r"topk=\(0,\): 0 is no number of guesses"),
+        ({"topk": (0,), "validation": (X, Y)}, r"topk=\(0,\): 0 must be a whole number >= 1"),
     ],
 )
 def test_bad_settings_of_train_are_named(settings: dict[str, Any], text: str) -> None:
     with prepare() as state, pytest.raises(ValueError, match=text):
-        pl.train(functional.cross_entropy, state, **settings)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state, **settings)
 
 
 @pytest.mark.parametrize(
     ("loss_fn", "error", "text"),
     [
         (lambda out, y: functional.cross_entropy(out, y, reduction="none"), ValueError, r"the loss has shape \(4,\)"),
-        (lambda *_: 1.0, TypeError, "loss_fn returned a float: it must return a tensor with one number"),
+        (lambda *_: 1.0, TypeError, "the loss is a float: it must be a tensor with one number"),
         (lambda *_: torch.zeros(()), ValueError, "the loss has no gradient"),
     ],
 )
 def test_a_loss_must_be_one_number(loss_fn: Callable[..., Any], error: type[Exception], text: str) -> None:
     with prepare() as state, pytest.raises(error, match=text):
-        pl.train(loss_fn, state)
+        pl.compat.resnetimagenet.train(loss_fn, state)
 
 
 def test_a_loss_that_is_not_finite_is_reported() -> None:
-    with prepare() as state, pytest.raises(pl.NonFiniteError, match="loss is nan at step 1, micro-batch 0"):
-        pl.train(lambda output, _: output.mean() * math.nan, state)
+    with prepare() as state, pytest.raises(pl.errors.NonFiniteError, match="loss is nan at step 1, micro-batch 0"):
+        pl.compat.resnetimagenet.train(lambda output, _: output.mean() * math.nan, state)
 
 
 def test_a_replica_that_does_not_exist_is_named() -> None:
     with prepare() as state:
         for replica in (2, -1):
             with pytest.raises(ValueError, match=f"replica={replica} does not exist: this process has 2, choose 0 <="):
-                pl.train_step(functional.cross_entropy, state, (X[:4], Y[:4]), replica)
+                pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, (X[:4], Y[:4]), replica)
 
 
 def test_a_batch_that_is_no_pair_needs_a_forward_function() -> None:
-    with prepare(data=X) as state, pytest.raises(TypeError, match=r"a batch is a Tensor and no pair .* forward_fn"):
-        pl.train(functional.cross_entropy, state)
+    with prepare(data=X) as state, pytest.raises(TypeError, match=r"a batch is a Tensor, not a pair .* forward_fn"):
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
 
 
 def test_the_order_of_calls_is_checked() -> None:
     batch = (X[:4], Y[:4])
     with prepare() as state:
-        with pytest.raises(pl.MisuseError, match="no replica has a gradient to share: call train_step"):
-            pl.sync_buffer(state)
-        with pytest.raises(pl.MisuseError, match="update was called before sync_buffer"):
-            pl.update(state)
-        with pytest.raises(pl.MisuseError, match="no step has been synchronized yet"):
+        with pytest.raises(pl.errors.MisuseError, match="no replica has a gradient to share: call train_step"):
+            pl.compat.resnetimagenet.sync_buffer(state)
+        with pytest.raises(pl.errors.MisuseError, match="update was called before sync_buffer"):
+            pl.compat.resnetimagenet.update(state)
+        with pytest.raises(pl.errors.MisuseError, match="no step has been synchronized yet"):
             _ = state.loss
-        pl.train_step(functional.cross_entropy, state, batch)
-        with pytest.raises(pl.MisuseError, match="replica 0 has a gradient already"):
-            pl.train_step(functional.cross_entropy, state, batch)
-        pl.sync_buffer(state)
-        with pytest.raises(pl.MisuseError, match="the gradients of this step are shared already"):
-            pl.sync_buffer(state)
-        with pytest.raises(pl.MisuseError, match="train_step was called between sync_buffer and update"):
-            pl.train_step(functional.cross_entropy, state, batch, 1)
-        pl.update(state)
+        pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch)
+        with pytest.raises(pl.errors.MisuseError, match="replica 0 already has a gradient"):
+            pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch)
+        pl.compat.resnetimagenet.sync_buffer(state)
+        with pytest.raises(pl.errors.MisuseError, match="the gradients of this step are already synchronized"):
+            pl.compat.resnetimagenet.sync_buffer(state)
+        with pytest.raises(pl.errors.MisuseError, match="train_step was called between sync_buffer and update"):
+            pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch, 1)
+        pl.compat.resnetimagenet.update(state)
         assert state.step == 1
 
 
@@ -135,9 +135,9 @@ def test_sparse_gradients_are_refused() -> None:
 
     with (
         prepare(Sparse()) as state,
-        pytest.raises(pl.GradientError, match="parameter 'weight' of replica 0 has a sparse gradient"),
+        pytest.raises(pl.errors.GradientError, match="parameter 'weight' of replica 0 has a sparse gradient"),
     ):
-        pl.train(functional.cross_entropy, state)
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state)
 
 
 def test_processes_must_build_the_same_model(pool: WorkerPool) -> None:

@@ -24,8 +24,8 @@ def test_replicas_on_a_gpu_end_with_the_bits_of_a_trainer_there() -> None:
                 trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
                 trainer.step()
         expected = digest(trainer.model.state_dict(), trainer.optimizer.state_dict())
-    with pl.prepare_training(build, data, ["cuda:0"] * 2, adam, 4, epochs=2, exact=True) as state:
-        pl.train(functional.cross_entropy, state, validation=data)
+    with pl.compat.resnetimagenet.prepare_training(build, data, ["cuda:0"] * 2, adam, 4, epochs=2, exact=True) as state:
+        pl.compat.resnetimagenet.train(functional.cross_entropy, state, validation=data)
         assert everything(state) == [expected] * 2
 
 
@@ -37,8 +37,8 @@ def test_devices_of_two_kinds_and_a_loss_on_the_host() -> None:
 
     results = []
     for devices in (["cpu", "cpu"], ["cpu", "cuda:0"], ["cuda:0", "cpu"]):
-        with pl.prepare_training(mlp, (X, Y), devices, adam, 4, epochs=2) as state:
-            losses = pl.train(loss_on_host, state).losses
+        with pl.compat.resnetimagenet.prepare_training(mlp, (X, Y), devices, adam, 4, epochs=2) as state:
+            losses = pl.compat.resnetimagenet.train(loss_on_host, state).losses
             results.append(({k: v.cpu() for k, v in state.models[1].state_dict().items()}, losses))
     for weights, losses in results[1:]:
         torch.testing.assert_close(weights, results[0][0], rtol=1e-4, atol=1e-5)
@@ -56,10 +56,10 @@ def test_a_gpu_that_is_full_runs_halves() -> None:
         return model(batch).expand(-1, width).exp().sin(), batch
 
     with (
-        pl.prepare_training(
+        pl.compat.resnetimagenet.prepare_training(
             nn.Linear(1, 1), torch.randn(nsamples, 1), ["cuda:0"], sgd, nsamples, forward_fn=wide
         ) as state,
         pytest.warns(UserWarning, match="do not fit in the memory of cuda:0"),
     ):
-        history = pl.train(lambda output, _: output.mean(), state)
+        history = pl.compat.resnetimagenet.train(lambda output, _: output.mean(), state)
     assert len(history.losses) == 1

@@ -35,7 +35,7 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(model(batch.x), batch.y)
 
 
-def built(train_fn: Any = loss_of, epochs: int = 3) -> pl.Builder:
+def built(train_fn: Any = loss_of, epochs: int = 3) -> pl.compat.flodl.Builder:
     builder = pl.Trainer.builder(mlp, sgd, train_fn).dataset((X, Y)).batch_size(16).num_epochs(epochs)
     return builder.settings(micro_batch=16)
 
@@ -144,8 +144,8 @@ def test_an_error_that_nobody_asked_for_is_logged(caplog: pytest.LogCaptureFixtu
     assert "ZeroDivisionError: in train_fn" in caplog.text
 
 
-@pytest.mark.parametrize("wait", [pl.Handle.join, pl.Handle.next_metrics, list])
-def test_ctrl_c_in_a_wait_stops_the_run(wait: Callable[[pl.Handle], object]) -> None:
+@pytest.mark.parametrize("wait", [pl.compat.flodl.Handle.join, pl.compat.flodl.Handle.next_metrics, list])
+def test_ctrl_c_in_a_wait_stops_the_run(wait: Callable[[pl.compat.flodl.Handle], object]) -> None:
     main = threading.main_thread().ident
     assert main is not None
     is_waiting = threading.Event()
@@ -165,7 +165,10 @@ def test_ctrl_c_in_a_wait_stops_the_run(wait: Callable[[pl.Handle], object]) -> 
 
 
 def test_one_run_at_a_time_goes_on_in_a_process() -> None:
-    with built(epochs=FOREVER).run(), pytest.raises(pl.MisuseError, match="another run is active in this process"):
+    with (
+        built(epochs=FOREVER).run(),
+        pytest.raises(pl.errors.MisuseError, match="another run is active in this process"),
+    ):
         built().run()
     assert built().run().join().position.epoch == 3
 
@@ -194,7 +197,7 @@ def left_by_request() -> tuple[int, int, str]:
                 for batch in epoch:
                     trainer.backward(loss_of(trainer.model, batch))
                     trainer.step()
-        except pl.Stopped as stopped:
+        except pl.errors.Stopped as stopped:
             return stopped.step, trainer.position.step, digest(trainer.model.state_dict())
     raise AssertionError("it was not stopped")
 
@@ -207,7 +210,7 @@ def test_request_stop_works_without_checkpoints(pool: WorkerPool) -> None:
     assert first[:2] == (5, 5)
 
 
-def on_two_workers(train_fn: Any = loss_of, epochs: int = 3) -> pl.Builder:
+def on_two_workers(train_fn: Any = loss_of, epochs: int = 3) -> pl.compat.flodl.Builder:
     return built(train_fn, epochs).settings(num_workers=2, micro_batch=4, exact=True)
 
 
@@ -231,7 +234,7 @@ def test_the_error_of_a_worker_that_was_started_comes_with_its_traceback() -> No
         return loss_of(model, batch)
 
     handle = on_two_workers(train_fn).run()
-    with pytest.raises(pl.WorkerError, match="rank 1 failed: ZeroDivisionError: in train_fn") as caught:
+    with pytest.raises(pl.errors.WorkerError, match="rank 1 failed: ZeroDivisionError: in train_fn") as caught:
         handle.join(PATIENCE_S)
     assert caught.value.rank == 1
     assert "fail()" in caught.value.traceback_text

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -64,7 +65,7 @@ SETTINGS: dict[str, Any] = {"data": (X, Y), "global_batch": 8, "micro_batch": 4,
 
 def by_hand() -> str:
     """The same run with the loss computed in the loop."""
-    with pl.Trainer.setup(mlp, sgd, **SETTINGS) as trainer:
+    with pl.Trainer.setup(mlp, sgd, **grouped(**SETTINGS)) as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:
                 trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
@@ -74,7 +75,7 @@ def by_hand() -> str:
 
 @pytest.mark.parametrize("head", [Classifier, Wrapper, lambda: torch.compile(Classifier(), backend="eager")])
 def test_a_head_is_trained_as_its_loss_in_the_loop_would(head: Any) -> None:
-    with pl.Trainer.setup_head(head, sgd, **SETTINGS) as trainer:
+    with pl.Trainer.setup_head(head, sgd, **grouped(**SETTINGS)) as trainer:
         train(trainer)
         inside = trainer.unwrapped_model
         parameters = (inside.body if isinstance(inside, Classifier) else inside.model).parameters()
@@ -82,7 +83,7 @@ def test_a_head_is_trained_as_its_loss_in_the_loop_would(head: Any) -> None:
 
 
 def test_predictions_are_the_heads_own() -> None:
-    with pl.Trainer.setup_head(Classifier, sgd, **SETTINGS) as trainer:
+    with pl.Trainer.setup_head(Classifier, sgd, **grouped(**SETTINGS)) as trainer:
         classes = trainer.predict((X, Y))["class"]
         with torch.no_grad():
             assert torch.equal(classes, trainer.model(X).argmax(1))
@@ -98,7 +99,7 @@ def test_the_loss_is_computed_in_the_runs_precision() -> None:
             seen.append(outputs.dtype)
             return outputs
 
-    with pl.Trainer.setup_head(Seeing, sgd, **{**SETTINGS, "precision": "bf16"}) as trainer:
+    with pl.Trainer.setup_head(Seeing, sgd, **grouped(**{**SETTINGS, "precision": "bf16"})) as trainer:
         train(trainer)
         trainer.predict((X, Y))
     assert set(seen) == {torch.bfloat16}
@@ -106,7 +107,9 @@ def test_the_loss_is_computed_in_the_runs_precision() -> None:
 
 def test_el_che_takes_heads_too() -> None:
     settings = {"data": (X, Y), "micro_batch": 4, "quiet": True}
-    with pl.Trainer.setup_head_with(pl.DdpConfig(max_anchor=2), Classifier, sgd, **settings) as trainer:
+    with pl.Trainer.setup_head_with(
+        pl.compat.flodl.DdpConfig(max_anchor=2), Classifier, sgd, **grouped(**settings)
+    ) as trainer:
         train(trainer)
         assert trainer.position.step == 3  # six micro-batches, two in each step
         assert "class" in trainer.predict((X, Y))
@@ -114,16 +117,16 @@ def test_el_che_takes_heads_too() -> None:
 
 def test_a_loss_that_is_not_there_is_named() -> None:
     with (
-        pl.Trainer.setup(mlp, sgd, **SETTINGS) as trainer,
+        pl.Trainer.setup(mlp, sgd, **grouped(**SETTINGS)) as trainer,
         pytest.raises(
-            pl.MisuseError, match=r"loss\(\) needs a model that computes its own loss: make the trainer with"
+            pl.errors.MisuseError, match=r"loss\(\) needs a model that computes its own loss: make the trainer with"
         ),
     ):
         trainer.loss((X, Y))
     with (
-        pl.Trainer.setup_head(mlp, sgd, **SETTINGS) as trainer,
+        pl.Trainer.setup_head(mlp, sgd, **grouped(**SETTINGS)) as trainer,
         pytest.raises(
-            pl.MisuseError, match=r"the head, a Sequential, gave no loss: it needs compute_loss\(batch\), or"
+            pl.errors.MisuseError, match=r"the head, a Sequential, gave no loss: it needs compute_loss\(batch\), or"
         ),
     ):
         trainer.loss(X)
@@ -160,7 +163,9 @@ def sentences(count: int = 20) -> dict[str, torch.Tensor]:
 
 def train_bert(head: Any = build_bert, **settings: Any) -> tuple[str, list[float], torch.Tensor]:
     settings = {"data": sentences(), "global_batch": 8, "micro_batch": 2, "exact": True, "quiet": True, **settings}
-    with pl.Trainer.setup_head(head, lambda params: torch.optim.AdamW(params, lr=0.01), **settings) as trainer:
+    with pl.Trainer.setup_head(
+        head, lambda params: torch.optim.AdamW(params, lr=0.01), **grouped(**settings)
+    ) as trainer:
         losses = train(trainer, 2)
         outputs = trainer.predict(sentences())
         assert outputs.loss is None
@@ -179,7 +184,7 @@ def test_a_transformers_model_trains_the_same_on_one_worker_and_two(pool: Worker
 
 def test_its_loss_is_the_one_it_computes_itself() -> None:
     with pl.Trainer.setup_head(
-        build_bert, sgd, data=sentences(), global_batch=20, shuffle=False, exact=True, quiet=True
+        build_bert, sgd, data=sentences(), global_batch=20, shuffle=False, exact=True, runtime=pl.Runtime(quiet=True)
     ) as trainer:
         trainer.model.eval()  # no dropout
         with torch.no_grad():
@@ -203,7 +208,14 @@ def test_it_is_saved_with_its_tokenizer_and_loaded_from_the_folder(tmp_path: Pat
         return model
 
     folder = tmp_path / "bert"
-    with pl.Trainer.setup_head(with_tokenizer, sgd, data=sentences(), global_batch=10, ema=0.9, quiet=True) as trainer:
+    with pl.Trainer.setup_head(
+        with_tokenizer,
+        sgd,
+        data=sentences(),
+        global_batch=10,
+        optimization=pl.Optimization(ema=0.9),
+        runtime=pl.Runtime(quiet=True),
+    ) as trainer:
         train(trainer)
         trainer.save_pretrained(folder)
         trainer.save_pretrained(tmp_path / "averaged", ema=True)
@@ -220,7 +232,11 @@ def test_it_is_saved_with_its_tokenizer_and_loaded_from_the_folder(tmp_path: Pat
 
 def test_batches_without_labels_have_no_loss() -> None:
     unlabelled = {name: column for name, column in sentences().items() if name != "labels"}
-    with pl.Trainer.setup_head(build_bert, sgd, data=unlabelled, global_batch=10, quiet=True) as trainer:
-        with pytest.raises(pl.MisuseError, match=r"BertForSequenceClassification, gave no loss: .* must have labels"):
+    with pl.Trainer.setup_head(
+        build_bert, sgd, data=unlabelled, global_batch=10, runtime=pl.Runtime(quiet=True)
+    ) as trainer:
+        with pytest.raises(
+            pl.errors.MisuseError, match=r"BertForSequenceClassification, gave no loss: .* must have labels"
+        ):
             train(trainer)
         assert trainer.predict(unlabelled).logits.shape == (20, NUM_CLASSES)

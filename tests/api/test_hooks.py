@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
@@ -18,7 +19,7 @@ X, Y = vectors(40)
 
 def setup(**settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "exact": True, **settings}
-    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), **grouped(**settings))
 
 
 def train(trainer: pl.Trainer, epochs: int = 2) -> None:

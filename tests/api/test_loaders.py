@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,7 +22,7 @@ ROWS = np.arange(10)
 
 
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
-    loader = pl.ArrayLoader(ROWS, 10 * ROWS, batch_size=4)
+    loader = pl.data.ArrayLoader(ROWS, 10 * ROWS, batch_size=4)
     assert loader.n_batches == len(loader) == 3
     epochs = [list(loader), list(loader.epoch())]
     for batches in epochs:
@@ -29,19 +30,19 @@ def test_an_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
         assert sorted(i for batch in batches for i in batch.x.tolist()) == ROWS.tolist()
         assert all(torch.equal(batch.y, 10 * batch.x) for batch in batches)
     assert [b.x.tolist() for b in epochs[0]] != [b.x.tolist() for b in epochs[1]]
-    again = pl.ArrayLoader(ROWS, batch_size=4)
+    again = pl.data.ArrayLoader(ROWS, batch_size=4)
     assert [b.x.tolist() for b in again] == [b.x.tolist() for b in epochs[0]]
-    assert [b.x.tolist() for b in pl.ArrayLoader(ROWS, batch_size=4, seed=1)] != [b.x.tolist() for b in epochs[0]]
+    assert [b.x.tolist() for b in pl.data.ArrayLoader(ROWS, batch_size=4, seed=1)] != [b.x.tolist() for b in epochs[0]]
 
 
 def test_batches_can_be_taken_one_by_one() -> None:
-    loader = pl.ArrayLoader(ROWS, batch_size=4, shuffle=False)
+    loader = pl.data.ArrayLoader(ROWS, batch_size=4, shuffle=False)
     taken = []
     while loader.has_next():
         taken.append(loader.next_batch())
     assert [batch.x.tolist() for batch in taken] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert taken[0].y is None
-    with pytest.raises(pl.MisuseError, match=r"all 3 batches of the epoch were taken: call reset\(\)"):
+    with pytest.raises(pl.errors.MisuseError, match=r"all 3 batches of the epoch were taken: call reset\(\)"):
         loader.next_batch()
     loader.reset()
     assert loader.next_batch().x.tolist() == [0, 1, 2, 3]
@@ -50,8 +51,8 @@ def test_batches_can_be_taken_one_by_one() -> None:
 
 
 def test_the_last_batch_is_kept_unless_asked() -> None:
-    assert [len(b.x) for b in pl.ArrayLoader(ROWS, batch_size=4, drop_last=True)] == [4, 4]
-    assert [len(b.x) for b in pl.ArrayLoader(ROWS, batch_size=64)] == [10]
+    assert [len(b.x) for b in pl.data.ArrayLoader(ROWS, batch_size=4, drop_last=True)] == [4, 4]
+    assert [len(b.x) for b in pl.data.ArrayLoader(ROWS, batch_size=64)] == [10]
 
 
 @pytest.mark.parametrize(
@@ -68,13 +69,17 @@ def test_the_last_batch_is_kept_unless_asked() -> None:
 )  # fmt: skip
 def test_bad_arrays_are_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        pl.ArrayLoader(**arguments)
+        pl.data.ArrayLoader(**arguments)
 
 
 def test_a_run_takes_an_array_loader() -> None:
     def train(data: Any, **settings: Any) -> torch.Tensor:
         with pl.Trainer.setup(
-            lambda: torch.nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, global_batch=8, **settings
+            lambda: torch.nn.Linear(3, 1),
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            data=data,
+            global_batch=8,
+            **grouped(**settings),
         ) as trainer:
             for epoch in trainer.epochs(2):
                 for batch in epoch:
@@ -85,10 +90,10 @@ def test_a_run_takes_an_array_loader() -> None:
     x = torch.randn(21, 3)
     y = x.sum(1, keepdim=True)
     expected = train((x, y), micro_batch=4)
-    assert torch.equal(train(pl.ArrayLoader(x, y, batch_size=4)), expected)
-    assert not torch.equal(train(pl.ArrayLoader(x, y, batch_size=4, drop_last=True)), expected)
+    assert torch.equal(train(pl.data.ArrayLoader(x, y, batch_size=4)), expected)
+    assert not torch.equal(train(pl.data.ArrayLoader(x, y, batch_size=4, drop_last=True)), expected)
     with pytest.raises(ValueError, match="micro_batch=8 contradicts the ArrayLoader's batch_size=4"):
-        train(pl.ArrayLoader(x, y, batch_size=4), micro_batch=8)
+        train(pl.data.ArrayLoader(x, y, batch_size=4), micro_batch=8)
 
 
 # Several devices.
@@ -122,40 +127,42 @@ def lists(step: tuple[Any, ...]) -> list[Any]:
 )
 def test_every_device_gets_a_batch_in_every_step(data: Any, settings: dict[str, Any]) -> None:
     settings = settings if isinstance(data, DataLoader) else {"shuffle": False, **settings}
-    with pl.DataParallelDataLoader(data, [CPU] * 3, **settings) as loader:
+    with pl.compat.resnetimagenet.DataParallelDataLoader(data, [CPU] * 3, **settings) as loader:
         assert len(loader) == 2
         for _ in range(2):
             assert [lists(step) for step in loader] == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9], None]]
 
 
 def test_batches_are_on_their_devices() -> None:
-    with pl.DataParallelDataLoader(torch.arange(10), ["cpu", "meta"], 3) as loader:
+    with pl.compat.resnetimagenet.DataParallelDataLoader(torch.arange(10), ["cpu", "meta"], 3) as loader:
         assert [[batch.device.type for batch in step] for step in loader] == [["cpu", "meta"]] * 2
 
 
 def test_epochs_are_shuffled_anew_and_an_abandoned_one_is_over() -> None:
-    with pl.DataParallelDataLoader(Numbers(), [CPU, CPU], 2) as loader:
+    with pl.compat.resnetimagenet.DataParallelDataLoader(Numbers(), [CPU, CPU], 2) as loader:
         next(iter(loader))
         second, third = [list(map(lists, loader)) for _ in range(2)]
     assert second != third
-    with pl.DataParallelDataLoader(Numbers(), [CPU, CPU], 2) as loader:
+    with pl.compat.resnetimagenet.DataParallelDataLoader(Numbers(), [CPU, CPU], 2) as loader:
         assert [list(map(lists, loader)) for _ in range(2)][1] == second
     for epoch in (second, third):
         assert sorted(i for step in epoch for batch in step if batch for i in batch) == list(range(10))
 
 
 def test_drop_last_leaves_out_a_smaller_step() -> None:
-    with pl.DataParallelDataLoader(torch.arange(10), [CPU] * 3, 2, shuffle=False, drop_last=True) as loader:
+    with pl.compat.resnetimagenet.DataParallelDataLoader(
+        torch.arange(10), [CPU] * 3, 2, shuffle=False, drop_last=True
+    ) as loader:
         assert [lists(step) for step in loader] == [[[0, 1], [2, 3], [4, 5]]]
 
 
 def test_streams_and_iterables_of_batches_feed_devices_too() -> None:
-    with pl.DataParallelDataLoader(Stream(), [CPU, CPU], 1) as loader:
+    with pl.compat.resnetimagenet.DataParallelDataLoader(Stream(), [CPU, CPU], 1) as loader:
         assert [lists(step) for step in loader] == [[[0], [1]], [[2], [3]], [[4], None]]
-        with pytest.raises(TypeError, match="nobody knows how many steps a stream has"):
+        with pytest.raises(TypeError, match="the number of steps of a stream is not known in advance"):
             len(loader)
     mine = [[torch.tensor([i]) for i in range(3)], [torch.tensor([i, i]) for i in range(10, 13)]]
-    with pl.DataParallelDataLoader(pl.PerWorker(mine), [CPU, CPU]) as loader:
+    with pl.compat.resnetimagenet.DataParallelDataLoader(pl.PerWorker(mine), [CPU, CPU]) as loader:
         assert [lists(step) for step in loader] == [[[0], [10, 10]], [[1], [11, 11]], [[2], [12, 12]]]
 
 
@@ -170,4 +177,4 @@ def test_streams_and_iterables_of_batches_feed_devices_too() -> None:
 )
 def test_what_devices_cannot_be_fed(data: Any, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        pl.DataParallelDataLoader(data, **settings)
+        pl.compat.resnetimagenet.DataParallelDataLoader(data, **settings)

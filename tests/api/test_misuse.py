@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -20,7 +21,7 @@ X, Y = vectors(40)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings}
-    return pl.Trainer.setup(model, lambda p: torch.optim.SGD(p, lr=0.1), **settings)
+    return pl.Trainer.setup(model, lambda p: torch.optim.SGD(p, lr=0.1), **grouped(**settings))
 
 
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
@@ -32,7 +33,9 @@ def test_a_loss_of_another_model_is_refused(settings: dict[str, Any]) -> None:
     another = mlp()
     with (
         setup(**settings) as trainer,
-        pytest.raises(pl.MisuseError, match=r"none of the run's parameters a gradient: compute the loss with trainer"),
+        pytest.raises(
+            pl.errors.MisuseError, match=r"none of the run's parameters a gradient: compute the loss with trainer"
+        ),
     ):
         for epoch in trainer.epochs(1):
             for batch in epoch:
@@ -69,7 +72,7 @@ def test_leaving_a_step_whose_exchange_has_begun_is_told_on_all_workers(pool: Wo
 
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 2)
-    assert {type(error) for error in failed.value.errors.values()} == {pl.MisuseError}, failed.value
+    assert {type(error) for error in failed.value.errors.values()} == {pl.errors.MisuseError}, failed.value
     assert all(str(e).startswith("rank 0 left the loop of an epoch") for e in failed.value.errors.values())
 
 

@@ -31,7 +31,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 def run(build: Callable[[], Any] = mlp, loss_of: Loss = plain_loss, optimizer: Any = adam) -> str:
     """Two epochs in exact mode; a digest of the weights in the order of the model's parameters."""
     with pl.Trainer.setup(
-        build, optimizer, data=(X, Y), global_batch=8, micro_batch=2, exact=True, quiet=True
+        build, optimizer, data=(X, Y), global_batch=8, micro_batch=2, exact=True, runtime=pl.Runtime(quiet=True)
     ) as trainer:
         for epoch in trainer.epochs(2):
             for batch in epoch:
@@ -147,7 +147,7 @@ def test_parameter_groups_have_settings_of_their_own(pool: WorkerPool) -> None:
         model = mlp()
         model.load_state_dict(state)
         with pl.Trainer.setup(
-            model, by_kind, data=(X, Y), global_batch=8, micro_batch=2, shuffle=False, quiet=True
+            model, by_kind, data=(X, Y), global_batch=8, micro_batch=2, shuffle=False, runtime=pl.Runtime(quiet=True)
         ) as trainer:
             for epoch in trainer.epochs(2):
                 for batch in epoch:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -34,7 +35,9 @@ def train(trainer: pl.Trainer, epochs: int = 2) -> list[pl.StepRecord]:
 
 
 def setup(model: Any, optimizer: Any, **settings: Any) -> pl.Trainer:
-    return pl.Trainer.setup(model, optimizer, **{"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings})
+    return pl.Trainer.setup(
+        model, optimizer, **grouped(**{"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings})
+    )
 
 
 def two(parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
@@ -80,7 +83,7 @@ def test_several_optimizers_are_resumed(tmp_path: Path) -> None:
 
     run(tmp_path / "cut", 1)
     assert run(tmp_path / "cut", 3) == run(tmp_path / "whole", 3)
-    with pytest.raises(pl.CheckpointError, match=r"optimizer: 'SGD, AdamW' in the checkpoint, 'SGD' now"):
+    with pytest.raises(pl.errors.CheckpointError, match=r"optimizer: 'SGD, AdamW' in the checkpoint, 'SGD' now"):
         setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), checkpoints=pl.Checkpoints(tmp_path / "cut"))
 
 
@@ -111,9 +114,9 @@ def test_the_end_of_an_epoch_counts_also_for_a_stream() -> None:
 
 def test_an_optimizer_over_foreign_parameters_is_refused() -> None:
     text = r"a parameter of shape \(32, 12\) in group 0 of the SGD optimizer is not one of the model's"
-    with pytest.raises(pl.MisuseError, match=text):
+    with pytest.raises(pl.errors.MisuseError, match=text):
         setup(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1))
-    with pytest.raises(pl.MisuseError, match=text):
+    with pytest.raises(pl.errors.MisuseError, match=text):
         setup(mlp, torch.optim.SGD(mlp().parameters(), lr=0.1))  # the model is built later: it cannot be over that
 
 
@@ -131,6 +134,6 @@ def test_a_plateau_scheduler_cannot_step_by_epochs() -> None:
     sgd = torch.optim.SGD
     with (
         setup(mlp, lambda p: sgd(p, lr=1.0), scheduler=plateau, scheduler_every="epoch") as trainer,
-        pytest.raises(pl.MisuseError, match="ReduceLROnPlateau needs a value at the end of an epoch"),
+        pytest.raises(pl.errors.MisuseError, match="ReduceLROnPlateau needs a value at the end of an epoch"),
     ):
         train(trainer)

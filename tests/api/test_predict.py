@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +24,7 @@ TRAIN, TEST = vectors(16), vectors(23, seed=9)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": TRAIN, "global_batch": 8, "micro_batch": 4, "quiet": True, **settings}
-    return pl.Trainer.setup(model, lambda params: torch.optim.SGD(params, lr=0.1), **settings)
+    return pl.Trainer.setup(model, lambda params: torch.optim.SGD(params, lr=0.1), **grouped(**settings))
 
 
 def predict(data: Any, fn: Callable[[Any, Any], Any] | None = None, **settings: Any) -> Any:
@@ -110,7 +111,7 @@ def test_lists_may_hold_anything_that_can_travel(pool: WorkerPool) -> None:
         (
             lambda _, b: b if b[0] else (b, b),
             ValueError,
-            "fn returned outputs of one structure for one micro-batch and",
+            "fn returned outputs of different structure",
         ),
     ],
 )
@@ -152,7 +153,7 @@ def test_micro_batch_and_collate_function_are_as_in_evaluation() -> None:
     count_letters = {"collate_fn": lambda texts: torch.tensor([len(text) for text in texts])}
     lengths = predict(["a", "bb", "ccc"], lambda _, batch: batch, **count_letters)
     assert lengths.tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="micro_batch=0: choose how many samples fn gets at once, at least 1"):
+    with pytest.raises(ValueError, match="micro_batch=0: choose the number of samples per call of fn, >= 1"):
         predict(torch.arange(3), micro_batch=0)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -26,7 +27,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 def setup(model: Any = mlp, optimizer: Any = sgd, **settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, "timeout_s": 60, **settings}
-    return pl.Trainer.setup(model, optimizer, **settings)
+    return pl.Trainer.setup(model, optimizer, **grouped(**settings))
 
 
 def train(trainer: pl.Trainer, epochs: int = 1, **backward: Any) -> list[float]:
@@ -67,7 +68,7 @@ def through_setup(**settings: Any) -> set[bool]:
 
 
 def through_setup_head(**settings: Any) -> set[bool]:
-    with pl.Trainer.setup_head(Dropping(), sgd, data=(X, Y), global_batch=8, **settings) as trainer:
+    with pl.Trainer.setup_head(Dropping(), sgd, data=(X, Y), global_batch=8, **grouped(**settings)) as trainer:
         return modes_of(trainer.model)
 
 
@@ -79,7 +80,7 @@ def through_builder(**settings: Any) -> set[bool]:
         return functional.cross_entropy(model(batch.x), batch.y)
 
     pl.Trainer.builder(Dropping, sgd, loss).dataset((X, Y)).batch_size(8).num_epochs(1).devices(1).settings(
-        micro_batch=4, **settings
+        micro_batch=4, **grouped(**settings)
     ).run().join()
     return set.union(*seen)
 
@@ -95,13 +96,15 @@ def through_dp_train(**settings: Any) -> set[bool]:
         n_gpu=2,
         n_iter=2,
         verbose=False,
-        **settings,
+        **grouped(**settings),
     )
     return modes_of(result.model)
 
 
 def through_functions(**settings: Any) -> set[bool]:
-    with pl.prepare_training(Dropping, (X, Y), ["cpu", "cpu"], sgd, nsamples=4, **settings) as state:
+    with pl.compat.resnetimagenet.prepare_training(
+        Dropping, (X, Y), ["cpu", "cpu"], sgd, nsamples=4, **grouped(**settings)
+    ) as state:
         return set.union(*map(modes_of, state.models))
 
 
@@ -152,7 +155,7 @@ def test_a_wrapped_model_is_refused(pool: WorkerPool) -> None:
     def run() -> list[str]:
         texts = []
         for wrapped in (nn.parallel.DistributedDataParallel(mlp()), nn.Sequential(nn.DataParallel(mlp()))):
-            with pytest.raises(pl.MisuseError) as raised:
+            with pytest.raises(pl.errors.MisuseError) as raised:
                 setup(wrapped, shares=[2, 1, 0][: dist.get_world_size()])
             texts.append(str(raised.value))
         return texts
@@ -166,11 +169,11 @@ def test_a_wrapped_model_is_refused(pool: WorkerPool) -> None:
 
 def test_a_wrapped_model_is_refused_on_one_worker_and_by_every_entry() -> None:
     wrapped = nn.DataParallel(mlp())
-    with pytest.raises(pl.MisuseError, match="the model is a DataParallel"):
+    with pytest.raises(pl.errors.MisuseError, match="the model is a DataParallel"):
         setup(wrapped)
-    with pytest.raises(pl.MisuseError, match="the model is a DataParallel"):
-        pl.prepare_training(wrapped, (X, Y), ["cpu"], sgd, nsamples=4)
-    with pytest.raises(pl.MisuseError, match="the model is a DataParallel"):
+    with pytest.raises(pl.errors.MisuseError, match="the model is a DataParallel"):
+        pl.compat.resnetimagenet.prepare_training(wrapped, (X, Y), ["cpu"], sgd, nsamples=4)
+    with pytest.raises(pl.errors.MisuseError, match="the model is a DataParallel"):
         pl.Ddp.wrap([wrapped, nn.DataParallel(mlp())])
 
 
@@ -184,7 +187,7 @@ def test_a_sharded_model_is_refused(pool: WorkerPool) -> None:
         fully_shard(sharded, mesh=mesh)
         texts = []
         for model in (FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")), sharded):
-            with pytest.raises(pl.MisuseError) as raised:
+            with pytest.raises(pl.errors.MisuseError) as raised:
                 setup(model)
             texts.append(str(raised.value))
         return texts
@@ -235,7 +238,7 @@ def test_a_scheduler_over_another_optimizer_is_refused() -> None:
 def test_a_plateau_scheduler_needs_the_loss() -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     message = r"ReduceLROnPlateau follows the loss, which a bare loss.backward\(\) keeps from the run: call trainer.bac"
-    with setup(scheduler=plateau) as trainer, pytest.raises(pl.MisuseError, match=message):
+    with setup(scheduler=plateau) as trainer, pytest.raises(pl.errors.MisuseError, match=message):
         for batch in next(trainer.epochs(1)):
             functional.cross_entropy(trainer.model(batch.x), batch.y).backward()
             trainer.step()
@@ -253,7 +256,7 @@ def test_loading_by_assignment_is_refused_with_the_parameters_name(part: bool) -
         loads = trainer.model[0] if part else trainer.model
         own = {name.removeprefix("0."): value for name, value in state.items() if name.startswith("0.")}
         message = r"load_state_dict\(assign=True\) replaced parameter '0.weight' of the model that is trained"
-        with pytest.raises(pl.MisuseError, match=message):
+        with pytest.raises(pl.errors.MisuseError, match=message):
             loads.load_state_dict(own if part else state, assign=True)
         model = trainer.model
     model.load_state_dict(state, assign=True)  # the run is over
@@ -289,7 +292,10 @@ def test_a_graph_may_be_kept_for_a_second_backward(settings: dict[str, Any]) -> 
 
 
 def test_a_graph_of_the_gradients_is_refused() -> None:
-    with setup() as trainer, pytest.raises(pl.MisuseError, match=r"for a gradient penalty call torch.autograd.grad"):
+    with (
+        setup() as trainer,
+        pytest.raises(pl.errors.MisuseError, match=r"for a gradient penalty call torch.autograd.grad"),
+    ):
         train(trainer, create_graph=True)
 
 
@@ -312,14 +318,14 @@ def test_a_closed_trainer_refuses_to_train() -> None:
         lambda: trainer.evaluate((X, Y), lambda m, b: m(b.x).mean()),
         lambda: trainer.gather(1),
     ):
-        with pytest.raises(pl.MisuseError, match=message):
+        with pytest.raises(pl.errors.MisuseError, match=message):
             attempt()
     assert trainer.position.step == 0
 
 
 def test_a_trainer_closed_in_its_own_loop_says_so() -> None:
     trainer = setup(global_batch=4)
-    with pytest.raises(pl.MisuseError, match="this trainer is closed"):
+    with pytest.raises(pl.errors.MisuseError, match="this trainer is closed"):
         for batch in next(trainer.epochs(1)):
             trainer.close()
             trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))

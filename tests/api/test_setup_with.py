@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -15,10 +16,10 @@ import paceline as pl
 X, Y = vectors(240)
 
 
-def shares_of(config: pl.DdpConfig, **settings: Any) -> list[tuple[int, ...]]:
+def shares_of(config: pl.compat.flodl.DdpConfig, **settings: Any) -> list[tuple[int, ...]]:
     shares: list[tuple[int, ...]] = []
     with pl.Trainer.setup_with(
-        config, mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), micro_batch=2, **settings
+        config, mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), micro_batch=2, **grouped(**settings)
     ) as trainer:
         trainer.every(1, lambda record: shares.append(record.shares))
         for epoch in trainer.epochs(1):
@@ -29,29 +30,29 @@ def shares_of(config: pl.DdpConfig, **settings: Any) -> list[tuple[int, ...]]:
 
 
 def test_b10_max_anchor_0_is_el_che_off(pool: WorkerPool) -> None:
-    shares = pool.run(lambda: shares_of(pl.DdpConfig(max_anchor=0), drop_last=True), 2)[0]
+    shares = pool.run(lambda: shares_of(pl.compat.flodl.DdpConfig(max_anchor=0), drop_last=True), 2)[0]
     assert shares[0] == (1, 1)
     assert {sum(step) for step in shares} == {2}  # who takes them follows the measured speeds
     # The hint then divides the first step.
-    hinted = pl.DdpConfig(max_anchor=0, speed_hint=(1, 9.0))
+    hinted = pl.compat.flodl.DdpConfig(max_anchor=0, speed_hint=(1, 9.0))
     assert pool.run(lambda: shares_of(hinted), 2)[0][0] == (2, 0)
 
 
 def test_b10_max_anchor_n_is_fixed_at_n(pool: WorkerPool) -> None:
-    shares = pool.run(lambda: shares_of(pl.DdpConfig(max_anchor=6)), 2)[0]
+    shares = pool.run(lambda: shares_of(pl.compat.flodl.DdpConfig(max_anchor=6)), 2)[0]
     assert shares[0] == (6, 6)
     assert {min(s) for s in shares[:-1]} == {6}
 
 
 def test_b10_max_anchor_none_finds_it(pool: WorkerPool) -> None:
-    shares = pool.run(lambda: shares_of(pl.DdpConfig(speed_hint=(1, 2.0), overhead_target=0.5)), 2)[0]
+    shares = pool.run(lambda: shares_of(pl.compat.flodl.DdpConfig(speed_hint=(1, 2.0), overhead_target=0.5)), 2)[0]
     assert shares[0] == (20, 10)  # El Che's own anchor, and the hint
 
 
 def test_b10_the_mean_gradient_is_clipped() -> None:
     def norm(limit: float) -> float:
         with pl.Trainer.setup_with(
-            pl.DdpConfig(max_anchor=4, max_grad_norm=limit),
+            pl.compat.flodl.DdpConfig(max_anchor=4, max_grad_norm=limit),
             mlp,
             lambda p: torch.optim.SGD(p, lr=1.0),
             data=(X, Y),
@@ -71,7 +72,7 @@ def test_b10_the_mean_gradient_is_clipped() -> None:
 
 
 def test_a_bad_knob_is_found_at_once() -> None:
-    with pytest.raises(ValueError, match="max_anchor=-1: choose None to find it"):
-        pl.DdpConfig(max_anchor=-1)
+    with pytest.raises(ValueError, match="max_anchor=-1: choose None, 0, or an int >= 1"):
+        pl.compat.flodl.DdpConfig(max_anchor=-1)
     with pytest.raises(ValueError, match="overhead_target=0 is not a part of compute time"):
-        pl.DdpConfig(overhead_target=0)
+        pl.compat.flodl.DdpConfig(overhead_target=0)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.api.summary import Seat, summary
+from paceline.api.summary import WorkerDevice, summary
 from paceline.run.assemble import _check_device
 
 H200, OLD = "NVIDIA H200 (140 GB)", "NVIDIA GeForce GTX 1060 (6 GB)"
@@ -35,12 +36,12 @@ CPU = "CPU (2 cores, 1 thread each)"
     ],
 )
 def test_workers_and_their_devices(seats: list[tuple[str, str, str]], text: str) -> None:
-    assert summary([Seat(*seat) for seat in seats]) == text
+    assert summary([WorkerDevice(*seat) for seat in seats]) == text
 
 
 def setup(**settings: Any) -> pl.Trainer:
     return pl.Trainer.setup(
-        mlp, lambda params: torch.optim.SGD(params, lr=0.1), data=vectors(8), global_batch=8, **settings
+        mlp, lambda params: torch.optim.SGD(params, lr=0.1), data=vectors(8), global_batch=8, **grouped(**settings)
     )
 
 

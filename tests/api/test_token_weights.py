@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from worker_pool import WorkerPool
 
 import paceline as pl
@@ -69,7 +70,7 @@ def gradients(name: str, **settings: Any) -> tuple[dict[str, torch.Tensor], list
     weights: list[float] = []
     with pl.Trainer.setup_head(
         lambda: build(name), lambda p: torch.optim.SGD(p, lr=0.0), data=ragged(), global_batch=24, micro_batch=4,
-        quiet=True, **settings,
+        **grouped(quiet=True, **settings),
     ) as trainer:  # fmt: skip
         trainer.on_gradients(lambda ps: found.update({k: p.grad.clone() for k, p in ps.items() if p.grad is not None}))
         trainer.every(1, lambda record: weights.append(record.weight))
@@ -111,12 +112,17 @@ def test_the_gradient_is_that_of_one_batch(name: str, pool: WorkerPool) -> None:
 def test_evaluation_weighs_as_training_does(pool: WorkerPool) -> None:
     def evaluated() -> float:
         with pl.Trainer.setup_head(
-            lambda: build("Llama"), lambda p: torch.optim.SGD(p, lr=0.0), data=ragged(), global_batch=24, quiet=True
+            lambda: build("Llama"),
+            lambda p: torch.optim.SGD(p, lr=0.0),
+            data=ragged(),
+            global_batch=24,
+            runtime=pl.Runtime(quiet=True),
         ) as trainer:
             return trainer.evaluate(ragged(), lambda model, batch: model(**batch).loss, micro_batch=5)
 
     with torch.no_grad(), pl.Trainer.setup(
-        lambda: build("Llama"), lambda p: torch.optim.SGD(p), data=ragged(), global_batch=24, quiet=True
+        lambda: build("Llama"), lambda p: torch.optim.SGD(p), data=ragged(), global_batch=24,
+        runtime=pl.Runtime(quiet=True),
     ) as trainer:  # fmt: skip
         expected = trainer.model(**torch.utils.data.default_collate(ragged())).loss.item()
     assert evaluated() == pytest.approx(expected, rel=1e-5)

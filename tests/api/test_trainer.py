@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -24,7 +25,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def setup(**settings: Any) -> pl.Trainer:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 4, **settings}
-    return pl.Trainer.setup(settings.pop("model", mlp), settings.pop("optimizer", sgd), **settings)
+    return pl.Trainer.setup(settings.pop("model", mlp), settings.pop("optimizer", sgd), **grouped(**settings))
 
 
 def loss_of(trainer: pl.Trainer, batch: Any) -> torch.Tensor:
@@ -137,14 +138,14 @@ def test_an_abandoned_step_leaves_no_trace_in_the_result() -> None:
 @pytest.mark.parametrize("backward", ["ours", "bare"])
 def test_misuse_of_the_loop(backward: str) -> None:
     with setup() as trainer:
-        with pytest.raises(pl.MisuseError, match="step\\(\\) was called without a micro-batch"):
+        with pytest.raises(pl.errors.MisuseError, match="step\\(\\) was called without a micro-batch"):
             trainer.step()
-        with pytest.raises(pl.MisuseError, match="backward\\(\\) was called outside of a micro-batch"):
+        with pytest.raises(pl.errors.MisuseError, match="backward\\(\\) was called outside of a micro-batch"):
             trainer.backward(torch.zeros((), requires_grad=True))
         epoch = next(iter(trainer.epochs(1)))
         batches = iter(epoch)
         batch = next(batches)
-        with pytest.raises(pl.MisuseError, match="step\\(\\) was called before backward\\(\\)"):
+        with pytest.raises(pl.errors.MisuseError, match="step\\(\\) was called before backward\\(\\)"):
             trainer.step()
         with pytest.raises(TypeError, match="the loss is a NoneType: it must be a tensor with one number"):
             trainer.backward(None)
@@ -154,7 +155,7 @@ def test_misuse_of_the_loop(backward: str) -> None:
             trainer.backward(loss_of(trainer, batch))
         else:
             loss_of(trainer, batch).backward()
-        with pytest.raises(pl.MisuseError, match="before step\\(\\) was called for this one"):
+        with pytest.raises(pl.errors.MisuseError, match="before step\\(\\) was called for this one"):
             next(batches)
 
 
@@ -168,7 +169,7 @@ def test_a_nan_loss_stops_before_the_weights_are_spoilt(pool: WorkerPool) -> Non
                     trainer.backward(loss * float("nan") if poison else loss)
                     trainer.step()
 
-    with pytest.raises(pl.NonFiniteError, match="loss is nan at step 3, micro-batch 1, rank 0") as caught:
+    with pytest.raises(pl.errors.NonFiniteError, match="loss is nan at step 3, micro-batch 1, rank 0") as caught:
         run()
     assert (caught.value.step, caught.value.micro_batch, caught.value.rank) == (3, 1, 0)
     with pytest.raises(WorkersFailed) as failed:
@@ -188,7 +189,9 @@ def test_an_infinite_gradient_under_a_finite_loss_is_found_when_clipping() -> No
             return (x @ self.w.abs().sqrt()).mean()
 
     with (
-        pytest.raises(pl.NonFiniteError, match=r"the gradient's norm is (nan|inf) at step 1 although every loss"),
+        pytest.raises(
+            pl.errors.NonFiniteError, match=r"the gradient's norm is (nan|inf) at step 1 although every loss"
+        ),
         pl.Trainer.setup(Steep, sgd, data=X, global_batch=8, max_grad_norm=1.0) as trainer,
     ):
         for epoch in trainer.epochs(1):
@@ -210,7 +213,7 @@ def test_exact_mode_names_the_micro_batch_of_an_infinite_gradient(pool: WorkerPo
     def poison(weight: torch.Tensor) -> Any:
         return weight.register_hook(lambda gradient: torch.full_like(gradient, math.inf))
 
-    with pytest.raises(pl.NonFiniteError, match="gradient is inf at step 3, micro-batch 1, rank 0"):
+    with pytest.raises(pl.errors.NonFiniteError, match="gradient is inf at step 3, micro-batch 1, rank 0"):
         run()
     with pytest.raises(WorkersFailed) as failed:
         pool.run(run, 2)
@@ -222,11 +225,11 @@ def test_exact_mode_names_the_micro_batch_of_an_infinite_gradient(pool: WorkerPo
     [
         ({"global_batch": 10}, ValueError, "is not a multiple of micro_batch=4: choose global_batch=8 or 12"),
         ({"micro_batch": 16}, ValueError, "micro_batch=16 does not fit global_batch=8: choose micro_batch <= 8"),
-        ({"precision": "fp8"}, ValueError, "precision='fp8' is unknown: choose one of fp32, bf16, fp16"),
-        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm=-1.0 is no bound"),
-        ({"timeout_s": 0}, ValueError, "timeout_s=0 is no time-out"),
+        ({"precision": "fp8"}, ValueError, "precision='fp8' is unknown: choose 'fp32', 'bf16' or 'fp16'"),
+        ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm=-1.0 must be >= 0"),
+        ({"timeout_s": 0}, ValueError, "timeout_s=0 must be > 0"),
         ({"threads": 0}, ValueError, "threads=0"),
-        ({"seed": "7"}, ValueError, "seed='7' is a str"),
+        ({"seed": "7"}, ValueError, "seed='7' must be an int"),
         ({"shares": [1, 1]}, ValueError, r"shares=\[1.0, 1.0\] names 2 workers, the world has 1"),
         ({"shares": "fair"}, ValueError, "shares='fair' is unknown: choose 'measured', 'equal'"),
         ({"speed_hints": [1, 1]}, ValueError, r"speed_hints=\[1.0, 1.0\] names 2 workers, the world has 1"),

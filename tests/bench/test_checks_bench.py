@@ -27,7 +27,7 @@ def test_without_checks_nothing_is_noticed() -> None:
             return trainer.position.step
 
     assert clipped(is_checked=False) == 2
-    with pytest.raises(pl.MisuseError, match="was changed between"):
+    with pytest.raises(pl.errors.MisuseError, match="was changed between"):
         clipped(is_checked=True)
 
 

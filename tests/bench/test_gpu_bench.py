@@ -44,7 +44,7 @@ def test_everybody_trains_on_the_same_samples_in_the_same_order() -> None:
     loader = work.loader()
     theirs = [images for _ in range(2) for images, _ in loader]
     with pl.Trainer.setup(
-        work.make_model, work.make_optimizer, data=work.inputs, global_batch=work.batch, quiet=True
+        work.make_model, work.make_optimizer, data=work.inputs, global_batch=work.batch, runtime=pl.Runtime(quiet=True)
     ) as trainer:
         ours = []
         for epoch in trainer.epochs(2):

@@ -147,8 +147,8 @@ def test_the_devices_of_this_machine(
     num_gpus: int, expected: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_gpus(monkeypatch, num_gpus)
-    assert devices() == pl.devices() == expected
-    assert device_count() == pl.device_count() == len(expected)
+    assert devices() == pl.compat.ggmlr.devices() == expected
+    assert device_count() == pl.compat.ggmlr.device_count() == len(expected)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from torch.utils.data import (
@@ -90,7 +91,7 @@ class ByLength(Sampler):
 def numbers(data: Any, epochs: int = 2, **settings: Any) -> list[list[list[int]]]:
     """The micro-batches that one worker sees of a data set of numbers, by epoch."""
     with pl.Trainer.setup(
-        lambda: torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings
+        lambda: torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **grouped(**settings)
     ) as trainer:
         seen = []
         for epoch in trainer.epochs(epochs):
@@ -469,7 +470,7 @@ def test_a_loaders_batch_is_a_step_unless_the_step_is_given(settings: dict[str, 
     sizes: list[int] = []
     steps: list[int] = []
     with pl.Trainer.setup(
-        torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings
+        torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **grouped(**settings)
     ) as trainer:
         trainer.every(1, lambda record: steps.append(record.num_samples))
         for epoch in trainer.epochs(1):

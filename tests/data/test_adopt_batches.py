@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -46,7 +47,7 @@ class Foreign:
 def numbers(data: Any, epochs: int = 1, **settings: Any) -> list[list[int]]:
     """The micro-batches of numbers that one worker sees, one after another."""
     with pl.Trainer.setup(
-        lambda: torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings
+        lambda: torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **grouped(**settings)
     ) as trainer:
         seen = []
         for epoch in trainer.epochs(epochs):
@@ -131,8 +132,8 @@ def test_a_resumed_stream_of_batches_goes_on(tmp_path: Any) -> None:
     def run(folder: Any, num_steps: int) -> str:
         checkpoints = None if folder is None else pl.Checkpoints(folder, every_steps=1)
         with pl.Trainer.setup(
-            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=pl.Batches(Foreign()), batches_per_step=4, exact=True,
-            checkpoints=checkpoints,
+            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=pl.Batches(Foreign()), exact=True,
+            batching=pl.Batching(batches_per_step=4), checkpoints=checkpoints,
         ) as trainer:  # fmt: skip
             for epoch in trainer.epochs(2):
                 for batch in epoch:
@@ -171,7 +172,7 @@ def test_the_user_may_weigh_batches_that_hold_no_tensor() -> None:
     weights = []
     with pl.Trainer.setup(
         torch.nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=pl.Batches(["ab", "cde"]),
-        batches_per_step=2, weight_fn=len,
+        batching=pl.Batching(batches_per_step=2), weight_fn=len,
     ) as trainer:  # fmt: skip
         trainer.every(1, lambda record: weights.append(record.weight))
         for epoch in trainer.epochs(1):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from worker_pool import WorkerPool, WorkersFailed
@@ -21,7 +22,9 @@ def train(data: Any, x_of: Any = None, **settings: Any) -> list[float]:
     """What each of six steps weighs."""
     weights: list[float] = []
     settings = {"global_batch": 8, "micro_batch": 2, "quiet": True, **settings}
-    with pl.Trainer.setup(lambda: nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **settings) as run:
+    with pl.Trainer.setup(
+        lambda: nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=0.1), data=data, **grouped(**settings)
+    ) as run:
         run.every(1, lambda record: weights.append(record.weight))
         for epoch in run.epochs(max_steps=6):
             for batch in epoch:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from models import digest, vectors
 from torch import nn
 from torch.nn import functional
@@ -77,7 +78,7 @@ def plain_pytorch(collate: Any, micro_batch: int) -> tuple[dict[str, torch.Tenso
 def run(data: Any, **settings: Any) -> tuple[dict[str, torch.Tensor], list[float], float]:
     weights: list[float] = []
     settings = {"global_batch": 8, "micro_batch": 2, "shuffle": False, **settings}
-    with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.5), data=data, **settings) as trainer:
+    with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.5), data=data, **grouped(**settings)) as trainer:
         trainer.every(1, lambda record: weights.append(record.weight))
         for epoch in trainer.epochs(1):
             for batch in epoch:
@@ -234,7 +235,11 @@ def test_where_rows_cannot_be_seen_weight_fn_is_asked_for(batch: Any, text: str)
     with (
         pytest.raises(TypeError, match="set weight_fn, which maps a batch to the number that its loss is a mean over"),
         pl.Trainer.setup(
-            build, lambda p: torch.optim.SGD(p), data=[*A], global_batch=4, collate_fn=lambda _: batch
+            build,
+            lambda p: torch.optim.SGD(p),
+            data=[*A],
+            global_batch=4,
+            loading=pl.Loading(collate_fn=lambda _: batch),
         ) as trainer,
     ):
         next(iter(next(iter(trainer.epochs(1)))))
@@ -243,7 +248,7 @@ def test_where_rows_cannot_be_seen_weight_fn_is_asked_for(batch: Any, text: str)
         lambda p: torch.optim.SGD(p),
         data=[*A],
         global_batch=4,
-        collate_fn=lambda _: batch,
+        loading=pl.Loading(collate_fn=lambda _: batch),
         weight_fn=lambda _: 4,
     ) as trainer:
         assert next(iter(next(iter(trainer.epochs(1))))) is batch

@@ -24,7 +24,7 @@ ABOUT_CODE = [page for page in PAGES if page.name not in ("api.md", "project-fil
 OWNERS: dict[str, Any] = {
     "pl": pl,
     "trainer": pl.Trainer,
-    "handle": pl.Handle,
+    "handle": pl.compat.flodl.Handle,
     "ddp": pl.Ddp,
     "record": pl.StepRecord,
 }

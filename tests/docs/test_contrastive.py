@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from test_code_blocks import python_blocks
 from worker_pool import WorkerPool
@@ -27,7 +28,7 @@ def trained(name: str, shares: list[float]) -> tuple[float, str]:
             line for line in lines if not line.startswith(("loss", "print", "assert", "for one", "    torch.t"))
         )
         exec(code, page)
-    settings = {"exact": True, "shares": shares, "timeout_s": 60, "quiet": True}
+    settings = grouped(exact=True, shares=shares, timeout_s=60, quiet=True)
     if name == "train_with_queue":
         loss, state = page[name](**settings)
     else:
@@ -47,11 +48,16 @@ def test_gather_inside_the_loop_names_what_to_do(pool: WorkerPool, size: int) ->
     def run() -> str:
         with (
             pl.Trainer.setup(
-                mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=vectors(16), global_batch=8, micro_batch=4, timeout_s=60
+                mlp,
+                lambda p: torch.optim.SGD(p, lr=0.1),
+                data=vectors(16),
+                global_batch=8,
+                micro_batch=4,
+                runtime=pl.Runtime(timeout_s=60),
             ) as trainer,
         ):
             for batch in next(trainer.epochs(1)):
-                with pytest.raises(pl.MisuseError) as raised:
+                with pytest.raises(pl.errors.MisuseError) as raised:
                     trainer.gather(trainer.model(batch.x))
                 trainer.backward(trainer.model(batch.x).square().mean())
                 trainer.step()

@@ -112,7 +112,7 @@ def library(case: dict[str, Any]) -> tuple[str, list[float]]:
         seed=SEED,
         max_grad_norm=case.get("max_grad_norm"),
         exact=True,
-        quiet=True,
+        runtime=pl.Runtime(quiet=True),
     ) as trainer:
         trainer.every(1, lambda record: losses.append(record.loss))
         for epoch in trainer.epochs(EPOCHS):

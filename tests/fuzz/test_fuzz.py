@@ -16,6 +16,7 @@ import fuzz_reference as reference
 import pytest
 import torch
 from fuzz_programs import Program, Segment, draw
+from grouping import grouped
 from models import digest
 from worker_pool import WorkerPool
 
@@ -32,7 +33,7 @@ def clones(state: Any) -> dict[str, torch.Tensor]:
 def run(text: str, shares: Any, until: int | None, folder: str) -> dict[str, Any]:
     """A program's text, on a worker."""
     names: dict[str, Any] = {
-        **vars(parts), "pl": pl, "clones": clones, "losses": [], "evaluations": [], "average": None,
+        **vars(parts), "pl": pl, "grouped": grouped, "clones": clones, "losses": [], "evaluations": [], "average": None,
         "shares": shares, "until": until, "folder": folder,
     }  # fmt: skip
     with warnings.catch_warnings():

@@ -75,7 +75,9 @@ def test_type_checkers_see_the_names_that_there_are() -> None:
     """The names are listed twice: in a table for Python, and as imports for those who do not run it."""
     tree = ast.parse(inspect.getsource(paceline))
     imports = [
-        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "paceline" in (node.module or "")
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline.") and node.names[0].asname
     ]
     seen = {alias.asname: (node.module, alias.name) for node in imports for alias in node.names}
     assert seen == {name: (home, name) for name, home in paceline._HOMES.items()}
@@ -91,3 +93,13 @@ def test_every_public_name_is_there_and_listed() -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'paceline' has no attribute 'Trainr'$"):
         getattr(paceline, "Trainr")  # noqa: B009 (type checkers refuse the plain form, as they should)
+
+
+def test_a_former_name_says_where_it_is_now() -> None:
+    with pytest.raises(
+        AttributeError, match=r"^paceline.compat.flodl.DdpConfig is now paceline.compat.flodl.DdpConfig$"
+    ):
+        getattr(paceline, "DdpConfig")  # noqa: B009
+    for name, module in paceline._MOVED.items():
+        assert name in import_module(module).__all__
+        assert name not in paceline.__all__

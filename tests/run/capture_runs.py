@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 
@@ -70,7 +71,7 @@ class Case:
                 self.during(trainer, record.step)
 
         with pl.Trainer.setup(
-            self.build, self.optimizer, data=self.data, **{**QUICK, **self.settings, **settings}
+            self.build, self.optimizer, data=self.data, **grouped(**{**QUICK, **self.settings, **settings})
         ) as trainer:
             trainer.listen(note)
             trainer.every(1, after_step)
@@ -85,8 +86,8 @@ class Case:
 
 
 def use_graphs(trainer: pl.Trainer, graphs: Any) -> None:
-    run = trainer._run
-    object.__setattr__(run, "stepping", Stepping(run.loop, run.loop._exchange, run.events, graphs, trainer._config))
+    run = trainer.run
+    object.__setattr__(run, "stepping", Stepping(run.loop, run.loop._exchange, run.events, graphs, trainer.run.config))
 
 
 class FakeGraphs:

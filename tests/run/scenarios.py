@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from grouping import grouped
 from models import SmallResNet, SmallTransformer, digest, images, mlp, tokens, vectors
 from torch.nn import functional
 
@@ -82,10 +83,9 @@ def train(name: str, shares: Any = "measured", device: str | None = None, **sett
         data=scenario.data,
         scheduler=scenario.scheduler,
         max_grad_norm=scenario.max_grad_norm,
-        shares=shares,
         device=device,
         seed=7,
-        **settings,
+        **grouped(shares=shares, **settings),
     ) as trainer:
         losses: list[float] = []
         trainer.every(1, lambda record: losses.append(record.loss))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
@@ -27,7 +28,7 @@ def train(
 ) -> str:
     """`before_step` and `after_step` stand in the loop's body: workers without a share do not run them."""
     settings = {"data": X, "global_batch": 8, "micro_batch": 4, "shuffle": False, **settings}
-    with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **settings) as trainer:
+    with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **grouped(**settings)) as trainer:
         for epoch in trainer.epochs(2):
             for batch in epoch:
                 trainer.backward(trainer.model(batch).square().mean())
@@ -94,7 +95,9 @@ def test_set_lr_in_the_loop_body_holds_on_every_worker(exact: bool, pool: Worker
 
     def by_hand() -> str:
         torch.manual_seed(0)
-        with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.1), data=X, global_batch=8, quiet=True) as t:
+        with pl.Trainer.setup(
+            build, lambda p: torch.optim.SGD(p, lr=0.1), data=X, global_batch=8, runtime=pl.Runtime(quiet=True)
+        ) as t:
             model = t.model
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(6):
@@ -155,7 +158,7 @@ def test_a_step_of_the_optimizer_by_somebody_else_is_refused(micro_batch: int, p
         return train(before_step=lambda t: t.optimizer.step(), micro_batch=micro_batch)
 
     message = r"SGD.step\(\) was called on an optimizer that belongs to the trainer.*remove this call"
-    with pytest.raises(pl.MisuseError, match=message):
+    with pytest.raises(pl.errors.MisuseError, match=message):
         program()
     with pytest.raises(WorkersFailed, match=message):
         pool.run(program, 2)
@@ -168,7 +171,7 @@ def test_a_grad_scaler_of_the_users_own_is_refused() -> None:
         scaler.scale(torch.ones(1))
         scaler.step(trainer.optimizer)
 
-    with pytest.raises(pl.MisuseError, match=r"remove this call \(also scaler.step\(optimizer\)\)"):
+    with pytest.raises(pl.errors.MisuseError, match=r"remove this call \(also scaler.step\(optimizer\)\)"):
         train(before_step=scaled)
 
 
@@ -198,7 +201,7 @@ def test_fp16_without_the_trainers_backward_is_refused(pool: WorkerPool) -> None
     message = (
         r"precision='fp16' scales the loss before backward: call trainer.backward\(loss\) instead of loss.backward"
     )
-    with pytest.raises(pl.MisuseError, match=message):
+    with pytest.raises(pl.errors.MisuseError, match=message):
         program()
     with pytest.raises(WorkersFailed, match=message):
         pool.run(program, 2)

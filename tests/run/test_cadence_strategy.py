@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -52,7 +53,12 @@ def run(
     with (
         slow_exchange(exchange_s),
         pl.Trainer.setup(
-            mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), micro_batch=2, strategy=cadence, backend="gloo"
+            mlp,
+            lambda p: torch.optim.SGD(p, lr=0.05),
+            data=(X, Y),
+            micro_batch=2,
+            strategy=cadence,
+            runtime=pl.Runtime(backend="gloo"),
         ) as trainer,
     ):
         trainer.every(1, records.append)
@@ -79,7 +85,7 @@ def test_every_sample_once_and_one_model_everywhere(size: int, pool: WorkerPool)
     seen = torch.cat([outcome["seen"] for outcome in outcomes])
     assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, X.tolist()))
     assert outcomes[0]["shares"][0] == (7,) * size
-    assert outcomes[0]["position"] == pl.Position(1, 0, len(outcomes[0]["shares"]))
+    assert outcomes[0]["position"] == pl.reports.Position(1, 0, len(outcomes[0]["shares"]))
 
 
 def test_a_dear_exchange_makes_larger_steps(pool: WorkerPool) -> None:
@@ -116,7 +122,9 @@ def test_alone_a_cadence_is_a_batch_size() -> None:
 )
 def test_what_a_cadence_cannot_follow(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(X, Y), strategy=pl.Cadence(), **settings)
+        pl.Trainer.setup(
+            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(X, Y), strategy=pl.Cadence(), **grouped(**settings)
+        )
 
 
 def test_bad_knobs_are_found_at_once() -> None:

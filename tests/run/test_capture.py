@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from capture_runs import Case, FakeGraphs, Outcome, both, class_loss, sgd, use_graphs
+from grouping import grouped
 from models import SmallResNet, digest, images, mlp, vectors
 from torch import nn
 from worker_pool import WorkerPool
@@ -89,7 +90,7 @@ def test_a_hook_that_comes_later_lies_between_the_gradients_and_the_optimizers()
 def test_what_a_graph_has_done_counts_for_its_own_step_only() -> None:
     def broken_off(trainer: pl.Trainer, step: int) -> None:
         if step == 41:  # Python runs the next, which is the smaller one at the epoch's end
-            trainer._run.loop.update.is_done = True  # as an error between replay and update leaves it
+            trainer.run.loop.update.is_done = True  # as an error between replay and update leaves it
 
     both(Case(data=vectors(16 * 20 + 5), during=broken_off))
 
@@ -103,7 +104,7 @@ def test_every_record_keeps_the_numbers_of_its_own_step(max_grad_norm: float | N
     def numbers(graphs: FakeGraphs | None) -> list[tuple[float, float | None]]:
         records: list[pl.StepRecord] = []
         settings = {"global_batch": 16, "max_grad_norm": max_grad_norm, "garbage_collection": "as usual", "quiet": True}
-        with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), scheduler=in_stairs, **settings) as trainer:
+        with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), scheduler=in_stairs, **grouped(**settings)) as trainer:
             if graphs is not None:
                 use_graphs(trainer, graphs)
             trainer.every(1, records.append)
@@ -121,7 +122,9 @@ def test_every_record_keeps_the_numbers_of_its_own_step(max_grad_norm: float | N
 def test_functions_that_take_turns_leave_each_others_losses_alone() -> None:
     def losses(graphs: FakeGraphs | None) -> list[float]:
         records: list[pl.StepRecord] = []
-        with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), global_batch=16, quiet=True) as trainer:
+        with pl.Trainer.setup(
+            mlp, sgd, data=vectors(16 * 60), global_batch=16, runtime=pl.Runtime(quiet=True)
+        ) as trainer:
             if graphs is not None:
                 use_graphs(trainer, graphs)
             trainer.every(1, records.append)
@@ -142,10 +145,12 @@ def test_functions_that_take_turns_leave_each_others_losses_alone() -> None:
 def test_a_loss_that_is_no_number_is_found_though_nobody_asks_for_it() -> None:
     x, y = vectors(16 * 20)
     x[-16:] = float("nan")
-    with pl.Trainer.setup(mlp, sgd, data=(x, y), global_batch=16, shuffle=False, quiet=True) as trainer:
+    with pl.Trainer.setup(
+        mlp, sgd, data=(x, y), global_batch=16, shuffle=False, runtime=pl.Runtime(quiet=True)
+    ) as trainer:
         use_graphs(trainer, FakeGraphs())
         step = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
-        with pytest.raises(pl.NonFiniteError, match="loss is nan at step 20, micro-batch 0, rank 0"):
+        with pytest.raises(pl.errors.NonFiniteError, match="loss is nan at step 20, micro-batch 0, rank 0"):
             for epoch in trainer.epochs(1):
                 for batch in epoch:
                     step(batch)
@@ -180,7 +185,9 @@ def test_on_captures_without_judging(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_says_why_it_cannot_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(pl.MisuseError, match=r'capture="on", but a micro-batch cannot be captured: it waits\. Change'):
+    with pytest.raises(
+        pl.errors.MisuseError, match=r'capture="on", but a micro-batch cannot be captured: it waits\. Change'
+    ):
         _forced(Case(), FakeGraphs(fails="it waits"), monkeypatch)
 
 
@@ -207,7 +214,7 @@ def test_work_that_cannot_be_recorded_is_run_by_python_from_then_on() -> None:
 )
 def test_what_is_known_beforehand_to_rule_capture_out(device: str, settings: Any, reason: str) -> None:
     world = World(device=torch.device(device))
-    assert graphs_for(RunConfig(global_batch=8, **settings), world) == reason
+    assert graphs_for(RunConfig(global_batch=8, **grouped(**settings)), world) == reason
 
 
 def test_on_where_nothing_can_be_captured_is_an_error_before_anything_starts() -> None:
@@ -362,8 +369,10 @@ def test_an_attribute_that_is_an_array_may_be_replaced() -> None:
 def test_on_refuses_a_loop_that_gives_no_function(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.run.assemble.graphs_for", lambda *_: FakeGraphs())
     with (
-        pl.Trainer.setup(mlp, sgd, data=vectors(32), global_batch=16, quiet=True, capture="on") as trainer,
-        pytest.raises(pl.MisuseError, match="needs the loss as a function: use trainer"),
+        pl.Trainer.setup(
+            mlp, sgd, data=vectors(32), global_batch=16, runtime=pl.Runtime(quiet=True, capture="on")
+        ) as trainer,
+        pytest.raises(pl.errors.MisuseError, match="needs the loss as a function: use trainer"),
     ):
         for batch in next(trainer.epochs(1)):
             trainer.backward(class_loss(trainer.model, batch))
@@ -399,7 +408,14 @@ def test_weights_may_differ_from_one_micro_batch_to_the_next(micro_batch_size: i
 
 def test_hooks_that_change_the_gradients_and_an_average_of_the_weights_see_what_they_would() -> None:
     def run(graphs: FakeGraphs | None) -> Any:
-        with pl.Trainer.setup(mlp, sgd, data=vectors(320), global_batch=16, ema=0.9, quiet=True) as trainer:
+        with pl.Trainer.setup(
+            mlp,
+            sgd,
+            data=vectors(320),
+            global_batch=16,
+            optimization=pl.Optimization(ema=0.9),
+            runtime=pl.Runtime(quiet=True),
+        ) as trainer:
             if graphs is not None:
                 use_graphs(trainer, graphs)
             trainer.on_gradients(lambda named: [p.grad.mul_(0.5) for p in named.values()])
@@ -425,7 +441,7 @@ def test_two_workers_replay_and_agree(pool: WorkerPool) -> None:
 
 
 def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.api import builder_worker as recipe
+    from paceline.api import builder_worker
 
     def means(graphs: Any) -> list[float]:
         monkeypatch.setattr("paceline.run.assemble.graphs_for", lambda *_: graphs or "none")
@@ -443,7 +459,7 @@ def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.
             accuracy = (logits.argmax(1) == batch.y).double().mean()
             return nn.functional.cross_entropy(logits, batch.y), {"accuracy": accuracy}
 
-        made = recipe.Recipe(
+        made = builder_worker.WorkerTask(
             mlp,
             sgd,
             train_fn,
@@ -452,7 +468,7 @@ def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.
             (torch.device("cpu"),),
             {"global_batch": 16, "micro_batch": 4, "quiet": True},
         )
-        recipe.train(made, Post())  # type: ignore[arg-type]
+        builder_worker.train(made, Post())  # type: ignore[arg-type]
         return [metrics["scalars"]["accuracy"] for metrics in received]
 
     graphs = FakeGraphs()

@@ -154,7 +154,7 @@ def test_an_error_in_the_backward_of_a_capture_leaves_everything_as_it_was() -> 
 
 
 def test_on_says_why_it_cannot_capture() -> None:
-    with pytest.raises(pl.MisuseError, match=r'capture="on", but a micro-batch cannot be captured: .*capturing'):
+    with pytest.raises(pl.errors.MisuseError, match=r'capture="on", but a micro-batch cannot be captured: .*capturing'):
         Case(build=lambda: Syncing("item")).run(device="cuda", capture="on")
     assert Case().run(device="cuda", capture="on").captured  # the next run is none the worse for it
 
@@ -180,13 +180,15 @@ def test_a_large_model_keeps_the_device_busy(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_nan_is_found() -> None:
     x, y = vectors(16 * 20)
     x[-16:] = float("nan")
-    with pytest.raises(pl.NonFiniteError, match="loss is nan at step 20, micro-batch 0, rank 0"):
+    with pytest.raises(pl.errors.NonFiniteError, match="loss is nan at step 20, micro-batch 0, rank 0"):
         Case(data=(x, y)).run(device="cuda", shuffle=False)
 
 
 def test_steps_neither_allocate_nor_wait_once_they_are_captured() -> None:
     data = tuple(t.cuda() for t in vectors(16 * 60))
-    with pl.Trainer.setup(mlp, sgd, data=data, global_batch=16, device="cuda", quiet=True) as trainer:
+    with pl.Trainer.setup(
+        mlp, sgd, data=data, global_batch=16, device="cuda", runtime=pl.Runtime(quiet=True)
+    ) as trainer:
         step = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
         allocated = []
         for epoch in trainer.epochs(1):

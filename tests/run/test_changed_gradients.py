@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
@@ -53,7 +54,7 @@ def train(
     with pl.Trainer.setup(
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)),
         lambda p: torch.optim.SGD(p, 0.1),
-        **settings,
+        **grouped(**settings),
     ) as trainer:
         for epoch in trainer.epochs(2):
             for batch in epoch:
@@ -74,7 +75,7 @@ MESSAGE = (
 @pytest.mark.parametrize("name", CHANGES)
 def test_it_is_refused_with_the_remedy(name: str, backward: str) -> None:
     for settings in ({}, {"exact": True}, {"global_batch": 2}):
-        with pytest.raises(pl.MisuseError, match=MESSAGE):
+        with pytest.raises(pl.errors.MisuseError, match=MESSAGE):
             train(backward, CHANGES[name], **settings)
 
 
@@ -104,7 +105,7 @@ def test_zero_grad_before_backward_is_harmless(set_to_none: bool, exact: bool, p
 @pytest.mark.parametrize("backward", BACKWARD)
 def test_gradients_that_are_gone_are_missed(backward: str) -> None:
     for settings in ({}, {"exact": True}, {"global_batch": 2}):
-        with pytest.raises(pl.MisuseError, match=r"do not call zero_grad\(\)|this micro-batch has no gradient"):
+        with pytest.raises(pl.errors.MisuseError, match=r"do not call zero_grad\(\)|this micro-batch has no gradient"):
             train(backward, lambda model: model.zero_grad(), **settings)
 
 
@@ -114,7 +115,7 @@ def test_a_change_between_two_backward_calls_is_found() -> None:
             for batch in epoch:
                 trainer.backward(trainer.model(batch).square().mean())
                 trainer.model.weight.grad.mul_(2)
-                with pytest.raises(pl.MisuseError, match="the gradient of 'weight' was changed"):
+                with pytest.raises(pl.errors.MisuseError, match="the gradient of 'weight' was changed"):
                     trainer.backward(trainer.model(batch).mean())
                 return
 
@@ -125,7 +126,7 @@ def test_mixed_calls_of_backward_are_refused() -> None:
 
     BACKWARD["both"] = both
     try:
-        with pytest.raises(pl.MisuseError, match=r"use trainer\.backward for all"):
+        with pytest.raises(pl.errors.MisuseError, match=r"use trainer\.backward for all"):
             train("both", lambda model: model(X).mean().backward())
     finally:
         del BACKWARD["both"]
@@ -163,6 +164,6 @@ def test_a_tiny_model_is_watched_by_turns_after_its_first_micro_batches(name: st
         if len(seen) > begin:
             CHANGES[name](model)
 
-    with pytest.raises(pl.MisuseError, match=MESSAGE):
+    with pytest.raises(pl.errors.MisuseError, match=MESSAGE):
         train("trainer.backward", change, data=X.repeat(8, 1), global_batch=2)
     assert begin < len(seen) <= begin + found_within

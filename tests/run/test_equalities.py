@@ -69,7 +69,7 @@ def one_step(name: str, training: bool, exact: bool) -> dict[str, Any]:
         micro_batch=3,
         shuffle=False,
         exact=exact,
-        train_mode=training,
+        optimization=pl.Optimization(train_mode=training),
     ) as trainer:
         initial = copy.deepcopy(trainer.model.state_dict())
         for epoch in trainer.epochs(1):

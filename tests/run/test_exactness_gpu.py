@@ -70,7 +70,7 @@ def test_fp16_on_gpu_agrees_over_ranks(pool: WorkerPool) -> None:
 
 def test_nan_on_a_gpu_is_found_without_waiting_for_it() -> None:
     with (
-        pytest.raises(pl.NonFiniteError, match="loss is nan at step 3, micro-batch 0, rank 0"),
+        pytest.raises(pl.errors.NonFiniteError, match="loss is nan at step 3, micro-batch 0, rank 0"),
         pl.Trainer.setup(
             lambda: torch.nn.Linear(4, 1),
             lambda p: torch.optim.SGD(p, lr=0.1),

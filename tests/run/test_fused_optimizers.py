@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
 
@@ -19,7 +20,7 @@ Factory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 def trained(optimizer: Any, **settings: Any) -> dict[str, torch.Tensor]:
     data = vectors(40)
-    with pl.Trainer.setup(mlp, optimizer, data=data, global_batch=8, **settings) as trainer:
+    with pl.Trainer.setup(mlp, optimizer, data=data, global_batch=8, **grouped(**settings)) as trainer:
         for epoch in trainer.epochs(3):
             for batch in epoch:
                 trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
@@ -29,7 +30,7 @@ def trained(optimizer: Any, **settings: Any) -> dict[str, torch.Tensor]:
 
 
 def is_fused(optimizer: Any, **settings: Any) -> list[Any]:
-    with pl.Trainer.setup(mlp, optimizer, data=vectors(8), global_batch=8, **settings) as trainer:
+    with pl.Trainer.setup(mlp, optimizer, data=vectors(8), global_batch=8, **grouped(**settings)) as trainer:
         return [group["fused"] for group in trainer.optimizer.param_groups]
 
 

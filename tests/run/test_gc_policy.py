@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -38,7 +39,9 @@ def no_other_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def trainer_over(num_steps: int = NUM_STEPS, **settings: Any) -> pl.Trainer:
     data = vectors(num_steps * BATCH)
-    return pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.01), data=data, global_batch=BATCH, **settings)
+    return pl.Trainer.setup(
+        mlp, lambda p: torch.optim.SGD(p, lr=0.01), data=data, global_batch=BATCH, **grouped(**settings)
+    )
 
 
 def take_step(trainer: pl.Trainer, batch: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from scenarios import train
 from torch.nn import functional
@@ -31,7 +32,7 @@ def run(slowness: list[float], change_at: int | None = None, **settings: Any) ->
         global_batch=16,
         micro_batch=2,
         exact=True,
-        **settings,
+        **grouped(**settings),
     ) as trainer:
         trainer.every(1, lambda record: shares.append(record.shares))
         for epoch in trainer.epochs(1):

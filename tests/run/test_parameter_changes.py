@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
@@ -61,7 +62,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 def train(name: str, where: str = "hook", max_steps: int = 8, **settings: Any) -> tuple[str, dict[str, torch.Tensor]]:
     """`where` changes are made: in a hook, or in the loop's body."""
     settings = {"data": X, "global_batch": 8, "micro_batch": 2, "shuffle": False, **settings}
-    with pl.Trainer.setup(Growing, optimizer_of, **settings) as trainer:
+    with pl.Trainer.setup(Growing, optimizer_of, **grouped(**settings)) as trainer:
 
         def change(record: pl.StepRecord) -> None:
             if record.step in CHANGES[name]:
@@ -133,7 +134,7 @@ def test_new_parameters_have_the_values_of_rank_0(pool: WorkerPool) -> None:
                 trainer.optimizer.add_param_group({"params": trainer.model.blocks[1].parameters()})
 
         settings = {"data": X, "global_batch": 8, "micro_batch": 2, "exact": True}
-        with pl.Trainer.setup(Growing, optimizer_of, **settings) as trainer:
+        with pl.Trainer.setup(Growing, optimizer_of, **grouped(**settings)) as trainer:
             trainer.every(1, grow)
             for epoch in trainer.epochs(2):
                 for batch in epoch:
@@ -171,7 +172,7 @@ def test_a_group_of_unfrozen_parameters_through_a_checkpoint(stop_at: int, tmp_p
                 trainer.optimizer.add_param_group({"params": trainer.model.blocks.parameters(), "lr": 0.01})
 
         settings = {"data": X, "global_batch": 8, "micro_batch": 2, "exact": True, "checkpoints": checkpoints}
-        with pl.Trainer.setup(build, optimizer_of, **settings) as trainer:
+        with pl.Trainer.setup(build, optimizer_of, **grouped(**settings)) as trainer:
             trainer.every(1, unfreeze)
             for epoch in trainer.epochs(max_steps=max_steps):
                 for batch in epoch:
@@ -186,7 +187,15 @@ def test_a_group_of_unfrozen_parameters_through_a_checkpoint(stop_at: int, tmp_p
 
 def test_an_average_of_the_weights_follows(pool: WorkerPool) -> None:
     def program() -> str:
-        with pl.Trainer.setup(Growing, optimizer_of, data=X, global_batch=8, micro_batch=2, exact=True, ema=0.9) as t:
+        with pl.Trainer.setup(
+            Growing,
+            optimizer_of,
+            data=X,
+            global_batch=8,
+            micro_batch=2,
+            exact=True,
+            optimization=pl.Optimization(ema=0.9),
+        ) as t:
             t.every(1, lambda r: CHANGES["add"].get(r.step, lambda *_: None)(t.model, t.optimizer))
             for epoch in t.epochs(2):
                 for batch in epoch:

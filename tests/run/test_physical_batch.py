@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallResNet, images, mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -19,7 +20,7 @@ def train(**settings: Any) -> tuple[dict[str, torch.Tensor], list[int], list[flo
     sizes: list[int] = []
     losses: list[float] = []
     settings = {"global_batch": 16, "micro_batch": 2, "shares": "equal", **settings}
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(X, Y), **settings) as trainer:
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(X, Y), **grouped(**settings)) as trainer:
         trainer.every(1, lambda record: losses.append(record.loss))
         for epoch in trainer.epochs(2):
             for batch in epoch:
@@ -47,7 +48,7 @@ def test_weights_are_counted_over_the_whole_batch() -> None:
         losses: list[float] = []
         with pl.Trainer.setup(
             mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(X, Y), global_batch=14, micro_batch=2, weight_fn=weigh,
-            **settings,
+            **grouped(**settings),
         ) as trainer:  # fmt: skip
             trainer.every(1, lambda record: losses.append(record.loss))
             for epoch in trainer.epochs(1):
@@ -76,8 +77,8 @@ def test_each_worker_has_its_own(size: int, pool: WorkerPool) -> None:
     ("settings", "text"),
     [
         ({"physical_batch": 5}, "physical_batch=5 is not a multiple of micro_batch=2: .* such as 4"),
-        ({"physical_batch": 0}, "physical_batch=0 is not a multiple"),
-        ({"physical_batch": 4, "exact": True}, "physical_batch cannot be chosen with exact=True"),
+        ({"physical_batch": 0}, "physical_batch=0 must be >= 1"),
+        ({"physical_batch": 4, "exact": True}, "physical_batch cannot be combined with exact=True"),
         ({"physical_batch": [4, 4]}, "physical_batch=.4, 4. names 2 workers, the world has 1"),
     ],
 )
@@ -87,8 +88,8 @@ def test_what_cannot_be(settings: dict[str, Any], text: str) -> None:
 
 
 def test_batch_norm_would_see_another_batch() -> None:
-    with pytest.raises(ValueError, match=r"physical_batch would change what the BatchNorm layer '.*' normalises over"):
+    with pytest.raises(ValueError, match=r"physical_batch would change the statistics of the BatchNorm layer '.*'"):
         pl.Trainer.setup(
             SmallResNet, lambda p: torch.optim.SGD(p, lr=0.1), data=images(8), global_batch=4, micro_batch=2,
-            physical_batch=4,
+            batching=pl.Batching(physical_batch=4),
         )  # fmt: skip

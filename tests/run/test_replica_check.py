@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
 
@@ -28,7 +29,9 @@ def train(steps: int, every: int = 2, **settings: Any) -> int:
 def train_patched(steps: int, **settings: Any) -> int:
     settings = {"data": X, "global_batch": 4, "shares": [1.0, 0.0, 0.0][: pl.World.from_environment().size], **settings}
     with pl.Trainer.setup(
-        lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)), lambda p: torch.optim.SGD(p, lr=0.1), **settings
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        **grouped(**settings),
     ) as trainer:
         for epoch in trainer.epochs(max_steps=steps):
             for batch in epoch:

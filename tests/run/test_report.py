@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch.nn import functional
 from worker_pool import WorkerPool
@@ -19,11 +20,11 @@ from paceline.run.report import Account
 X, Y = vectors(320)
 
 
-def train(slowness: tuple[float, ...], **settings: Any) -> tuple[pl.Report, list[pl.Event]]:
+def train(slowness: tuple[float, ...], **settings: Any) -> tuple[pl.reports.Report, list[pl.reports.Event]]:
     rank = int(os.environ.get("RANK", 0))
-    events: list[pl.Event] = []
+    events: list[pl.reports.Event] = []
     settings = {"global_batch": 16, "micro_batch": 2, **settings}
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), **settings) as trainer:
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.05), data=(X, Y), **grouped(**settings)) as trainer:
         trainer.listen(events.append)
         for epoch in trainer.epochs(1):
             for batch in epoch:

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallResNet, digest, images, mlp, vectors
 from torch import nn
 from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.api.builder_worker import Recipe, train
+from paceline.api.builder_worker import WorkerTask, train
 from paceline.sync.averaging.guard import DivergenceGuard
 
 X, Y = vectors(64)
@@ -38,12 +39,12 @@ def run(
     loss: Callable[[nn.Module, Any], torch.Tensor] = loss_of,
     epochs: int = 2,
     hook: Callable[[pl.Trainer, pl.StepRecord], None] = lambda *_: None,
-    listener: Callable[[pl.Event], None] = lambda _: None,
+    listener: Callable[[pl.reports.Event], None] = lambda _: None,
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     settings = {"data": (X, Y), "global_batch": 8, "micro_batch": 2, "optimizer": sgd, "shares": "equal", **settings}
     optimizer = settings.pop("optimizer")
-    with pl.Trainer.setup(build, optimizer, strategy=strategy, **settings) as trainer:
+    with pl.Trainer.setup(build, optimizer, strategy=strategy, **grouped(**settings)) as trainer:
         trainer.every(1, lambda record: hook(trainer, record))
         trainer.listen(listener)
         for epoch in trainer.epochs(epochs):
@@ -237,9 +238,9 @@ def test_the_guard_shortens_the_rounds_of_a_diverging_world(size: int, pool: Wor
         nn.init.constant_(model.weight, 1.02)
         return model
 
-    def final_loss(threshold: float | None) -> tuple[float, list[str], list[pl.Event]]:
+    def final_loss(threshold: float | None) -> tuple[float, list[str], list[pl.reports.Event]]:
         messages: list[str] = []
-        events: list[pl.Event] = []
+        events: list[pl.reports.Event] = []
         handler = logging.Handler()
         handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("paceline").addHandler(handler)
@@ -350,7 +351,7 @@ def test_between_meetings_every_worker_has_the_loss_of_the_last(
         seen: list[str] = []
         with pl.Trainer.setup(
             mlp, sgd, data=(X, Y), global_batch=8, micro_batch=2, strategy=pl.Averaging(every=3, overlap=overlap),
-            shares=shares,
+            balancing=pl.Balancing(shares=shares),
         ) as trainer:  # fmt: skip
             trainer.every(1, lambda record: seen.append(f"{record.loss:.6f} {record.weight}"))
             for batch in next(trainer.epochs(1)):
@@ -406,7 +407,13 @@ def test_a_loss_that_a_worker_was_not_told_is_unknown_to_all(pool: WorkerPool) -
     def losses() -> list[float]:
         seen: list[float] = []
         with pl.Trainer.setup(
-            mlp, sgd, data=(X, Y), global_batch=8, micro_batch=2, strategy=pl.Averaging(every=2), shares=[1, 1, 0]
+            mlp,
+            sgd,
+            data=(X, Y),
+            global_batch=8,
+            micro_batch=2,
+            strategy=pl.Averaging(every=2),
+            balancing=pl.Balancing(shares=[1, 1, 0]),
         ) as trainer:
             trainer.every(1, lambda record: seen.append(record.loss))
             for batch in next(trainer.epochs(1)):
@@ -444,7 +451,7 @@ def test_the_epochs_loss_counts_every_sample_once(first_step: int, pool: WorkerP
             "shares": [3, 1],
             "strategy": pl.Averaging(every=2, first_step=first_step),
         }
-        train(Recipe(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, settings), Post())  # type: ignore[arg-type]
+        train(WorkerTask(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, grouped(**settings)), Post())  # type: ignore[arg-type]
         return found[0]["loss"], found[0]["scalars"]["own"]
 
     for loss, own in pool.run(metrics, 2):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from worker_pool import WorkerPool
@@ -20,7 +21,7 @@ X = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)) * 3 + 1
 def run(build: Callable[[], nn.Module], epochs: int = 2, **settings: Any) -> nn.Module:
     """Learning rate 0: only buffers move. Twenty samples make steps of 4 and of 1 micro-batch."""
     settings = {"global_batch": 16, "micro_batch": 4, "shuffle": False, **settings}
-    with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.0), data=X, **settings) as trainer:
+    with pl.Trainer.setup(build, lambda p: torch.optim.SGD(p, lr=0.0), data=X, **grouped(**settings)) as trainer:
         for epoch in trainer.epochs(epochs):
             for batch in epoch:
                 trainer.backward(trainer.model(batch).square().mean())

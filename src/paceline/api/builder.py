@@ -1,11 +1,10 @@
-"""`Trainer.builder`: the framework owns the loop, and the run goes on in the background."""
+"""`Trainer.builder`: Paceline owns the loop and trains in the background."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -15,9 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline.api.builder_worker import Recipe, train
+from paceline.api.builder_worker import WorkerTask, train
 from paceline.api.handle import Handle
 from paceline.api.trainer import Trainer
+from paceline.api.unknown_settings import explanation
 from paceline.core.rank_variables import is_worker
 from paceline.core.world import World, choose_device
 from paceline.data.array_loader import ArrayLoader
@@ -27,18 +27,19 @@ from paceline.run.config import RunConfig
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.launching.background import Background
 from paceline.run.launching.launch import workers_to_start
+from paceline.run.settings import Balancing, Batching, Runtime
 from paceline.sync.averaging.strategy import Averaging
 
 Policy = Literal["sync", "cadence", "async"]
 AveragingBackend = Literal["device", "cpu"]
 
-# So many micro-batches make a batch, or the most below that divide it: enough for workers of unequal speed to share.
+# A batch has this many micro-batches, or the largest number below that divides it: enough for unequal workers.
 MICRO_BATCHES_PER_BATCH = 8
 
 _CADENCE_KNOBS = ("overhead_target", "max_anchor", "anchor", "max_batch_diff")
 _AVERAGING_KNOBS = (*_CADENCE_KNOBS, "divergence_threshold", "no_divergence_guard")
 
-# Names of Trainer.setup that the builder has a method for.
+# Parameters of Trainer.setup, and settings of its groups, that the builder has a method for.
 _METHODS = {
     "model": "builder",
     "optimizer": "builder",
@@ -46,17 +47,21 @@ _METHODS = {
     "global_batch": "batch_size",
     "strategy": "policy",
     "device": "devices",
-    "speed_hints": "speed_hint",
-    **{name: name for name in ("scheduler", "max_grad_norm", "seed", "backend", "timeline")},
+    **{name: name for name in ("scheduler", "max_grad_norm", "seed")},
+}
+_GROUP_METHODS = {
+    ("balancing", "speed_hints"): "speed_hint",
+    ("runtime", "backend"): "backend",
+    ("runtime", "timeline"): "timeline",
 }
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Builder:
-    """A run in the making: every method sets one thing and returns the builder; `run` starts it.
+    """Builds a run: every method sets one thing and returns the builder; `run` starts it.
 
-    `dataset`, `batch_size` and `num_epochs` must be given. Settings that contradict each other are errors of `run`.
+    `dataset`, `batch_size` and `num_epochs` are required. `run` refuses settings that contradict each other.
     """
 
     def __init__(
@@ -67,8 +72,8 @@ class Builder:
     ) -> None:
         if isinstance(model_factory, nn.Module):
             raise TypeError(
-                f"model_factory is a {type(model_factory).__name__}, already built: pass a function that builds one, "
-                "since every worker needs its own"
+                f"model_factory is a {type(model_factory).__name__}: pass a function that builds one, since every "
+                "worker needs its own"
             )
         self._model_factory = _callable("model_factory", model_factory)
         self._optim_factory = _callable("optim_factory", optim_factory)
@@ -76,25 +81,19 @@ class Builder:
         self._set: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}
 
-    # What is trained
-
     def dataset(self, dataset: Any) -> Builder:
-        """The data: whatever `Trainer.setup` takes as `data`.
-
-        Workers that are started are sent a copy: where it is large, give what reads it rather than what was read.
-        """
+        """The data, as for `Trainer.setup`. Started workers get a copy: for large data, pass a source that reads it."""
         return self._with(dataset=dataset)
 
     def batch_size(self, samples: int) -> Builder:
         """Samples per optimizer step.
 
-        With policy "sync" that is the global batch: all workers share it, and the result does not depend on how many
-        they are. With "cadence" and "async", where each worker takes steps of its own, it is the mean over the workers
-        of what each takes per step, so that W workers take W times as many samples together.
+        With policy "sync" this is the global batch, which all workers share: the result does not depend on their
+        number. With "cadence" and "async" every worker takes its own steps, and this is their mean batch: W workers
+        together take W times as many samples.
 
-        The batch is divided into micro-batches, by default into 8 (or as many below as divide it evenly), whatever the
-        number of workers. `settings(micro_batch=...)` chooses their size: larger ones suit a GPU better, smaller ones
-        more workers.
+        The batch is divided into 8 micro-batches (or the largest number below that divides it evenly), whatever the
+        number of workers. `settings(micro_batch=...)` chooses their size: larger for GPUs, smaller for more workers.
         """
         return self._with(batch_size=_positive("batch_size", samples))
 
@@ -103,37 +102,32 @@ class Builder:
         return self._with(num_epochs=_positive("num_epochs", count))
 
     def seed(self, seed: int) -> Builder:
-        """What all random numbers of the run come from (default 0)."""
-        if type(seed) is not int:
-            raise ValueError(f"seed={seed!r} is a {type(seed).__name__}: choose an int")
-        return self._with(seed=seed)
+        """The seed of all random numbers of the run (default 0)."""
+        return self._with(seed=_int("seed", seed))
 
     def max_grad_norm(self, limit: float) -> Builder:
         """Clip the mean gradient's norm."""
-        if not _is_number(limit) or not limit >= 0:
-            raise ValueError(f"max_grad_norm={limit!r} is no bound: choose a number >= 0")
+        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
+            raise ValueError(f"max_grad_norm={limit!r} must be a number >= 0")
         return self._with(max_grad_norm=float(limit))
 
     def scheduler(self, factory: Callable[[Any], Any]) -> Builder:
-        """From the optimizer to a torch scheduler, which is stepped after every optimizer step."""
+        """A function from the optimizer to a torch scheduler, which is stepped after every optimizer step."""
         return self._with(scheduler=_callable("scheduler", factory))
 
     def lr_scale_ratio(self, ratio: float) -> Builder:
         """Multiply the learning rate by 1 + (W - 1) * ratio for W workers (default 0: not at all).
 
-        For the policies that average, whose batch grows with the workers. The rate is the optimizer's, before a
-        scheduler sees it.
+        For the policies that average, whose batch grows with the workers. It is applied before a scheduler is made.
         """
-        if not _is_number(ratio) or not 0 <= ratio <= 1:
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
             raise ValueError(f"lr_scale_ratio={ratio!r}: choose 0 (not at all) to 1 (in proportion to the workers)")
         return self._with(lr_scale_ratio=float(ratio))
 
-    # On what, and how workers come together
-
     def devices(self, devices: int | Sequence[torch.device | str]) -> Builder:
-        """The devices of this machine to train on, one worker each, or how many workers.
+        """The devices of this machine, one worker each, or the number of workers.
 
-        Default: every GPU; the CPU, once, where there is none. Named twice, a device is shared by two workers.
+        Default: every GPU, or one CPU worker. A device that is named twice is shared by two workers.
         """
         if isinstance(devices, int) and not isinstance(devices, bool):
             return self._with(devices=_positive("devices", devices))
@@ -142,84 +136,84 @@ class Builder:
         return self._with(devices=tuple(choose_device(rank, device) for rank, device in enumerate(devices)))
 
     def policy(self, policy: Policy) -> Builder:
-        """How workers come together.
+        """How workers synchronize.
 
         "sync" (default): gradients are exchanged in every step; the result does not depend on the workers.
-        "cadence": every worker takes steps of its own, and their weights are averaged as often as keeps that cheap.
-        "async": the same, and training goes on while the average is computed; no step is lost.
+        "cadence": every worker takes its own steps, and weights are averaged as often as the overhead target allows.
+        "async": the same, and training continues while the average is computed; no step is lost.
         """
         return self._with(policy=_one_of("policy", policy, get_args(Policy)))
 
     def backend(self, backend: AveragingBackend) -> Builder:
-        """Where what workers exchange is averaged: on the "device" (default; GPUs over NCCL) or on the "cpu" (Gloo).
+        """Average on the "device" (default; GPUs over NCCL) or on the "cpu" (Gloo), in both cases weighted by samples.
 
-        Either way weighted by samples, BatchNorm's statistics included. Workers on the CPU average in memory that they
-        share, whatever is chosen.
+        CPU workers always average in shared memory.
         """
         return self._with(backend=_one_of("backend", backend, get_args(AveragingBackend)))
 
     def overhead_target(self, part: float) -> Builder:
-        """What averaging may cost, as a part of compute time: 0.01 to 0.5 (default 0.1)."""
+        """The overhead of averaging as a fraction of compute time: 0.01 to 0.5 (default 0.1)."""
         return self._with_knob("overhead_target", part)
 
     def anchor(self, steps: int) -> Builder:
-        """Steps between two averages to start with, and the fewest that cheap averages lead back to (default 10)."""
+        """The initial and least number of steps between two averages (default 10)."""
         return self._with_knob("anchor", steps)
 
     def max_anchor(self, steps: int) -> Builder:
-        """The most steps between two averages (default 200)."""
+        """The largest number of steps between two averages (default 200)."""
         return self._with_knob("max_anchor", steps)
 
     def max_batch_diff(self, steps: int) -> Builder:
-        """By how much the steps between two averages may change from one to the next (default: any amount)."""
+        """The largest change of the number of steps between two averages (default: unlimited)."""
         return self._with_knob("max_batch_diff", steps)
 
     def divergence_threshold(self, drift: float) -> Builder:
-        """The replicas' relative distance above which three rises in a row halve the steps between averages."""
+        """The relative distance of replicas above which three rises in a row halve the steps between averages."""
         Averaging(divergence_threshold=drift)
         return self._with(divergence_threshold=drift)
 
     def no_divergence_guard(self) -> Builder:
-        """Do not watch how far replicas drift apart."""
+        """Do not measure how far replicas drift apart."""
         return self._with(no_divergence_guard=True)
 
     def speed_hint(self, slow_rank: int, ratio: float) -> Builder:
         """Every other worker is about `ratio` times as fast as `slow_rank`. Used until the speeds are measured."""
-        hinted_speeds(_whole("slow_rank", slow_rank) + 1, slow_rank, ratio)
+        hinted_speeds(_int("slow_rank", slow_rank) + 1, slow_rank, ratio)
         return self._with(speed_hint=(slow_rank, ratio))
 
-    # What happens meanwhile
-
     def epoch_fn(self, callback: Callable[[int, Any], object]) -> Builder:
-        """Call `callback(epoch, model)` at the end of every epoch, on every worker. Returning True ends the run there.
+        """Call `callback(epoch, model)` at the end of every epoch, on every worker. Returning True ends the run.
 
-        Callbacks run where the workers do: in other processes if there are several, so what they change stays there.
-        One that raises ends the run on all workers.
+        Callbacks run in the workers' processes. An exception in one ends the run on all workers.
         """
         return self._with(epoch_fn=_callable("epoch_fn", callback))
 
     def metrics_fn(self, callback: Callable[[EpochMetrics], object]) -> Builder:
-        """Call `callback(metrics)` at the end of every epoch, on rank 0. Returning True ends the run there."""
+        """Call `callback(metrics)` at the end of every epoch, on rank 0. Returning True ends the run."""
         return self._with(metrics_fn=_callable("metrics_fn", callback))
 
     def checkpoint_fn(self, callback: Callable[[int, Any], object]) -> Builder:
-        """Call `callback(epoch, model)` on rank 0 when `checkpoint_every` epochs have ended: to save what you like.
+        """Call `callback(epoch, model)` on rank 0 at the end of every `checkpoint_every` epochs, to save the model.
 
-        A run that can be resumed is had by `settings(checkpoints=pl.Checkpoints(folder))`.
+        For a run that can be resumed, use `settings(checkpoints=pl.Checkpoints(folder))`.
         """
         return self._with(checkpoint_fn=_callable("checkpoint_fn", callback))
 
     def checkpoint_every(self, epochs: int) -> Builder:
-        """Epochs from one call of `checkpoint_fn` to the next (default 1)."""
+        """Epochs between two calls of `checkpoint_fn` (default 1)."""
         return self._with(checkpoint_every=_positive("checkpoint_every", epochs))
 
     def timeline(self, folder: str | PathLike[str]) -> Builder:
-        """Record what every worker does when, in this folder; `paceline timeline FOLDER` shows it."""
+        """Record a timeline of every worker in this folder; `paceline timeline FOLDER` shows it."""
         return self._with(timeline=Path(folder))
 
     def settings(self, **settings: Any) -> Builder:
-        """Anything else that `Trainer.setup` takes, by its name there; also num_workers, like a number of `devices`."""
+        """Any other parameter of `Trainer.setup`, groups included; also num_workers, like a number of `devices`."""
         known = inspect.signature(Trainer.setup).parameters
+        for (group, name), method in _GROUP_METHODS.items():
+            if group in settings and getattr(settings[group], name) is not None:
+                kind = type(settings[group]).__name__
+                raise ValueError(f"settings({group}={kind}({name}=...)): use the builder's .{method}(...)")
         for name, value in settings.items():
             if name in _METHODS:
                 raise ValueError(f"settings({name}=...): use the builder's .{_METHODS[name]}(...)")
@@ -229,24 +223,21 @@ class Builder:
                 self._settings[name] = value
             else:
                 own = [method for method in vars(Builder) if not method.startswith("_")]
-                near = difflib.get_close_matches(name, [*known, *own, "num_workers"], 1)
-                raise ValueError(f"settings({name}=...) is unknown{f': did you mean {near[0]}?' if near else ''}")
+                raise ValueError(f"settings({name}=...): {explanation(name, value, [*known, *own, 'num_workers'])}")
         return self
 
-    # Start
-
     def run(self) -> Handle:
-        """Start training and return at once. One worker is a thread of this process, several are processes.
+        """Start training in the background. One worker is a thread of this process, several are processes.
 
-        In a process that already is a worker (torchrun, `paceline run`, `pl.launch`) it takes part in that world. The
-        thread uses the process's own settings and random generators of torch: leave those alone until it has ended.
+        A process that already is a worker (torchrun, `paceline run`, `pl.launch`) joins its world. The thread uses the
+        process's torch settings and random generators: do not change them until it has ended.
         """
         self._check_complete()
         self._check_conflicts()
         count, size, devices = self._workers()
-        settings = self._settings | self._batches(size) | self._joined(size, devices[0])
+        settings = self._settings | self._batches(size) | self._synchronization(size, devices[0])
         _check_early(settings, size)
-        recipe = Recipe(
+        task = WorkerTask(
             self._model_factory,
             self._optim_factory,
             self._train_fn,
@@ -257,23 +248,23 @@ class Builder:
             lr_factor=1 + (size - 1) * self._set.get("lr_scale_ratio", 0.0),
             **self._given("checkpoint_every", "checkpoint_fn", "epoch_fn", "metrics_fn"),
         )
-        return Handle(Background(partial(train, recipe), count), size, devices)
+        return Handle(Background(partial(train, task), count), size, devices)
 
     def _workers(self) -> tuple[int, int, tuple[torch.device, ...]]:
-        """How many to start (1: none), how many there are then, and the devices of those on this machine."""
-        wished = self._set.get("devices")
-        num_wished = len(wished) if isinstance(wished, tuple) else wished
+        """The number of workers to start (1: a thread), the world's size, and the devices of this machine's workers."""
+        chosen = self._set.get("devices")
+        num_chosen = len(chosen) if isinstance(chosen, tuple) else chosen
         if is_worker():
             world = World.from_environment("cpu")
             count, size, local_size = 1, world.size, world.local_size
-            if num_wished not in (None, local_size):
+            if num_chosen not in (None, local_size):
                 raise ValueError(
-                    f"devices for {num_wished} workers, in a process that already is one of {local_size} on this "
+                    f"devices for {num_chosen} workers, in a process that already is one of {local_size} on this "
                     f"machine: give {local_size}, or leave it out"
                 )
         else:
-            count = size = local_size = workers_to_start(num_wished)
-        return count, size, wished if isinstance(wished, tuple) else tuple(map(choose_device, range(local_size)))
+            count = size = local_size = workers_to_start(num_chosen)
+        return count, size, chosen if isinstance(chosen, tuple) else tuple(map(choose_device, range(local_size)))
 
     def _with(self, **values: Any) -> Builder:
         self._set |= values
@@ -287,19 +278,19 @@ class Builder:
         return {name: self._set[name] for name in names if name in self._set}
 
     def _check_complete(self) -> None:
-        comes_in_batches = "batches_per_step" in self._settings
+        batches_per_step = self._settings.get("batching", Batching()).batches_per_step
         needed = {
             "dataset": "the data to train on",
             "batch_size": "the samples of an optimizer step",
-            "num_epochs": "how often to go through the data",
+            "num_epochs": "the number of passes over the data",
         }
         for name, meaning in needed.items():
-            if name not in self._set and not (name == "batch_size" and comes_in_batches):
+            if name not in self._set and not (name == "batch_size" and batches_per_step):
                 raise ValueError(f"{name} is missing: give {meaning} with .{name}(...)")
-        if comes_in_batches and "batch_size" in self._set:
+        if batches_per_step and "batch_size" in self._set:
             raise ValueError(
-                f"batch_size({self._set['batch_size']}) contradicts settings(batches_per_step="
-                f"{self._settings['batches_per_step']}): leave one of them out"
+                f"batch_size({self._set['batch_size']}) contradicts batches_per_step={batches_per_step}: leave one of "
+                "them out"
             )
 
     def _check_conflicts(self) -> None:
@@ -332,18 +323,21 @@ class Builder:
             return {}
         batch_size: int = self._set["batch_size"]
         batches: dict[str, Any] = {"global_batch": batch_size * (1 if self._policy == "sync" else num_workers)}
-        # A loader says itself how large its batches are.
+        # A loader has its own batch size.
         if "micro_batch" not in self._settings and not isinstance(self._set["dataset"], DataLoader | ArrayLoader):
             batches["micro_batch"] = _micro_batch(batch_size)
         return batches
 
-    def _joined(self, num_workers: int, device: torch.device) -> dict[str, Any]:
-        """How workers come together, in the words of `Trainer.setup`."""
-        joined = self._given("seed", "max_grad_norm", "scheduler", "timeline")
+    def _synchronization(self, num_workers: int, device: torch.device) -> dict[str, Any]:
+        """How workers synchronize, as parameters of `Trainer.setup`."""
+        joined = self._given("seed", "max_grad_norm", "scheduler")
         if "speed_hint" in self._set:
-            joined["speed_hints"] = hinted_speeds(num_workers, *self._set["speed_hint"])
+            hints = hinted_speeds(num_workers, *self._set["speed_hint"])
+            joined["balancing"] = replace(self._settings.get("balancing", Balancing()), speed_hints=hints)
+        runtime = replace(self._settings.get("runtime", Runtime()), timeline=self._set.get("timeline"))
         if self._set.get("backend") == "cpu" and device.type == "cuda":
-            joined["backend"] = "gloo"  # which takes a GPU's tensors through the host's memory
+            runtime = replace(runtime, backend="gloo")  # which copies a GPU's tensors through host memory
+        joined["runtime"] = runtime
         if self._policy == "sync":
             return joined
         guard = {"divergence_threshold": None} if "no_divergence_guard" in self._set else {}
@@ -356,21 +350,17 @@ class Builder:
 
 
 def _micro_batch(batch_size: int) -> int:
-    """A part of the batch that does not depend on the workers."""
+    """A micro-batch size that does not depend on the workers."""
     count = max(n for n in range(1, MICRO_BATCHES_PER_BATCH + 1) if batch_size % n == 0)
     return batch_size // count
 
 
 def _check_early(settings: Mapping[str, Any], num_workers: int) -> None:
-    """What the run itself would refuse, refused before a worker starts."""
+    """Raise errors of the run's configuration before a worker starts."""
     known = {field.name for field in fields(RunConfig)}
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in settings.items()
-        if name in known and value is not None
-    }
-    if "batches_per_step" in settings:
-        values |= {"global_batch": settings["batches_per_step"], "micro_batch": 1}
+    values: dict[str, Any] = {name: settings[name] for name in known & settings.keys() if settings[name] is not None}
+    if batches_per_step := settings.get("batching", Batching()).batches_per_step:
+        values |= {"global_batch": batches_per_step, "micro_batch": 1}
     config = RunConfig(**values)
     config.check_workers(num_workers)
     assert config.global_batch is not None
@@ -383,11 +373,7 @@ def _callable(name: str, value: _Function) -> _Function:
     return value
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _whole(name: str, value: int) -> int:
+def _int(name: str, value: int) -> int:
     if type(value) is not int:
         raise ValueError(f"{name}={value!r} is a {type(value).__name__}: choose an int")
     return value

@@ -1,9 +1,8 @@
-"""A run as the builder describes it, and one worker's part in it."""
+"""The part of one worker in a run of the builder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,13 +11,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.api.trainer import Epoch, Trainer
+from paceline.api.trainer import Trainer
 from paceline.comm.messages import gather
 from paceline.core.world import World
 from paceline.plan.steps import Position
 from paceline.run.capture.step import StepFunction
 from paceline.run.epoch_metrics import EpochMetrics, Tally
+from paceline.run.evaluation.division import kept_modes
 from paceline.run.launching.background import Channel
+from paceline.run.run import TrainingEpoch
 from paceline.run.saving.state import model_state, optimizer_state
 from paceline.run.saving.stopping import Stopped
 from paceline.run.step.loop import StepRecord
@@ -27,10 +28,10 @@ from paceline.run.step.replica import named_parameters
 
 @dataclass(frozen=True)
 class TrainedState:
-    """What a run has come to, on the host.
+    """The state of a run at its end, on the host.
 
-    model: what `load_state_dict` takes. parameters, buffers: the same tensors by kind; tied parameters appear once.
-    optimizer: its state_dict; where replicas are averaged, rank 0's. position: the next step that was not taken.
+    model: a state_dict. parameters, buffers: the same tensors by kind; tied parameters appear once. optimizer: its
+    state_dict; where replicas are averaged, rank 0's. position: the first step that was not taken.
     """
 
     model: dict[str, Any]
@@ -41,8 +42,8 @@ class TrainedState:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything a worker needs; it travels by value. `settings` are those of `Trainer.setup`."""
+class WorkerTask:
+    """Everything a worker needs, sent by value. `settings` are parameters of `Trainer.setup`."""
 
     model_factory: Callable[[], Any]
     optim_factory: Callable[[list[torch.Tensor]], Any]
@@ -67,10 +68,10 @@ class Recipe:
         )
 
 
-def train(recipe: Recipe, post: Channel) -> TrainedState:
-    """One worker's part of the run."""
-    with recipe.setup() as trainer:
-        run = trainer._run
+def train(task: WorkerTask, post: Channel) -> TrainedState:
+    """Train on this worker."""
+    with task.setup() as trainer:
+        run = trainer.run
         tally = Tally(run)
 
         def after_step(record: StepRecord) -> None:
@@ -79,22 +80,22 @@ def train(recipe: Recipe, post: Channel) -> TrainedState:
                 trainer.request_stop()
 
         trainer.every(1, after_step)
-        step = trainer._run.stepping.with_function(partial(_loss_of, recipe, trainer))
+        step = trainer.run.stepping.with_function(partial(_loss_of, task, trainer))
         try:
-            for epoch in trainer.epochs(recipe.num_epochs):
+            for epoch in trainer.epochs(task.num_epochs):
                 tally.begin()
                 _train_epoch(step, trainer, epoch, tally)
                 metrics = tally.end(epoch.number)
                 post.send(metrics.to_dict())
-                if _call_back(recipe, trainer, metrics):
+                if _call_back(task, trainer, metrics):
                     break
         except Stopped:
             pass  # on all workers after the same step
         return _state(trainer)
 
 
-def _train_epoch(step: StepFunction, trainer: Trainer, epoch: Epoch, tally: Tally) -> None:
-    loop = trainer._run.loop
+def _train_epoch(step: StepFunction, trainer: Trainer, epoch: TrainingEpoch, tally: Tally) -> None:
+    loop = trainer.run.loop
     for batch in epoch:
         scalars = step.run_micro_batch(batch)
         if scalars:
@@ -102,9 +103,9 @@ def _train_epoch(step: StepFunction, trainer: Trainer, epoch: Epoch, tally: Tall
         trainer.step()
 
 
-def _loss_of(recipe: Recipe, trainer: Trainer, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+def _loss_of(task: WorkerTask, trainer: Trainer, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
     with trainer.autocast():
-        return _loss_and_scalars(recipe.train_fn(trainer.model, batch))
+        return _loss_and_scalars(task.train_fn(trainer.model, batch))
 
 
 def _loss_and_scalars(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
@@ -121,37 +122,27 @@ def _kind(value: Any) -> str:
     return f"a tuple of {', '.join(map(_kind, value))}" if isinstance(value, tuple) else f"a {type(value).__name__}"
 
 
-def _call_back(recipe: Recipe, trainer: Trainer, metrics: EpochMetrics) -> bool:
-    """At an epoch's end; whether a callback of any worker wants the run to end. All have the same callbacks."""
+def _call_back(task: WorkerTask, trainer: Trainer, metrics: EpochMetrics) -> bool:
+    """Call the callbacks of an epoch's end. Returns whether one of any worker asked to end the run."""
     answers: list[object] = []
-    with _modes_kept(trainer.model):
-        if recipe.checkpoint_fn is not None and trainer.is_main and (metrics.epoch + 1) % recipe.checkpoint_every == 0:
-            recipe.checkpoint_fn(metrics.epoch, trainer.model)
-        if recipe.epoch_fn is not None:
-            answers.append(recipe.epoch_fn(metrics.epoch, trainer.model))
-        if recipe.metrics_fn is not None and trainer.is_main:
-            answers.append(recipe.metrics_fn(metrics))
-    if recipe.epoch_fn is None and recipe.metrics_fn is None:
+    with kept_modes(trainer.model):  # a callback may leave the model in evaluation mode
+        if task.checkpoint_fn is not None and trainer.is_main and (metrics.epoch + 1) % task.checkpoint_every == 0:
+            task.checkpoint_fn(metrics.epoch, trainer.model)
+        if task.epoch_fn is not None:
+            answers.append(task.epoch_fn(metrics.epoch, trainer.model))
+        if task.metrics_fn is not None and trainer.is_main:
+            answers.append(task.metrics_fn(metrics))
+    if task.epoch_fn is None and task.metrics_fn is None:
         return False
     wants_end = any(isinstance(answer, bool | np.bool_) and bool(answer) for answer in answers)
-    return any(gather("end" if wants_end else "", trainer._run.communicator))
-
-
-@contextmanager
-def _modes_kept(model: Any) -> Iterator[None]:
-    """A callback may leave the model in evaluation mode: training goes on as before."""
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    were_training = [module.training for module in modules]
-    yield
-    for module, was_training in zip(modules, were_training, strict=True):
-        module.training = was_training
+    return any(gather("end" if wants_end else "", trainer.run.communicator))
 
 
 def _scaled(factory: Callable[[list[torch.Tensor]], Any], factor: float, parameters: list[torch.Tensor]) -> Any:
     made = factory(parameters)
     if factor != 1.0:
         for optimizer in made if isinstance(made, list | tuple) else [made]:
-            for group in getattr(optimizer, "param_groups", ()):  # no optimizer is an error of the run
+            for group in getattr(optimizer, "param_groups", ()):  # the run refuses other objects
                 group["lr"] = group["lr"] * factor
     return made
 
@@ -163,13 +154,13 @@ def _state(trainer: Trainer) -> TrainedState:
         model=copies.of(dict(model_state(model))),
         parameters=copies.of(named_parameters(model)),
         buffers=copies.of(dict(model.named_buffers()) if isinstance(model, nn.Module) else {}),
-        optimizer=copies.of(optimizer_state(trainer._run.loop.replica)),
+        optimizer=copies.of(optimizer_state(trainer.run.loop.replica)),
         position=trainer.position,
     )
 
 
 class _Copies:
-    """Nested states on the host, independent of the run. What is one tensor stays one."""
+    """Copies nested states to the host. Tensors that share memory share it in the copy."""
 
     def __init__(self) -> None:
         self._copied: dict[tuple[Any, ...], torch.Tensor] = {}

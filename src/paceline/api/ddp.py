@@ -1,4 +1,4 @@
-"""`Ddp`: you own the replicas and the loop, and say when they exchange what."""
+"""`Ddp`: you own the replicas and the loop, and decide when they exchange gradients."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
-from paceline.run.manual.replicas import Replicas, join
+from paceline.run.manual.replicas import Replicas, connect_replicas
+from paceline.run.settings import Runtime
 
 
 class Ddp:
-    """Replicas of one model that are trained together, for loops that no trainer fits: GANs, reinforcement learning.
+    """Replicas of one model for training loops that do not fit a trainer: GANs, reinforcement learning.
 
-    Make one with `Ddp.wrap`, one for each model that is trained. They do not disturb each other, nor a Trainer.
+    Make one with `Ddp.wrap` for each model that is trained. Several of them, and a Trainer, can be used side by side.
 
         ddp = pl.Ddp.wrap([model0, model1])
         ddp.sync_params()                       # all start with replica 0's weights
@@ -40,20 +41,19 @@ class Ddp:
         exact: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Ddp:
-        """Take replicas that are built alike. Nothing about them changes until you ask for it, nor their training mode.
+        """Connect replicas that are built alike. Their weights and training mode stay unchanged.
 
         models: this process's replicas, at least 2; in a world of several processes (torchrun, `paceline run`,
             `paceline.launch`) 1 or more in each, and "all replicas" are those of all processes. Parameters that are
             frozen now are never averaged: wrap again after unfreezing some.
-        devices: one for each replica, to which it is moved (its optimizer, made before or after, stays valid); without,
-            every replica stays where it is. "cuda" is the next GPU in turn.
-        exact: the mean is that of `Trainer.setup(exact=True)`, bit for bit, if replica i computes what is micro-batch
-            i there; its inputs should be tensors of their own, not slices, since kernels round differently on
-            unaligned memory. Until `close` the process has the settings that this needs: deterministic kernels, 1
-            CPU thread.
-        timeout_s: how long a process waits for the others before it gives up.
+        devices: one for each replica, which is moved there (an optimizer over its parameters stays valid); default,
+            every replica stays on its device. "cuda" is the next GPU in turn.
+        exact: the mean is bit for bit that of `Trainer.setup(exact=True)`, if replica i computes what is micro-batch i
+            there. Its inputs should be separate tensors, not slices, since kernels round differently on unaligned
+            memory. Until `close`, the process uses deterministic kernels and 1 CPU thread.
+        timeout_s: seconds a process waits for the others.
         """
-        return cls(join(models, devices, exact=exact, timeout_s=timeout_s))
+        return cls(connect_replicas(models, devices, exact=exact, runtime=Runtime(timeout_s=timeout_s)))
 
     @property
     def models(self) -> tuple[Any, ...]:
@@ -62,63 +62,61 @@ class Ddp:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where they are."""
+        """The replicas' devices."""
         return self._replicas.devices
 
     @property
     def ranks(self) -> range:
-        """Their numbers among all replicas: what to derive seeds and shares of the data from."""
+        """Their numbers among all replicas, for seeds and for dividing the data."""
         return self._replicas.ranks
 
     @property
     def world_size(self) -> int:
-        """How many replicas there are, over all processes."""
+        """The number of replicas of all processes."""
         return self._replicas.gradients.num_replicas
 
     def sync_params(self) -> None:
         """Give all replicas the parameters, frozen ones too, and the buffers of replica 0."""
         self._check_open()
-        self._replicas.broadcast_state()
+        self._replicas.broadcast(parameters=True)
 
     def sync_buffers(self) -> None:
-        """Give all replicas the buffers of replica 0: BatchNorm's running statistics, say."""
+        """Give all replicas the buffers of replica 0, such as BatchNorm's running statistics."""
         self._check_open()
-        self._replicas.broadcast_buffers()
+        self._replicas.broadcast(parameters=False)
 
     def all_reduce_gradients(self) -> None:
         """Give all replicas the mean of their gradients; between backward and the optimizers' steps.
 
-        Where a parameter has a gradient on some replicas only, it counts as zero on the others. What has none anywhere
-        stays without.
+        A gradient that is missing on some replicas counts as zero there; missing on all, it stays None.
         """
         self._check_open()
         self._replicas.gradients.average([1] * self.world_size)
 
     def weighted_all_reduce_gradients(self, counts: Sequence[int]) -> None:
-        """The same, weighted: the mean over all samples, if replica i's gradient is a mean over `counts[i]` of them.
+        """The weighted mean: over all samples, if replica i's gradient is a mean over `counts[i]` of them.
 
-        counts: for this process's replicas, one each; the total is taken over all processes. A replica that counts 0
-        contributes nothing, whatever is in its gradients.
+        counts: one for each of this process's replicas; the total is over all processes. With count 0 a replica's
+        gradients are ignored.
         """
         self._check_open()
         weights = self._replicas.gradients.gather(self._checked(counts))
         if not any(weights):
             raise ValueError(
-                f"the counts of all replicas are {weights} and add up to 0, which nothing can be divided by: "
-                "leave the step out, or count at least 1 sample"
+                f"the counts of all replicas are {weights}, with sum 0: leave the step out, or count at least 1 sample"
             )
         self._replicas.gradients.average(weights)
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact mean depends on beside the gradients: with it a loop that is resumed has the same bits."""
+        """The state of the exact mean. A loop that is resumed with it computes the same bits."""
         return self._replicas.gradients.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, on any number of replicas."""
+        """Restore the result of `state_dict`, on any number of replicas."""
         self._replicas.gradients.load_state_dict(state)
 
     def close(self) -> None:
-        """Let go of the replicas, which stay as they are, and of the other processes. Safe to call twice."""
+        """Disconnect from the other processes. The replicas stay unchanged. Safe to call twice."""
         self._is_open = False
         self._replicas.cleanup.close()
 
@@ -130,7 +128,7 @@ class Ddp:
 
     def _check_open(self) -> None:
         if not self._is_open:
-            raise MisuseError("this Ddp is closed: wrap the models again to go on exchanging")
+            raise MisuseError("this Ddp is closed: wrap the models again")
 
     def _checked(self, counts: Sequence[int]) -> list[int]:
         if len(counts) != len(self.models):

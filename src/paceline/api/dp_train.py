@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.api.loss_history import LossHistory
 from paceline.core.errors import NonFiniteError
 from paceline.core.seeding import host_randomness
 from paceline.core.world import World, devices
@@ -19,19 +20,19 @@ from paceline.data.feeds.device import to_device
 from paceline.data.sources.base import Cycle, Source
 from paceline.observe.progress import Progress
 from paceline.run.assemble import assemble
-from paceline.run.config import Capture, RunConfig
+from paceline.run.config import RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
+from paceline.run.manual.training_state import checked_loss
+from paceline.run.settings import Optimization, Runtime, check_unused
 from paceline.run.step.loop import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
 
 DEFAULT_LR = 1e-3
-# Losses wait on the device and are fetched this many at a time.
-READ_INTERVAL = 256
 
 
 @dataclass(frozen=True)
 class DpResult:
-    """What `dp_train` returns: the trained model, its named parameters, and the mean loss of every iteration."""
+    """The result of `dp_train`: the trained model, its named parameters, and the mean loss of every iteration."""
 
     model: Any
     params: dict[str, torch.Tensor]
@@ -60,8 +61,8 @@ def dp_train(
     seed: int = 0,
     exact: bool = False,
     workers: int | None = None,
-    capture: Capture = "auto",
-    train_mode: bool = True,
+    optimization: Optimization = Optimization(),
+    runtime: Runtime = Runtime(),
 ) -> DpResult:
     """Train `n_gpu` replicas together for `n_iter` optimizer steps; the mean of their gradients is applied to all.
 
@@ -75,10 +76,10 @@ def dp_train(
     n_gpu: default, the number of devices; under torchrun or `paceline run`, of workers.
     max_norm: bound on the mean gradient's norm.
     lr: Adam's learning rate, unless `optimizer` (a function from parameters to a torch optimizer) is given.
-    verbose: print iteration 1 and every so-many; True: each, False or 0: none.
-    capture: whether a GPU replays an iteration as a CUDA graph, "auto", "on" or "off"; see docs/capture.md.
-    train_mode: put the model into training mode; False: leave every module in the mode that make_model gave it.
+    verbose: print iteration 1 and every `verbose`-th; True: every iteration; False or 0: none.
+    optimization, runtime: groups of further settings, as in `Trainer.setup`.
     """
+    check_unused(optimization, ("fused", "train_mode"), "dp_train")
     to_start = workers_to_start(None)
     # A worker of an existing world starts no others; alone it starts one per device. So one of these is 1.
     num_devices = World.from_environment("cpu").size * to_start
@@ -100,7 +101,8 @@ def dp_train(
         shuffle=False,
         max_grad_norm=max_norm if math.isfinite(max_norm) else None,
         exact=exact,
-        capture=capture,
+        optimization=optimization,
+        runtime=runtime,
     )
     train = partial(
         _train,
@@ -111,7 +113,6 @@ def dp_train(
         optimizer=optimizer or partial(_adam, lr=lr),
         scheduler=scheduler,
         print_interval=int(verbose),
-        train_mode=train_mode,
     )
     if processes == 1:
         return train(model)
@@ -131,27 +132,22 @@ def _train(
     optimizer: OptimizerFactory,
     scheduler: SchedulerFactory | None,
     print_interval: int,
-    train_mode: bool,
 ) -> DpResult:
     world = World.from_environment()
-    run = assemble(config, world, model, optimizer, source, scheduler=scheduler, train_mode=train_mode)
+    run = assemble(config, world, model, optimizer, source, scheduler=scheduler)
     is_quiet = not (print_interval and world.is_main)
     lines = Progress(n_iter, every_steps=print_interval or None, label="iteration", keep_lines=True, quiet=is_quiet)
-    history: list[float] = []
-    unread: list[StepRecord] = []
+    losses = LossHistory()
 
     def after_iteration(record: StepRecord) -> None:
-        unread.append(record)
+        losses.add(record)
         if lines.is_due(record.step):
             lines.show(record.step, record.loss)
-        if len(unread) == READ_INTERVAL or record.step == n_iter:
-            history.extend(r.loss for r in unread)
-            unread.clear()
 
     with run.cleanup:
         loop = run.loop
         loop.every(1, after_iteration)
-        step = run.stepping.with_function(lambda sample: (loss_of(loop.replica.model, sample), {}))
+        step = run.stepping.with_function(lambda sample: (loss_of(run.model, sample), {}))
         try:
             for sample in loop.micro_batches(epoch=0):
                 step(sample)
@@ -167,11 +163,11 @@ def _train(
             ) from error
         finally:
             lines.close()
-        return DpResult(loop.replica.model, named_parameters(loop.replica.model), history)
+        return DpResult(run.model, named_parameters(run.model), losses.read())
 
 
 def _train_in_worker(make_model: Callable[[], Any], train: Callable[[Any], DpResult]) -> Any:
-    """What travels back is tensors and numbers: the caller has a model of its own to put them in."""
+    """Return tensors and numbers only: the caller has its own model to load them into."""
     result = train(make_model)
     tensors = result.model.state_dict() if isinstance(result.model, nn.Module) else result.params
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, result.loss_history
@@ -232,9 +228,9 @@ def _check_arguments(
     if not _is_int(n_iter) or n_iter < 0:
         raise ValueError(f"n_iter={n_iter!r}: choose the number of optimizer steps, an integer >= 0")
     if not lr >= 0:
-        raise ValueError(f"lr={lr} is no learning rate: choose a number >= 0")
+        raise ValueError(f"lr={lr} must be >= 0")
     if not max_norm >= 0:
-        raise ValueError(f"max_norm={max_norm} is no bound: choose a number >= 0, or math.inf not to clip")
+        raise ValueError(f"max_norm={max_norm} must be >= 0; math.inf does not clip")
     if not isinstance(verbose, int) or verbose < 0:
         raise ValueError(f"verbose={verbose!r}: choose how many iterations lie between two lines, or False for none")
     if optimizer is not None and lr != DEFAULT_LR:
@@ -246,12 +242,12 @@ def _is_int(value: object) -> bool:
 
 
 def _try_out(model: Any, another: Any, loss_of: Callable[[Any, Any], Any], source: Source) -> None:
-    """One forward pass, of a model that nobody needs, so that what cannot work is an error before anything starts."""
+    """Run one forward pass of a second model, so that errors are raised before workers start."""
     _check_independent(model, another)
     with host_randomness():
         sample = source.read(np.zeros(1, np.int64), 0, 0)
         loss = loss_of(another, to_device(sample, torch.device("cpu")))
-    _check_loss(loss)
+    checked_loss(loss, "Without loss_fn, the output of the model is the loss")
 
 
 def _check_independent(first: Any, second: Any) -> None:
@@ -263,15 +259,3 @@ def _check_independent(first: Any, second: Any) -> None:
             raise ValueError(
                 f"two models from make_model share the parameter {name!r}: every call must make its own parameters"
             )
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean(). "
-            "Without loss_fn, what the model returns is taken as the loss"
-        )
-    if not loss.requires_grad:
-        raise ValueError("the loss has no gradient: it must be computed from the model's parameters, by torch")

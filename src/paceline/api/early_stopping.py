@@ -1,4 +1,4 @@
-"""Ending a run when a metric has stopped getting better."""
+"""End a run when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any, Literal
 
 
 class EarlyStopping:
-    """Counts how often in a row a metric did not get better.
+    """Counts the values in a row that did not improve a metric.
 
         early_stopping = pl.EarlyStopping(patience=3)
-        trainer.register("early_stopping", early_stopping)  # where the run is saved: it goes on counting when resumed
+        trainer.register("early_stopping", early_stopping)  # with checkpoints: a resumed run continues counting
         for epoch in trainer.epochs(100):
             ...
             if early_stopping.is_over(trainer.evaluate(validation, eval_fn)):
                 break
 
-    Give it the same value on every worker, as `trainer.evaluate` does: they must leave together.
+    All workers must pass the same value, as `trainer.evaluate` returns, since they must leave together.
 
-    patience: how many values in a row without improvement end the run. min_delta: by how much a value must be better
-    than the best to count. mode: "min" where lower is better, "max" where higher is. NaN is never an improvement.
+    patience: number of values in a row without improvement that end the run. min_delta: the least improvement over the
+    best value. mode: "min" if lower is better, "max" if higher. NaN is never an improvement.
     """
 
     def __init__(self, patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min") -> None:
         if type(patience) is not int or patience < 1:
-            raise ValueError(f"patience={patience!r}: choose how many values may be no better, at least 1")
+            raise ValueError(f"patience={patience!r} must be an int >= 1")
         if not 0.0 <= min_delta < math.inf:
-            raise ValueError(f"min_delta={min_delta!r}: choose by how much a value must be better, a number >= 0")
+            raise ValueError(f"min_delta={min_delta!r} must be a finite number >= 0")
         if mode not in ("min", "max"):
             raise ValueError(f"mode={mode!r}: choose 'min' or 'max'")
         self._patience = patience
@@ -37,7 +37,7 @@ class EarlyStopping:
         self.num_bad = 0
 
     def is_over(self, value: float) -> bool:
-        """Take the metric's next value; whether the last `patience` of them were no better than the best."""
+        """Add the metric's next value. Returns whether the last `patience` values brought no improvement."""
         value = float(value)
         if self._is_better(value):
             self.best = value

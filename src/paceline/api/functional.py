@@ -1,4 +1,4 @@
-"""Training step by step: `prepare_training`, then `train`, or the same loop by hand from the functions it calls."""
+"""Training step by step: `prepare_training`, then `train`, or your own loop over the functions that it calls."""
 
 from __future__ import annotations
 
@@ -9,22 +9,19 @@ from typing import Any
 
 import torch
 
-from paceline.comm.base import DEFAULT_TIMEOUT_S
+from paceline.api.loss_history import LossHistory
 from paceline.observe.progress import Progress
 from paceline.run.evaluation.validation import Validation
 from paceline.run.manual.step_loader import Reading
 from paceline.run.manual.training_state import Forward, LossFunction, TrainingState
+from paceline.run.settings import Loading, Optimization, Runtime, check_unused
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
-from paceline.sync.numbers import Numbers
 from paceline.sync.replica_gradients import Reduce
-
-# Losses wait on the device and are fetched this many at a time.
-READ_INTERVAL = 256
 
 
 @dataclass(frozen=True)
 class TrainingHistory:
-    """What `train` returns: each step's mean loss, before its update, and the validations."""
+    """The result of `train`: each step's mean loss, before its update, and the validations."""
 
     losses: list[float]
     validations: list[Validation]
@@ -42,79 +39,81 @@ def prepare_training(
     buffersize: int | None = None,
     scheduler: SchedulerFactory | None = None,
     forward_fn: Forward | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
     shuffle: bool | None = None,
-    readers: int | None = None,
     seed: int = 0,
     exact: bool = False,
-    train_mode: bool = True,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    loading: Loading = Loading(),
+    optimization: Optimization = Optimization(),
+    runtime: Runtime = Runtime(),
 ) -> TrainingState:
-    """A replica and an optimizer for each device, a loader that feeds them, and memory for the exchange.
+    """Make a replica and an optimizer for each device, a loader that feeds them, and the buffers of the exchange.
 
-        with pl.prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
-            pl.train(loss_fn, state)
+        with prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
+            train(loss_fn, state)
 
-    is the same as the loop by hand
+    is the same as the loop
 
-        with pl.prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
+        with prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
             for batches in state.loader:
                 for replica, batch in enumerate(batches):
-                    pl.train_step(loss_fn, state, batch, replica)
-                pl.sync_buffer(state)
-                pl.update(state)
+                    train_step(loss_fn, state, batch, replica)
+                sync_buffer(state)
+                update(state)
 
-    Inside a world (torchrun, `paceline run`, `paceline.launch`) every process calls it with the devices of its own, and
-    a step goes over the replicas of all.
+    Inside a world (torchrun, `paceline run`, `paceline.launch`) every process calls it with its own devices, and a step
+    covers the replicas of all processes.
 
     model: an nn.Module, which becomes the first replica, or a function that builds one; the others are copies.
-    dataset: whatever `Trainer.setup` takes as data.
-    devices: one replica each, also several times the same. None: all of this machine; in a world, the process's own.
+    dataset: as `data` of `Trainer.setup`.
+    devices: one replica each; a device may be repeated. None: all of this machine; in a world, the process's own.
     optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which is
         stepped by every `update`.
-    nsamples: samples per replica and step; left out where a DataLoader says it. At an epoch's end batches may be
-        smaller and the last replicas may have none: no sample is dropped, and each counts the same in the mean.
-    epochs: passes over the data. cycle: steps instead, for which the data is begun again as often as needed.
-    buffersize: how many steps are read ahead by the readers (default: two batches per reader).
-    readers: processes that read ahead (default: one; none for arrays and tensors, which are there already).
-    forward_fn(model, batch): gives the output and the target that loss_fn takes (default: of pairs, the model applied
-        to the first, and the second).
-    shuffle, collate_fn, seed, train_mode: as in `Trainer.setup`.
+    nsamples: samples per replica and step; left out where a DataLoader has a batch size. At an epoch's end batches may
+        be smaller and the last replicas may have none: no sample is dropped, and each counts the same in the mean.
+    epochs: passes over the data. cycle: steps instead, for which the data is repeated as often as needed.
+    buffersize: number of steps that the readers read ahead (default: two batches per reader).
+    forward_fn(model, batch): returns the output and the target that loss_fn takes (default: for pairs, the model
+        applied to the first element, and the second).
+    shuffle, seed: as in `Trainer.setup`.
     exact: the weights are bit for bit those of `Trainer.setup(exact=True)` with micro_batch=nsamples and global_batch=
-        nsamples * replicas, in however many processes the replicas are.
-    timeout_s: how long a process waits for the others before it gives up.
+        nsamples * replicas, on any number of processes.
+    loading: `readers` (default: one process; none for arrays and tensors, which are in memory) and `collate_fn`.
+    optimization: `fused` and `train_mode`. runtime: `backend`, `timeout_s` and `threads`.
     """
+    for name, value in (("nsamples", nsamples), ("epochs", epochs), ("cycle", cycle), ("buffersize", buffersize)):
+        if (value is not None or name == "epochs") and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r}: choose a whole number >= 1")
+    if cycle is not None and epochs != 1:
+        raise ValueError(
+            f"epochs={epochs} and cycle={cycle} both limit the run: give epochs (passes over the data) or cycle (steps)"
+        )
+    check_unused(loading, ("readers", "collate_fn"), "prepare_training")
+    check_unused(optimization, ("fused", "train_mode"), "prepare_training")
+    check_unused(runtime, ("backend", "timeout_s", "threads"), "prepare_training")
     return TrainingState(
         model,
         dataset,
         devices,
         optimizer,
-        Reading(
-            nsamples=nsamples,
-            epochs=epochs,
-            cycle=cycle,
-            buffersize=buffersize,
-            readers=readers,
-            shuffle=shuffle,
-            collate_fn=collate_fn,
-            seed=seed,
-        ),
+        Reading(nsamples, shuffle, loading.readers, loading.collate_fn, seed, buffersize=buffersize),
+        epochs=epochs,
+        cycle=cycle,
         scheduler=scheduler,
         forward_fn=forward_fn or _apply_to_first,
         exact=exact,
-        train_mode=train_mode,
-        timeout_s=timeout_s,
+        optimization=optimization,
+        runtime=runtime,
     )
 
 
 def train_step(loss_fn: LossFunction, state: TrainingState, batch: Any, replica: int = 0) -> torch.Tensor | None:
-    """Forward and backward of one replica on its batch: the gradient is then in its parameters' .grad.
+    """Run forward and backward of one replica on its batch; the gradient is in its parameters' .grad.
 
-    loss_fn(output, target): the mean over the batch's samples, on any device. A batch weighs its samples, the rows of
-    the first tensor in it. Without a batch (None) the replica takes no part in this step.
+    loss_fn(output, target): the mean over the batch's samples, on any device. A batch is weighted by its samples, the
+    rows of its first tensor. With batch=None the replica takes no part in this step.
 
-    A batch that does not fit in the device's memory is run in halves, or smaller parts, with one warning. That is an
-    error where it would change the result: in exact mode, and with BatchNorm in training.
+    A batch that does not fit in the device's memory is run in halves or smaller parts, with one warning. Where that
+    would change the result, in exact mode and with BatchNorm in training mode, it is an error.
 
     Returns the loss, on its device; None without a batch.
     """
@@ -124,25 +123,25 @@ def train_step(loss_fn: LossFunction, state: TrainingState, batch: Any, replica:
 def sync_buffer(state: TrainingState, *, reduce: Reduce | None = None) -> None:
     """Give every replica the mean of all replicas' gradients, weighted by their samples, in its parameters' .grad.
 
-    BatchNorm's running statistics become what they would be if the replicas' batches had run one after another. Inside
-    a world the mean goes over the replicas of all processes, which must all call it.
+    BatchNorm's running statistics are those of running the replicas' batches one after another. Inside a world all
+    processes must call it, and the mean is over the replicas of all.
 
-    reduce(gradients, weights): another way than the mean, such as a median. It is called for each parameter with a list
-    of gradients, one per replica that has a batch in this step, and a list of their samples; it returns the gradient
-    for all. A replica that did not use the parameter has zeros.
+    reduce(gradients, weights): replaces the mean, for example by a median. It is called for each parameter with a list
+    of gradients, one per replica with a batch in this step, and a list of their sample counts, and returns the gradient
+    for all replicas. The gradient of a replica that did not use the parameter is zero.
     """
     state.synchronize(reduce)
 
 
 def syncgrads(state: TrainingState, *, reduce: Reduce | None = None) -> None:
-    """`sync_buffer` under the name that it has where several nodes take part: one function serves both."""
+    """The same as `sync_buffer`, which serves one node and several."""
     sync_buffer(state, reduce=reduce)
 
 
 def update(state: TrainingState, *, lr: float | None = None) -> None:
-    """The optimizer's step on every replica, then the scheduler's. lr: the learning rate for this step and later ones.
+    """Step the optimizer of every replica, then the scheduler. lr: the learning rate from this step on.
 
-    The replicas are equal afterwards, and so are their optimizers.
+    The replicas and their optimizers are equal afterwards.
     """
     state.update(lr)
 
@@ -160,19 +159,19 @@ def train(
 ) -> TrainingHistory:
     """Train until the loader ends: `train_step` on every replica, `sync_buffer`, `update`.
 
-    validation: data of which every sample is visited once, after every epoch or every `validate_every` steps: its mean
-        loss and, where outputs are scores of classes, how often the label is among the k highest, for each k of topk
-        that is not more than the classes are. It does not change the training.
+    validation: data to evaluate after every epoch or every `validate_every` steps, each sample once: the mean loss and,
+        for class scores, the fraction of samples with the label among the k highest, for each k of topk up to the
+        number of classes. Validation does not change training.
     schedule(step, epoch): the learning rate of a step, both counted from 0.
     reduce: see `sync_buffer`.
-    verbose: print step 1 and every so-many, and every validation; True: each, False or 0: none.
+    verbose: print step 1, every `verbose`-th step and every validation; True: every step; False or 0: nothing.
     """
     _check_settings(state, validation, validate_every, schedule, verbose)
     lines = Progress(
         state.loader.num_steps, every_steps=int(verbose) or None, keep_lines=True, quiet=not (verbose and state.is_main)
     )
     validate = None if validation is None else state.validator(loss_fn, validation, topk)
-    losses, validations = _Losses(), []
+    losses, validations = LossHistory(), []
 
     def note_validation(epoch: int) -> None:
         if validate is not None:
@@ -204,7 +203,7 @@ def train(
 def _apply_to_first(model: Any, batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, Sequence) or len(batch) != 2:
         raise TypeError(
-            f"a batch is a {type(batch).__name__} and no pair of inputs and targets: give prepare_training a "
+            f"a batch is a {type(batch).__name__}, not a pair of inputs and targets: give prepare_training a "
             "forward_fn(model, batch) that returns output and target"
         )
     x, target = batch
@@ -224,22 +223,4 @@ def _check_settings(
     if not isinstance(verbose, int) or verbose < 0:
         raise ValueError(f"verbose={verbose!r}: choose how many steps lie between two lines, or False for none")
     if verbose and state.loader.num_steps is None:
-        raise ValueError(f"verbose={verbose} needs the number of steps, which a stream has not: give cycle, or False")
-
-
-class _Losses:
-    """The steps' losses, read from the device a few hundred at a time."""
-
-    def __init__(self) -> None:
-        self._read: list[float] = []
-        self._unread: list[Numbers] = []
-
-    def add(self, numbers: Numbers) -> None:
-        self._unread.append(numbers)
-        if len(self._unread) == READ_INTERVAL:
-            self.read()
-
-    def read(self) -> list[float]:
-        self._read.extend(numbers.loss for numbers in self._unread)
-        self._unread.clear()
-        return self._read
+        raise ValueError(f"verbose={verbose} needs the number of steps, unknown for a stream: give cycle, or False")

@@ -1,4 +1,4 @@
-"""The handle of a run that goes on in the background."""
+"""The handle of a run in the background."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paceline.api.builder_worker import TrainedState
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.launching.background import Background
 
-# For a run that nobody holds any more, or whose process exits: to finish its step before it is killed.
+# Seconds for the current step of a run without references, or whose process exits, before it is killed.
 GRACE_S = 30.0
 
 
 class Handle:
-    """A run in the background: iterate for its epochs' metrics as they come, `join` for what it has come to.
+    """A run in the background: iterate over it for the metrics of its epochs, `join` it for its final state.
 
-    It is stopped when its last reference goes, when a `with handle:` block is left, by Ctrl-C in a wait for it, and
-    when the interpreter exits: after its current step, and nothing of it is left.
+    The run is stopped after its current step when the last reference to the handle is dropped, at the end of a
+    `with handle:` block, by Ctrl-C while waiting for it, and when the interpreter exits.
     """
 
     def __init__(self, background: Background, world_size: int, devices: tuple[torch.device, ...]) -> None:
@@ -33,12 +33,12 @@ class Handle:
 
     @property
     def world_size(self) -> int:
-        """How many workers train."""
+        """The number of workers."""
         return self._world_size
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """What the workers on this machine train on, by rank."""
+        """The devices of the workers on this machine, by rank."""
         return self._devices
 
     @property
@@ -46,19 +46,19 @@ class Handle:
         return not self._background.has_ended
 
     def join(self, timeout: float | None = None) -> TrainedState:
-        """Wait for the end and return what the run has come to; its error is raised here.
+        """Wait for the end and return the final state, or raise the run's error.
 
-        An error in this process comes as it is, one of a worker that was started as `WorkerError`, with the worker's
-        traceback. After `timeout` seconds: `TimeoutError`, and the run goes on.
+        An error of a started worker is raised as `WorkerError`, with the worker's traceback. After `timeout` seconds:
+        `TimeoutError`, and the run continues.
         """
         with self._stopped_by_interrupt():
             if not self._background.wait(timeout):
-                raise TimeoutError(f"the run is not over after timeout={timeout} s: it goes on; join again, or stop()")
+                raise TimeoutError(f"the run continues after timeout={timeout} s: join again, or stop()")
         state: TrainedState = self._background.result()
         return state
 
     def next_metrics(self, timeout: float | None = None) -> EpochMetrics | None:
-        """The next epoch's metrics, waited for; None when the run is over. `join` tells how it ended.
+        """Wait for the next epoch's metrics; None when the run has ended. `join` raises its error, if any.
 
         After `timeout` seconds: `TimeoutError`.
         """
@@ -66,21 +66,21 @@ class Handle:
             try:
                 message = self._background.next_message(timeout)
             except Empty:
-                raise TimeoutError(f"no epoch has ended within timeout={timeout} s: the run goes on") from None
+                raise TimeoutError(f"no epoch has ended within timeout={timeout} s: the run continues") from None
         return None if message is None else EpochMetrics.from_dict(message)
 
     def poll_metrics(self) -> list[EpochMetrics]:
-        """The metrics of the epochs that have ended since they were last asked for. Never waits."""
+        """The metrics of the epochs that have ended since the last call. Never waits."""
         return [EpochMetrics.from_dict(message) for message in self._background.new_messages()]
 
     def __iter__(self) -> Iterator[EpochMetrics]:
-        """Every epoch's metrics as it ends. The error of a run that failed is raised after its last epoch."""
+        """The metrics of every epoch as it ends. The error of a failed run is raised after its last epoch."""
         while (metrics := self.next_metrics()) is not None:
             yield metrics
         self.join()
 
     def stop(self) -> None:
-        """Have all workers end after the current step; `join` then returns the state reached. Returns at once.
+        """Ask all workers to end after the current step; `join` then returns the state reached. Does not wait.
 
         Where weights are averaged, workers end at one of the next averages.
         """
@@ -92,7 +92,7 @@ class Handle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop the run and wait for its end; its own error is raised if no other is on its way."""
+        """Stop the run and wait for its end. Its error is raised unless another one is being raised."""
         self.stop()
         with self._stopped_by_interrupt():
             self._background.wait()
@@ -101,7 +101,7 @@ class Handle:
 
     @contextmanager
     def _stopped_by_interrupt(self) -> Iterator[None]:
-        """Ctrl-C ends the run after its step, a second one at once."""
+        """Ctrl-C ends the run after its step, a second Ctrl-C immediately."""
         try:
             yield
         except KeyboardInterrupt:

@@ -1,68 +1,50 @@
-"""How the trainer calls a model by itself: a plain one for predictions, a head also for its loss."""
+"""How the trainer calls a model: a plain one for predictions, a head also for its loss."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from paceline.core.errors import MisuseError
 from paceline.data.sources.base import Pair
 
-# Labels that no loss of transformers counts.
+# The label that losses of transformers ignore.
 IGNORED = -100
 # Heads whose loss is a plain mean over all labels, where they compute it themselves; decoders such as Bart's too.
 _OVER_LABELS = ("ForMaskedLM", "ForTokenClassification", "ForCausalLM")
 
 
-class Calling(Protocol):
-    """Ways to call a model with a micro-batch."""
-
-    def loss(self, model: Any, batch: Any) -> torch.Tensor:
-        """The micro-batch's mean loss."""
-
-    def predict(self, model: Any, batch: Any) -> Any:
-        """What the model makes of each of its samples."""
+def plain_prediction(model: Any, batch: Any) -> Any:
+    """The output for a micro-batch of a model whose loss is computed outside of it."""
+    inputs = batch.x if isinstance(batch, Pair) else batch
+    return model(inputs) if callable(model) else model.forward(inputs)
 
 
-class PlainModel:
-    """A model whose loss is computed outside of it."""
-
-    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+def head_loss(model: Any, batch: Any) -> torch.Tensor:
+    """The mean loss of a model with `compute_loss(batch)`, or whose output has the loss, as in transformers."""
+    if callable(compute := getattr(model, "compute_loss", None)):
+        loss = compute(batch)
+    else:
+        loss = getattr(_call(model, batch), "loss", None)
+    if not isinstance(loss, torch.Tensor):
         raise MisuseError(
-            "loss() needs a model that computes its own loss: make the trainer with Trainer.setup_head, or compute the "
-            "loss from trainer.model"
+            f"the head, a {type(model).__name__}, gave no loss: it needs compute_loss(batch), or an output with "
+            ".loss, for which batches of a transformers model must have labels"
         )
-
-    def predict(self, model: Any, batch: Any) -> Any:
-        inputs = batch.x if isinstance(batch, Pair) else batch
-        return model(inputs) if callable(model) else model.forward(inputs)
+    return loss
 
 
-class Head:
-    """A model with `compute_loss(batch)`, or one whose output has the loss, as those of transformers do."""
-
-    def loss(self, model: Any, batch: Any) -> torch.Tensor:
-        if callable(compute := getattr(model, "compute_loss", None)):
-            loss = compute(batch)
-        else:
-            loss = getattr(_call(model, batch), "loss", None)
-        if not isinstance(loss, torch.Tensor):
-            raise MisuseError(
-                f"the head, a {type(model).__name__}, gave no loss: it needs compute_loss(batch), or an output with "
-                ".loss, for which batches of a transformers model must have labels"
-            )
-        return loss
-
-    def predict(self, model: Any, batch: Any) -> Any:
-        if callable(own := getattr(model, "predict", None)):
-            return own(batch)
-        if isinstance(batch, Mapping):
-            batch = {name: value for name, value in batch.items() if name != "labels"}
-        return _call(model, batch)
+def head_prediction(model: Any, batch: Any) -> Any:
+    """The head's own `predict(batch)`, or its output without labels."""
+    if callable(own := getattr(model, "predict", None)):
+        return own(batch)
+    if isinstance(batch, Mapping):
+        batch = {name: value for name, value in batch.items() if name != "labels"}
+    return _call(model, batch)
 
 
 def _call(model: Any, batch: Any) -> Any:
@@ -93,7 +75,7 @@ class CountedLabels:
 
 
 def weight_fn_of(model: Any) -> Callable[[Any], int] | None:
-    """What a micro-batch of this head weighs, where that can be told from its code; None: its samples.
+    """The weight_fn of a transformers head, where its code shows what the loss is a mean over; None: its samples.
 
     transformers' models call `self.loss_function`, which says whether it shifts, or compute the loss in `forward`.
     """
@@ -104,12 +86,12 @@ def weight_fn_of(model: Any) -> Callable[[Any], int] | None:
         return None
     forward = inspect.unwrap(forward)
     if forward.__module__.partition(".")[0] != "transformers":
-        return None  # the user's own
+        return None  # written by the user
     code, model_name = forward.__code__, type(model).__name__
     names = _names(code)
     ignores_others = "ignore_index" in names and IGNORED not in code.co_consts
     if ignores_others or any("shift_labels" in name or "codebook" in name for name in names):
-        return None  # it does something of its own with them
+        return None  # it treats labels in its own way
     if "loss_function" in names:
         loss = model.loss_function
         is_known = getattr(loss, "__module__", "").partition(".")[0] == "transformers"
@@ -123,7 +105,7 @@ def weight_fn_of(model: Any) -> Callable[[Any], int] | None:
 
 
 def _is_of_transformers(model: Any) -> bool:
-    """Found without importing the package."""
+    """Tested without importing the package."""
     return any(
         (c.__module__, c.__name__) == ("transformers.modeling_utils", "PreTrainedModel") for c in type(model).__mro__
     )

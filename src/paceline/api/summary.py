@@ -18,8 +18,8 @@ from paceline.core.world import World
 QUIET_VARIABLE = "PACELINE_QUIET"
 
 
-class Seat(NamedTuple):
-    """Where a worker works: its host, the device there, and what that device is."""
+class WorkerDevice(NamedTuple):
+    """The device of a worker: its host, its name there, and a description."""
 
     host: str
     device: str
@@ -31,30 +31,30 @@ def is_quiet(quiet: bool) -> bool:
 
 
 def announce(communicator: Communicator, *, quiet: bool) -> None:
-    """Print the line on rank 0. All workers take part, also where this one is quiet: another might not be."""
+    """Print the line on rank 0. A collective: quiet workers take part too."""
     world = communicator.world
-    seats = [Seat(*json.loads(text)) for text in gather(json.dumps(_seat(world)), communicator)]
+    workers = [WorkerDevice(*json.loads(text)) for text in gather(json.dumps(_device_of(world)), communicator)]
     if world.is_main and not is_quiet(quiet):
-        print(f"paceline: {summary(seats)}", file=sys.stderr)
+        print(f"paceline: {summary(workers)}", file=sys.stderr)
 
 
-def summary(seats: Sequence[Seat]) -> str:
-    """Workers, and the devices they drive: several may share one. "2 workers | NVIDIA H200 (140 GB) x 2 (1 host)"."""
-    devices = Counter(seat.description for seat in dict.fromkeys(seats))
+def summary(workers: Sequence[WorkerDevice]) -> str:
+    """Workers and their devices, which they may share: "2 workers | NVIDIA H200 (140 GB) x 2 (1 host)"."""
+    devices = Counter(worker.description for worker in dict.fromkeys(workers))
     listed = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in devices.items())
-    hosts = f" ({_counted(len({seat.host for seat in seats}), 'host')})" if devices.total() > 1 else ""
-    return f"{_counted(len(seats), 'worker')} | {listed}{hosts}"
+    hosts = f" ({_counted(len({worker.host for worker in workers}), 'host')})" if devices.total() > 1 else ""
+    return f"{_counted(len(workers), 'worker')} | {listed}{hosts}"
 
 
-def _seat(world: World) -> Seat:
+def _device_of(world: World) -> WorkerDevice:
     device = world.device
     if device.type == "cuda":
         memory_gb = torch.cuda.get_device_properties(device).total_memory / 2**30
-        return Seat(world.host, str(device), f"{torch.cuda.get_device_name(device)} ({memory_gb:.0f} GB)")
+        return WorkerDevice(world.host, str(device), f"{torch.cuda.get_device_name(device)} ({memory_gb:.0f} GB)")
     if device.type != "cpu":
-        return Seat(world.host, str(device), str(device))
+        return WorkerDevice(world.host, str(device), str(device))
     threads = _counted(torch.get_num_threads(), "thread") + (" each" if world.local_size > 1 else "")
-    return Seat(world.host, str(device), f"CPU ({_counted(len(os.sched_getaffinity(0)), 'core')}, {threads})")
+    return WorkerDevice(world.host, str(device), f"CPU ({_counted(len(os.sched_getaffinity(0)), 'core')}, {threads})")
 
 
 def _counted(count: int, what: str) -> str:

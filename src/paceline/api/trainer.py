@@ -3,103 +3,55 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.api.ddp_config import DdpConfig
-from paceline.api.heads import Calling, Head, PlainModel, weight_fn_of
+from paceline.api.heads import head_loss, head_prediction, plain_prediction, weight_fn_of
 from paceline.api.summary import announce, is_quiet
+from paceline.api.unknown_settings import explains_unknown_settings
 from paceline.checkpoint.manifest import Pattern
 from paceline.checkpoint.policy import Decision
-from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
 from paceline.core.world import World, device_count
 from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
-from paceline.data.feeds.make_feed import FeedKind
-from paceline.data.sources.skip_bad import Skipped
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
-from paceline.run.assemble import Run, WeightByModel, assemble
+from paceline.run.assemble import WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
-from paceline.run.config import Capture, Precision, RunConfig, SchedulerInterval, Strategy
+from paceline.run.config import RunConfig, Strategy
 from paceline.run.evaluation import collect
 from paceline.run.evaluation.evaluate import evaluate
 from paceline.run.evaluation.predict import predict
 from paceline.run.report import Report
+from paceline.run.run import Run, TrainingEpoch
 from paceline.run.saving.export import export_weights, save_pretrained
 from paceline.run.saving.options import Checkpoints
-from paceline.run.saving.resuming import Resume, ResumeOptions
 from paceline.run.saving.state import HasState, plain_model
-from paceline.run.step.gc_policy import GarbageCollection
-from paceline.run.step.loop import Loop, StepRecord
+from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
+from paceline.run.step.loop import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, only_or_all
 
 if TYPE_CHECKING:
     from paceline.api.builder import Builder
 
 
-class Epoch:
-    """One pass over the data: iterate over it, once, for this worker's micro-batches. `number` counts from 0."""
-
-    def __init__(self, number: int, loop: Loop, num_micro_batches: int | None) -> None:
-        self.number = number
-        self.was_begun = False
-        self._loop = loop
-        self._num_micro_batches = num_micro_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        check_open(self._loop)
-        if self.was_begun:
-            raise MisuseError(
-                f"epoch {self.number} was iterated before, and an epoch can be iterated once: "
-                "the next one comes from trainer.epochs(...)"
-            )
-        if self._loop.position.epoch != self.number:
-            raise MisuseError(
-                f"epoch {self.number} cannot be iterated: the run is in epoch {self._loop.position.epoch}. Take each "
-                "epoch from trainer.epochs(...) when it is its turn"
-            )
-        self.was_begun = True
-        # Made here, not kept: a `break` then ends the generator at once, and with it the step that was under way.
-        return self._loop.micro_batches(self.number)
-
-    def __len__(self) -> int:
-        """The micro-batches of the whole epoch, over all workers; this one gets its share of them."""
-        if self._num_micro_batches is None:
-            raise TypeError("len(epoch) is not known: the data is a stream, which ends when it ends")
-        return self._num_micro_batches
-
-
-def check_open(loop: Loop) -> None:
-    if loop.is_closed:
-        raise MisuseError(
-            "this trainer is closed, its run has ended: call Trainer.setup again, with the same model, or with "
-            "checkpoints= to go on where it was saved"
-        )
-
-
 class Trainer:
-    """A training run whose loop is yours. Make one with `Trainer.setup`."""
+    """A training run whose loop is yours. Make one with `Trainer.setup`. `run` holds the run's parts."""
 
-    def __init__(
-        self,
-        run: Run,
-        config: RunConfig,
-        weight_fn: Callable[[Any], int] | None,
-        calling: Calling | None = None,
-    ) -> None:
-        self._run = run
-        self._config = config
-        self._weight_fn = weight_fn
-        self._calling = calling or PlainModel()
+    def __init__(self, run: Run, *, is_head: bool = False) -> None:
+        self.run = run
+        self._is_head = is_head
 
     @classmethod
+    @explains_unknown_settings
     def setup(
         cls,
         model: Any,
@@ -108,158 +60,92 @@ class Trainer:
         data: Any,
         global_batch: int | None = None,
         micro_batch: int | None = None,
-        physical_batch: int | Sequence[int] | None = None,
-        batches_per_step: int | None = None,
         scheduler: SchedulerFactory | None = None,
-        scheduler_every: SchedulerInterval = "step",
         weight_fn: Callable[[Any], int] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
         max_grad_norm: float | None = None,
-        fused_optimizers: bool = True,
-        train_mode: bool = True,
-        seed: int = 0,
         shuffle: bool | None = None,
-        drop_last: bool = False,
-        skip_bad_samples: bool | Callable[[Skipped], None] = False,
+        seed: int = 0,
         exact: bool = False,
         precision: Precision = "fp32",
         strategy: Strategy = "gradients",
-        shares: Sequence[float] | Literal["measured", "equal"] = "measured",
-        speed_hints: Sequence[float] | None = None,
         device: torch.device | str | None = None,
-        backend: str | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        threads: int | None = None,
-        feed: FeedKind | None = None,
-        readers: int | None = None,
-        prefetch: int | None = None,
-        num_shards: int | None = None,
-        shuffle_buffer: int = 0,
-        resident: bool = False,
-        overlap: bool = True,
-        garbage_collection: GarbageCollection = "between steps",
-        capture: Capture = "auto",
-        ema: float | None = None,
-        quiet: bool = False,
-        checkpoints: Checkpoints | None = None,
-        resume: Resume = "auto",
         init_from: str | PathLike[str] | None = None,
-        allow: Sequence[str] = (),
-        skip: Sequence[str] = (),
-        timeline: str | PathLike[str] | None = None,
+        checkpoints: Checkpoints | None = None,
+        batching: Batching = Batching(),
+        loading: Loading = Loading(),
+        balancing: Balancing = Balancing(),
+        optimization: Optimization = Optimization(),
+        runtime: Runtime = Runtime(),
     ) -> Trainer:
-        """Join the world this process is in (torchrun, `paceline run`, `paceline.launch`) or train alone.
+        """Join the world of this process (torchrun, `paceline run`, `paceline.launch`), or train alone.
 
-        model: an nn.Module, or a function that builds one; every worker starts with rank 0's weights.
-        optimizer: a function from parameters to a torch optimizer, or to a list of them; or, where the model is made
-            already, optimizers over its parameters. A class, such as torch.optim.AdamW, is used with its own default
-            learning rate. scheduler: a function from that to a torch scheduler, or several, or one that was made over
-            such an optimizer; stepped after every optimizer step, or with scheduler_every="epoch" at the end of every
-            epoch.
-        fused_optimizers: SGD, Adam and AdamW update all parameters in one kernel, unless they were made with another
-            choice (`fused=`, `foreach=`).
-        train_mode: put a model that is in evaluation mode, as those of `from_pretrained` are, into training mode. In
-            one that is in training mode, layers that are not, such as frozen BatchNorm, stay so. False: every module
-            stays in the mode it is in.
-        data: a list of samples, a tensor or array, a tuple or dict of them with equally many rows, or a map-style
-            torch Dataset; a source of `paceline.data`; or a stream, something to iterate over again and again, such as
-            a torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
-            is taken as it is: batch_size is global_batch, or micro_batch where global_batch is given too; num_workers
+        model: an nn.Module, or a function that builds one. Every worker starts with rank 0's weights.
+        optimizer: a function from parameters to a torch optimizer, or to a list of them; or, for a model that is
+            already built, optimizers over its parameters. A class, such as torch.optim.AdamW, is called with its
+            default learning rate.
+        data: a list of samples; a tensor or array, or a tuple or dict of them with equally many rows; a map-style torch
+            Dataset; a source of `paceline.data`; or a stream, an iterable that can be iterated repeatedly, such as a
+            torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
+            keeps its settings: batch_size is global_batch, or micro_batch where global_batch is given too; num_workers
             is readers; a sampler decides the order, drawn once per epoch for all workers (shuffle=True gives
-            Paceline's own permutation). Batches that are made
-            elsewhere: `paceline.Batches(iterable)`, `paceline.PerWorker(iterables)`.
-        global_batch: samples per optimizer step, however many workers share them. micro_batch: samples per forward
-            and backward (default: the global batch); global_batch must be a multiple of it. physical_batch: samples
-            that a device may run at once, a multiple of micro_batch, one number or one per worker: what a large
-            device needs to be busy. Not with exact, nor with BatchNorm.
-        batches_per_step: instead of these, for data that comes as whole batches (`Batches`, `PerWorker`, a DataLoader
-            with a batch_sampler or batch_size=None): each is one micro-batch, and so many make a step.
-        weight_fn: from a micro-batch (on the host) to the whole number its loss is a mean over, such as valid tokens;
-            default: its samples.
-        shuffle: a new order in every epoch (default: yes, or as a DataLoader says). drop_last: leave out an epoch's
-            last step if it is smaller. skip_bad_samples: go on without samples that cannot be read, with a warning for
-            each, or with a call of your function.
-        exact: weights that are bit-for-bit the same on any number of workers, for one kind of device.
-        precision: what `trainer.autocast()` casts to; fp16 adds loss scaling.
+            Paceline's own permutation). For ready-made batches: `paceline.Batches(iterable)`,
+            `paceline.PerWorker(iterables)`.
+        global_batch: samples per optimizer step, over all workers. micro_batch: samples per forward and backward
+            (default: the global batch); global_batch must be a multiple of it.
+        scheduler: a function from the optimizer to a torch scheduler, or several, or a scheduler made over a ready-made
+            optimizer. It is stepped after every optimizer step; see `Optimization(scheduler_every=...)`.
+        weight_fn: from a micro-batch (on the host) to the integer that its loss is a mean over, such as the number of
+            valid tokens (default: its samples).
+        max_grad_norm: clip the norm of the mean gradient to this.
+        shuffle: a new order in every epoch (default: True, or the DataLoader's setting).
+        exact: weights are bit for bit the same on any number of workers, for one kind of device.
+        precision: "fp32", "bf16" or "fp16", what `trainer.autocast()` casts to; fp16 adds loss scaling.
         strategy: "gradients" exchanges gradients in every step. For slow links, where the result then depends on the
             workers: `paceline.Cadence(...)` makes steps of as many micro-batches as keep the exchange cheap (give
-            micro_batch and no global_batch); `paceline.Averaging(...)` averages the replicas' weights every so many
-            steps.
-        shares: how workers divide a step. "measured": by the speed each was measured at, starting from speed_hints
-            if given; "equal"; or one relative speed per worker. No choice changes the result.
-        feed: "sharded", every worker reads its own micro-batches, or "dispatched", rank 0 reads and sends them
-            (default: "dispatched" for `Batches`); no weight depends on it.
-        readers: processes per worker that read micro-batches ahead; worth it where reading takes its time.
-            prefetch: how many micro-batches ahead (default: two per reader).
-        num_shards: of a stream, into how many parts it is dealt: its order depends on it (default: as many as it can
-            be divided into). shuffle_buffer: from how many samples of a shard each next one is drawn; 0: not shuffled.
-        resident: keep all of the data on the device; for tensors and arrays that fit there.
-        overlap: exchange gradients while backward still runs.
-        timeout_s: how long a worker waits for the others before it gives up. threads: CPU threads per worker.
-        garbage_collection: "between steps", Python's full collections come between two steps of an epoch, on all
-            workers at the same ones; "as usual", whenever Python thinks fit. See docs/performance.md.
-        capture: what `step_with` launches on a GPU is recorded once as a CUDA graph and replayed: "auto", where that
-            pays and can be done; "on", or else an error that says why not; "off". See docs/capture.md.
-        ema: the decay, such as 0.999, of an average of the weights that is kept beside them, after every step
-            decay * average + (1 - decay) * weights; see `ema_weights`. Not with Averaging.
-        quiet: say nothing about devices on stderr; so does the environment variable PACELINE_QUIET=1.
-        checkpoints: when to save the run, and where: `paceline.Checkpoints(folder, every_steps=1000)`.
-        resume: "auto", from the newest checkpoint in that folder if there is one; True, there must be one; a path, from
-            that checkpoint, and what the folder has of later steps is moved aside; None, the folder must have none.
-        init_from: weights to start from where nothing is resumed: a checkpoint, a safetensors file, or a state_dict.
-        allow: settings that may differ from those of the checkpoint, such as "global_batch". skip: components of the
-            checkpoint that are not restored, such as "optimizer".
-        timeline: a folder in which every worker records what its time goes into; `paceline timeline FOLDER` shows it.
+            micro_batch and no global_batch); `paceline.Averaging(...)` averages the replicas' weights.
+        device: default, this worker's GPU, or the CPU.
+        init_from: weights to start from unless a checkpoint is resumed: a checkpoint, a safetensors file, or a
+            state_dict.
+        checkpoints: when and where to save the run: `paceline.Checkpoints(folder, every_steps=1000)`. A run that is
+            set up again with the same folder resumes from the newest checkpoint there.
+        batching, loading, balancing, optimization, runtime: groups of further settings.
         """
         adopted = adopt(
             data,
             LoadingOptions(
                 global_batch=global_batch,
                 micro_batch=micro_batch,
-                physical_batch=physical_batch,
-                batches_per_step=batches_per_step,
+                physical_batch=batching.physical_batch,
+                batches_per_step=batching.batches_per_step,
                 strategy_sets_step=isinstance(strategy, Cadence),
                 shuffle=shuffle,
-                shuffle_buffer=shuffle_buffer,
-                num_shards=num_shards,
-                feed=feed,
-                readers=readers,
-                collate_fn=collate_fn,
-                skip_bad_samples=skip_bad_samples,
-                resident=resident,
+                shuffle_buffer=loading.shuffle_buffer,
+                num_shards=loading.num_shards,
+                feed=loading.feed,
+                readers=loading.readers,
+                collate_fn=loading.collate_fn,
+                skip_bad_samples=loading.skip_bad_samples,
+                resident=loading.resident,
             ),
             seed,
         )
         config = RunConfig(
             global_batch=adopted.global_batch,
             micro_batch=adopted.micro_batch,
-            physical_batch=tuple(physical_batch) if isinstance(physical_batch, Sequence) else physical_batch,
             seed=seed,
             shuffle=adopted.shuffle,
-            drop_last=drop_last,
             precision=precision,
             max_grad_norm=max_grad_norm,
-            scheduler_every=scheduler_every,
-            fused_optimizers=fused_optimizers,
             exact=exact,
             strategy=strategy,
-            shares=shares if isinstance(shares, str) else tuple(map(float, shares)),
-            speed_hints=None if speed_hints is None else tuple(map(float, speed_hints)),
-            feed=adopted.feed,
-            readers=adopted.readers,
-            prefetch=prefetch,
-            num_shards=num_shards,
-            shuffle_buffer=shuffle_buffer,
-            resident=resident,
-            overlap=overlap,
-            backend=backend,
-            timeout_s=timeout_s,
-            threads=threads,
-            garbage_collection=garbage_collection,
-            capture=capture,
+            batching=batching,
+            loading=replace(loading, feed=adopted.feed, readers=adopted.readers, collate_fn=adopted.collate_fn),
+            balancing=balancing,
+            optimization=optimization,
+            runtime=runtime,
         )
         world = World.from_environment(device)
-        if world.size == 1 and device is None and device_count() > 1 and not is_quiet(quiet):
+        if world.size == 1 and device is None and device_count() > 1 and not is_quiet(runtime.quiet):
             print(
                 f"paceline: training on 1 of {device_count()} devices; start the script with `paceline run SCRIPT` "
                 "to use all",
@@ -273,29 +159,35 @@ class Trainer:
             adopted.data,
             scheduler=scheduler,
             weight_fn=weight_fn,
-            collate_fn=adopted.collate_fn,
             checkpoints=checkpoints,
-            start=ResumeOptions(resume, init_from, tuple(allow), tuple(skip)),
-            ema=ema,
-            timeline=None if timeline is None else Path(timeline),
-            train_mode=train_mode,
+            init_from=init_from,
         )
         try:
-            announce(run.communicator, quiet=quiet)
+            announce(run.communicator, quiet=runtime.quiet)
         except BaseException:
             run.cleanup.close()
             raise
-        return cls(run, config, run.weight_fn)
+        return cls(run)
 
     @classmethod
     def setup_with(
-        cls, config: DdpConfig, model: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
+        cls,
+        config: DdpConfig,
+        model: Any,
+        optimizer: OptimizerFactory,
+        *,
+        data: Any,
+        micro_batch: int,
+        balancing: Balancing = Balancing(),
+        **settings: Any,
     ) -> Trainer:
         """`setup` with El Che: workers exchange gradients after as many micro-batches as keep the exchange cheap.
 
         With max_anchor=0 each step has as many micro-batches as there are workers. `settings` are those of `setup`.
         """
         size = World.from_environment(settings.get("device")).size
+        if (hints := config.speed_hints(size)) is not None:
+            balancing = replace(balancing, speed_hints=hints)
         return cls.setup(
             model,
             optimizer,
@@ -303,34 +195,33 @@ class Trainer:
             micro_batch=micro_batch,
             global_batch=micro_batch * size if config.strategy == "gradients" else None,
             strategy=config.strategy,
-            speed_hints=config.speed_hints(size),
             max_grad_norm=config.max_grad_norm,
+            balancing=balancing,
             **settings,
         )
 
     @classmethod
     def setup_head(cls, head: Any, optimizer: OptimizerFactory, *, data: Any, **settings: Any) -> Trainer:
-        """`setup` for a model that computes its own loss, which `trainer.loss(batch)` then gives.
+        """`setup` for a model that computes its own loss: `trainer.loss(batch)`.
 
-        head: what `setup` takes as a model and has `compute_loss(batch)`; or a model of transformers, which is called
-            with the entries of a batch that is a dict, labels among them, and whose output has the loss. From a local
-            folder: `lambda: AutoModelForSequenceClassification.from_pretrained(folder)`. Its `predict(batch)`, if it
-            has one, is what `trainer.predict` calls; its `tokenizer` is saved with it by `trainer.save_pretrained`.
-        Without a weight_fn, a micro-batch of a language model of transformers weighs the labels that its loss is a mean
-        over: for causal ones, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
+        head: a model, as for `setup`, with `compute_loss(batch)`; or a model of transformers, which is called with the
+            entries of a dict batch, labels included, and whose output has the loss. From a local folder:
+            `lambda: AutoModelForSequenceClassification.from_pretrained(folder)`. `trainer.predict` calls its
+            `predict(batch)`, if it has one; `trainer.save_pretrained` saves its `tokenizer` with it.
+        Without a weight_fn, a micro-batch of a transformers language model weighs the labels that its loss is a mean
+        over: for causal models, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
         """
         settings["weight_fn"] = settings.get("weight_fn") or WeightByModel(weight_fn_of)
-        plain = cls.setup(head, optimizer, data=data, **settings)
-        return cls(plain._run, plain._config, plain._weight_fn, Head())
+        return cls(cls.setup(head, optimizer, data=data, **settings).run, is_head=True)
 
     @classmethod
     def setup_head_with(
         cls, config: DdpConfig, head: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
     ) -> Trainer:
-        """`setup_head` with El Che, as `setup_with` is `setup` with it."""
+        """`setup_head` with El Che, as in `setup_with`."""
         settings["weight_fn"] = settings.get("weight_fn") or WeightByModel(weight_fn_of)
-        plain = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
-        return cls(plain._run, plain._config, plain._weight_fn, Head())
+        trainer = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
+        return cls(trainer.run, is_head=True)
 
     @classmethod
     def builder(
@@ -339,11 +230,11 @@ class Trainer:
         optim_factory: Callable[[list[torch.Tensor]], Any],
         train_fn: Callable[[Any, Any], Any],
     ) -> Builder:
-        """A run whose loop is the framework's; `.run()` starts it in the background and returns its handle.
+        """A run whose loop Paceline owns; `.run()` starts it in the background and returns its handle.
 
         model_factory: builds a model; every worker calls it. optim_factory: from its parameters to a torch optimizer.
-        train_fn(model, batch): the loss, a mean over the micro-batch, or (loss, {"name": number}) with numbers of your
-        own, whose means stand in the epoch's metrics.
+        train_fn(model, batch): the loss, a mean over the micro-batch, or (loss, {"name": number}); the means of these
+        numbers are in the epoch's metrics.
 
             handle = pl.Trainer.builder(build, optimizer, train_fn).dataset(data).batch_size(64).num_epochs(10).run()
             for metrics in handle: print(metrics.epoch, metrics.loss)
@@ -355,7 +246,7 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        return self._run.loop.replica.model
+        return self.run.model
 
     @property
     def unwrapped_model(self) -> Any:
@@ -364,17 +255,17 @@ class Trainer:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer; a list where there are several."""
-        return only_or_all(self._run.loop.replica.optimizers)
+        """The optimizer; a list if there are several."""
+        return only_or_all(self.run.loop.replica.optimizers)
 
     @property
     def scheduler(self) -> Any:
-        """The scheduler; a list where there are several, None where there is none."""
-        return only_or_all(self._run.loop.replica.schedulers or [None])
+        """The scheduler; a list if there are several, None if there is none."""
+        return only_or_all(self.run.loop.replica.schedulers or [None])
 
     @property
     def world(self) -> World:
-        return self._run.communicator.world
+        return self.run.world
 
     @property
     def is_main(self) -> bool:
@@ -383,111 +274,99 @@ class Trainer:
     @property
     def position(self) -> Position:
         """The next step to take."""
-        return self._run.loop.position
+        return self.run.loop.position
 
     @property
     def last_record(self) -> StepRecord | None:
         """The record of the newest completed step, the same on every worker; None before the first of this process.
 
-        What `step` returns, but also on a worker that had no share in that step and so never came to its loop's body.
+        Unlike the return value of `step`, it is also there on a worker that had no share in that step.
         """
-        return self._run.loop.last_record
+        return self.run.loop.last_record
 
     @property
     def is_repeating(self) -> bool:
-        """Whether the micro-batches that now come have come before: exact mode had to begin the step again.
+        """Whether exact mode repeats a step, so that the same micro-batches come again.
 
-        What a loop's body adds up by itself counts them twice then. Records do not: a step has one.
+        Sums that a loop's body keeps count them twice then. Records do not: a step has one.
         """
-        return self._run.loop.is_repeating
+        return self.run.loop.is_repeating
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """None where nobody knows beforehand: for a stream, and with a cadence, which decides as it goes."""
-        return self._run.steps_per_epoch
+        """None where it is not known in advance: for a stream, and with a cadence."""
+        return self.run.steps_per_epoch
 
-    def epochs(self, count: int | None = None, *, max_steps: int | None = None) -> Iterator[Epoch]:
-        """The run's epochs up to number `count`, or until the run has `max_steps` steps; from wherever it stands."""
+    @property
+    def resumed_from(self) -> Path | None:
+        """The checkpoint that the run was resumed from; None for a fresh start."""
+        return self.run.checkpointer.resumed_from
+
+    def epochs(self, count: int | None = None, *, max_steps: int | None = None) -> Iterator[TrainingEpoch]:
+        """The epochs from the run's position up to number `count`, or until the run has done `max_steps` steps."""
         if count is None and max_steps is None:
             raise ValueError("epochs() without an end: give the number of epochs, or max_steps")
-        self._check_open()
-        loop = self._run.loop
-        loop.begin_next_epoch()  # where the last one was left by `break`
-        loop.max_steps = max_steps
-        while not loop.is_over and (count is None or self.position.epoch < count):
-            begun_at = self.position
-            epoch = Epoch(begun_at.epoch, loop, self._run.micro_batches_per_epoch)
-            yield epoch
-            self._check_open()
-            if loop.begin_next_epoch():
-                if count is None and self.position.step == begun_at.step:
-                    raise MisuseError(
-                        f"epoch {epoch.number} was left without a step, so that max_steps={max_steps} will never be "
-                        "reached: leave it after a step, or give epochs() a number of epochs"
-                    )
-            elif self.position.epoch == epoch.number and not loop.is_over:
-                if epoch.was_begun:
-                    return  # an exception ended it
-                raise MisuseError(
-                    f"epoch {epoch.number} was not iterated, so the next one cannot begin: write "
-                    "`for batch in epoch`, or leave the loop over the epochs with `break`"
-                )
-        self._run.keeper.save_last(loop)
+        return self.run.epochs(count, max_steps)
 
     def end(self) -> None:
-        """Let the epochs end here, as they would after the last one; for early stopping.
+        """End the epochs here, as after the last one; for early stopping.
 
-        Inside `every` or `every_epoch`, on all workers: in an epoch's loop they would leave at different steps.
+        Inside `every` or `every_epoch`, on all workers.
         """
-        if self._run.loop.is_inside_epoch:
+        if self.run.loop.is_inside_epoch:
             raise MisuseError(
                 "end() was called inside an epoch's loop, which workers leave at different times: call it in a hook of "
                 "trainer.every or trainer.every_epoch, where all of them decide alike"
             )
-        self._run.loop.max_steps = self.position.step
+        self.run.loop.max_steps = self.position.step
 
     def end_epoch(self) -> None:
-        """Let the epoch end after this step, on all workers; the next one begins. Inside `every` only.
+        """End the epoch after this step, on all workers; the next one begins. Inside `every` only.
 
         trainer.every(1, lambda record: trainer.end_epoch() if record.loss < 0.1 else None)
         """
-        self._run.loop.end_epoch()
+        self.run.loop.end_epoch()
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of a micro-batch as the head computes it, in the run's precision; see `setup_head`."""
+        if not self._is_head:
+            raise MisuseError(
+                "loss() needs a model that computes its own loss: make the trainer with Trainer.setup_head, or compute "
+                "the loss from trainer.model"
+            )
         with self.autocast():
-            return self._calling.loss(self.model, batch)
+            return head_loss(self.model, batch)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False, create_graph: bool = False) -> None:
         """Backward of a micro-batch's loss, which is a mean over its samples. Several calls add up.
 
-        retain_graph: keep what a second backward through the same graph needs. create_graph is refused: gradients are
-        exchanged as numbers. For a gradient penalty take `torch.autograd.grad(..., create_graph=True)` and add what it
-        gives to the loss.
+        retain_graph: keep the graph for a second backward through it. create_graph is refused, since gradients are
+        exchanged as numbers: for a gradient penalty call `torch.autograd.grad(..., create_graph=True)` and add the
+        penalty to the loss.
 
-        A bare `loss.backward()` is legal too, except with fp16; the run then does not know the loss.
+        A bare `loss.backward()` is legal too, except with fp16; the loss is then not recorded.
         """
-        if self._config.capture == "on":
+        if self.run.config.runtime.capture == "on":
             raise MisuseError('capture="on" needs the loss as a function: use trainer.step_with, or capture="auto"')
-        self._check_open()
+        self.run.check_open()
         if create_graph:
             raise MisuseError(
                 "backward(create_graph=True) would need the graph of gradients that are exchanged as numbers: for a "
                 "gradient penalty call torch.autograd.grad(loss, inputs, create_graph=True), add the penalty to the "
                 "loss and pass the sum to trainer.backward"
             )
-        self._run.loop.backward(loss, retain_graph=retain_graph)
+        self.run.loop.backward(loss, retain_graph=retain_graph)
 
     def step(self) -> StepRecord | None:
         """End this micro-batch. If it was this worker's last of the step, complete the step and return its record.
 
-        A worker without a share in a step does not come here: `last_record` has the record on every worker.
+        A worker without a share in a step does not get here: `last_record` has the record on every worker.
         """
-        self._check_open()
-        return self._run.loop.step()
+        self.run.check_open()
+        return self.run.loop.step()
 
     def step_with(self, loss_of: Callable[[Any], torch.Tensor]) -> StepFunction:
-        """A function of micro-batches that does it all: the loss, in the run's precision, `backward` and `step`.
+        """A function that runs a micro-batch: the loss in the run's precision, `backward` and `step`.
 
             step = trainer.step_with(lambda batch: F.cross_entropy(trainer.model(batch.x), batch.y))
             for epoch in trainer.epochs(3):
@@ -495,78 +374,75 @@ class Trainer:
                     step(batch)
 
         It returns what `step` returns. On a GPU that waits for the host, `loss_of` is recorded as a CUDA graph after
-        some steps and replayed, with the same result; its Python code does not run then. See `capture` in `setup`.
+        some steps and replayed with the same result; its Python code does not run then. See `Runtime(capture=...)`.
         """
 
         def function(batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
             with self.autocast():
                 return loss_of(batch), {}
 
-        return self._run.stepping.with_function(function)
+        return self.run.stepping.with_function(function)
 
     def set_lr(self, lr: float, *, group: int | None = None) -> None:
         """Set the learning rate of all parameter groups, or of one (counted from 0, over all optimizers).
 
-        In the loop's body it holds for the step under way, on every worker, whoever of them calls it: a worker without
-        a share in the step does not run the body. In hooks and between epochs all workers call it. A rate that follows
-        the step by a rule is better left to `scheduler=`.
+        In the loop's body it applies to the current step on every worker, even if only one worker calls it: a worker
+        without a share in the step does not run the body. In hooks and between epochs all workers call it. For a rate
+        that depends on the step alone, prefer `scheduler=`.
         """
-        self._run.loop.set_learning_rate(float(lr), -1 if group is None else group)
+        self.run.loop.set_learning_rate(float(lr), -1 if group is None else group)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes in the run's precision."""
-        if self._config.precision == "fp32":
-            return nullcontext()
-        dtype = torch.bfloat16 if self._config.precision == "bf16" else torch.float16
-        return torch.autocast(self.world.device.type, dtype=dtype)
+        return self.run.autocast()
 
     def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
-        """Call `hook(record)` after every so-many steps, on all workers together: the place to evaluate in an epoch."""
-        self._run.loop.every(steps, hook)
+        """Call `hook(record)` after every `steps` steps, on all workers together: for evaluation inside an epoch."""
+        self.run.loop.every(steps, hook)
 
     def every_epoch(self, epochs: int, hook: Callable[[int], object]) -> None:
-        """Call `hook(number)` when every so-many epochs have ended, on all workers together."""
-        self._run.loop.every_epoch(epochs, hook)
+        """Call `hook(number)` at the end of every `epochs` epochs, on all workers together."""
+        self.run.loop.every_epoch(epochs, hook)
 
     def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
         """Call `hook(parameters)` in every step, before clipping: `parameters[name].grad` is the global batch's mean.
 
-        The hook may change the gradients, on all workers alike; random numbers that it draws are the same on all.
+        The hook may change the gradients, on all workers alike. It draws the same random numbers on all of them.
         """
-        self._run.loop.on_gradients(hook)
+        self.run.loop.on_gradients(hook)
 
     def listen(self, listener: Callable[[Event], object]) -> None:
-        """Call `listener(event)` when something happens beside the steps, the same on all workers.
+        """Call `listener(event)` for events beside the steps, the same on all workers.
 
         "plan": the workers' shares changed (shares, before). "drift": replicas drift apart, so they are averaged more
         often (drift, every). "capture", on the worker that captures: a graph was recorded (what, number), or none is
         replayed (what, reason).
         """
-        self._run.events.listen(listener)
+        self.run.events.listen(listener)
 
     def report(self) -> Report:
-        """Where the workers' time went so far; print it for a table."""
-        return self._run.loop.report()
+        """How the workers spent their time so far; print it for a table."""
+        return self.run.loop.report()
 
     def evaluate(
         self, data: Any, eval_fn: Callable[[Any, Any], Any], *, micro_batch: int | None = None, collate_fn: Any = None
     ) -> float | dict[str, float]:
-        """The mean of `eval_fn(model, batch)` over all of `data`: each sample once, over all workers.
+        """The mean of `eval_fn(model, batch)` over all of `data`: each sample once, divided among all workers.
 
         eval_fn returns a mean over its micro-batch, one number or a dict of them; means are weighted like training.
-        Between epochs or inside `every`: all workers must reach it together. Replicas that differ are averaged first.
+        Between epochs or inside `every`, on all workers. Replicas that differ are averaged first.
         """
-        self._meet("evaluate()")
-        source, batch_size = adopt_for_evaluation(data, collate_fn, self._config.seed)
-        with self._run.timeline.during("evaluation"):
+        self.run.synchronize("evaluate()")
+        source, batch_size = adopt_for_evaluation(data, collate_fn, self.run.config.seed)
+        with self.run.timeline.during("evaluation"):
             return evaluate(
                 self.model,
                 source,
                 eval_fn,
-                self._run.communicator,
-                micro_batch=(batch_size or self._run.steps.micro_batch) if micro_batch is None else micro_batch,
-                seed=self._config.seed,
-                weight_fn=self._weight_fn,
+                self.run.communicator,
+                micro_batch=(batch_size or self.run.steps.micro_batch) if micro_batch is None else micro_batch,
+                seed=self.run.config.seed,
+                weight_fn=self.run.weight_fn,
             )
 
     def predict(
@@ -577,169 +453,133 @@ class Trainer:
         micro_batch: int | None = None,
         collate_fn: Any = None,
     ) -> Any:
-        """What `fn(model, batch)` returns, for every sample of `data` once and in its order, computed by all workers.
+        """The results of `fn(model, batch)` for every sample of `data`, in the data's order, computed by all workers.
 
         fn: returns tensors with a row per sample, or lists with an item per sample, alone or in tuples, dicts and
-            dataclasses; default: `model(batch)`, of pairs `model(batch.x)`, in the run's precision, or what a head
-            predicts. A worker without a share of few samples calls it too, to know what it returns.
-        Every worker gets all of it, in tensors on its host: outputs that do not fit there twice are predicted part by
-        part. Where the rows of a tensor differ in shape it is a list of rows. Between epochs or inside `every`, as
-        `evaluate`.
+            dataclasses; default: `model(batch)`, for pairs `model(batch.x)`, in the run's precision, or the head's
+            prediction. A worker without a share of few samples calls it too, to learn the structure of its result.
+        Every worker gets all results, in tensors on its host: predict outputs that do not fit there twice in parts. A
+        tensor whose rows differ in shape becomes a list of rows. Between epochs or inside `every`, as `evaluate`.
         """
-        self._meet("predict()")
-        source, batch_size = adopt_for_evaluation(data, collate_fn, self._config.seed)
-        with self._run.timeline.during("evaluation"):
+        self.run.synchronize("predict()")
+        source, batch_size = adopt_for_evaluation(data, collate_fn, self.run.config.seed)
+        with self.run.timeline.during("evaluation"):
             return predict(
                 self.model,
                 source,
                 fn or self._predict_batch,
-                self._run.communicator,
-                micro_batch=(batch_size or self._run.steps.micro_batch) if micro_batch is None else micro_batch,
-                seed=self._config.seed,
+                self.run.communicator,
+                micro_batch=(batch_size or self.run.steps.micro_batch) if micro_batch is None else micro_batch,
+                seed=self.run.config.seed,
             )
 
+    def _predict_batch(self, model: Any, batch: Any) -> Any:
+        with self.autocast():
+            return (head_prediction if self._is_head else plain_prediction)(model, batch)
+
     def ema_weights(self) -> AbstractContextManager[None]:
-        """Inside the block the model has the averaged weights (`setup(ema=...)`), afterwards its own again.
+        """Inside the block the model has the averaged weights (`Optimization(ema=...)`), afterwards its own again.
 
         Buffers, such as BatchNorm's statistics, are the model's own in both.
         """
-        return self._run.average.in_model()
+        return self.run.average.in_model()
 
     def gather(self, value: Any) -> list[Any]:
         """Every worker's value, by rank, on every worker; between epochs or inside `every`, on all workers.
 
-        A value is made of tensors, arrays, numbers, strings, lists, tuples and dicts, and may have another shape on
-        every worker. Its tensors arrive on the host.
+        A value consists of tensors, arrays, numbers, strings, lists, tuples and dicts, and may differ in shape between
+        workers. Its tensors arrive on the host.
         """
-        self._refuse_inside_epoch(
+        self.run.check_between_steps(
             "gather()",
             ". For a loss over more samples than a micro-batch has, such as in-batch negatives, choose a larger "
             "micro_batch, or see docs/contrastive.md",
         )
-        return collect.gather(value, self._run.communicator)
+        return collect.gather(value, self.run.communicator)
 
     def reduce(self, value: Any, how: collect.Reduction = "mean") -> Any:
         """The "mean", "sum", "max" or "min" of a tensor or number over the workers, on every worker.
 
-        Tensors must have one shape and dtype on all of them, and are reduced in rank order: for metrics, not for
-        what is large, since every worker receives all of them. Between epochs or inside `every`, on all workers.
+        Tensors must have one shape and dtype on all workers and are reduced in rank order. Every worker receives all
+        of them: use it for metrics, not for large tensors. Between epochs or inside `every`, on all workers.
         """
-        self._refuse_inside_epoch("reduce()")
-        return collect.reduce(value, how, self._run.communicator)
+        self.run.check_between_steps("reduce()")
+        return collect.reduce(value, how, self.run.communicator)
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value that rank `source` gives, on every worker, as `gather` would bring it."""
-        self._refuse_inside_epoch("broadcast()")
-        return collect.broadcast(value, source, self._run.communicator)
+        """The value of rank `source`, on every worker, in the form that `gather` returns."""
+        self.run.check_between_steps("broadcast()")
+        return collect.broadcast(value, source, self.run.communicator)
 
     def main_first(self) -> AbstractContextManager[None]:
-        """Rank 0 runs the block first, such as one that fills a cache, and then all others do.
+        """Rank 0 runs the block first, for example to fill a cache; then all other workers run it.
 
-        They wait for it no longer than `timeout_s`. An error on rank 0 is raised on all workers.
+        They wait for it at most `timeout_s`. An error on rank 0 is raised on all workers.
         """
-        self._refuse_inside_epoch("main_first()")
-        return collect.main_first(self._run.communicator)
+        self.run.check_between_steps("main_first()")
+        return collect.main_first(self.run.communicator)
 
     def export(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model's weights, with `ema` the averaged ones, to one safetensors file.
 
-        Names are those of the model's state_dict; tied tensors appear under each of theirs. Rank 0 writes, and the file
-        is there in one moment, complete, before any worker returns. Between epochs or inside `every`, on all workers.
+        Names are those of the model's state_dict; a tied tensor appears under each of its names. Rank 0 writes, and the
+        complete file appears atomically before any worker returns. Between epochs or inside `every`, on all workers.
         """
-        self._meet("export()")
+        self.run.synchronize("export()")
         with self.ema_weights() if ema else nullcontext():
-            export_weights(self.model, Path(path), self._run.communicator)
+            export_weights(self.model, Path(path), self.run.communicator)
 
     def save_pretrained(self, folder: str | PathLike[str], *, ema: bool = False) -> None:
-        """Have the model's own `save_pretrained` write it, and its `tokenizer` if it has one, as `export` does."""
-        self._meet("save_pretrained()")
+        """Like `export`, but the model's own `save_pretrained` writes it, and its `tokenizer` if it has one."""
+        self.run.synchronize("save_pretrained()")
         with self.ema_weights() if ema else nullcontext():
-            save_pretrained(self.model, Path(folder), self._run.communicator)
-
-    @property
-    def resumed_from(self) -> Path | None:
-        """The checkpoint that the run goes on from; None for a fresh start."""
-        return self._run.keeper.resumed_from
+            save_pretrained(self.model, Path(folder), self.run.communicator)
 
     def register(self, name: str, thing: HasState, pattern: Pattern | str = Pattern.REPLICATED) -> None:
-        """Let an object with `state_dict` and `load_state_dict` take part in checkpoints; before the first epoch.
+        """Include an object with `state_dict` and `load_state_dict` in checkpoints; before the first epoch.
 
-        In a run that is resumed its state is loaded here. pattern: "replicated", the same on every worker; "global",
-        rank 0's; "per_rank", every worker's own; "per_node", every node's own, held by its first worker.
+        In a resumed run its state is loaded here. pattern: "replicated", the same on every worker; "global", rank 0's;
+        "per_rank", every worker's own; "per_node", every node's own, held by its first worker.
         """
         names = [known.value.lower() for known in Pattern]
         if isinstance(pattern, str) and pattern.lower() not in names:
             raise ValueError(f"pattern={pattern!r}: choose one of {', '.join(names)}")
-        self._run.keeper.register(name, thing, Pattern(pattern.upper()) if isinstance(pattern, str) else pattern)
+        self.run.checkpointer.register(name, thing, Pattern(pattern.upper()) if isinstance(pattern, str) else pattern)
 
     def state_components(self) -> dict[str, str]:
-        """What a checkpoint of this run holds, by name, and how workers share it; empty if it is not saved."""
-        return {name: pattern.value.lower() for name, pattern in self._run.keeper.components.items()}
+        """The components of this run's checkpoints, and how workers share each; empty without checkpoints."""
+        return {name: pattern.value.lower() for name, pattern in self.run.checkpointer.components.items()}
 
     def save(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Save now, beside what is saved anyway; `metrics` are what `Checkpoints(keep_best=...)` chooses by.
+        """Save now, beside the scheduled checkpoints. `Checkpoints(keep_best=...)` chooses by `metrics`.
 
-        Between epochs or inside `every`, on all workers. From a hook it is done when the step is over.
+        Between epochs or inside `every`, on all workers. From a hook the checkpoint is written at the end of the step.
         """
-        self._refuse_inside_epoch("save()")
-        self._run.keeper.save(self._run.loop, metrics or {})
+        self.run.check_between_steps("save()")
+        self.run.checkpointer.save(self.run.loop, metrics or {})
 
     def request_save(self) -> None:
         """Have all workers save after one of the next steps. From any worker and any thread."""
-        self._run.keeper.request(Decision.SAVE)
+        self.run.checkpointer.request(Decision.SAVE)
 
     def request_stop(self) -> None:
-        """Have all workers leave by `Stopped` after one of the next steps. From any worker and any thread.
+        """Have all workers raise `Stopped` after one of the next steps. From any worker and any thread.
 
-        A run with checkpoints is saved before that. Replicas that are averaged stop where they meet, all being equal.
+        A run with checkpoints is saved first. With `Averaging`, workers stop at an average, where replicas are equal.
         """
-        self._run.keeper.request(Decision.STOP)
+        self.run.checkpointer.request(Decision.STOP)
 
     def close(self) -> None:
-        """End the run: a last checkpoint, unless an error is under way; then release what the run holds.
+        """End the run: write a last checkpoint, unless an error is being handled, and release all resources.
 
-        The workers' connection is closed, hooks are removed, the process has its settings back. Safe to call twice.
+        The workers' connection is closed, hooks are removed and process-wide settings restored. Safe to call twice.
         """
-        self._close(has_failed=sys.exception() is not None)
-
-    def _check_open(self) -> None:
-        check_open(self._run.loop)
-
-    def _refuse_inside_epoch(self, call: str, advice: str = "") -> None:
-        self._check_open()
-        self._run.loop.settle()
-        if self._run.loop.is_inside_epoch:
-            raise MisuseError(
-                f"{call} was called inside an epoch's loop, which workers leave at different times: call it between "
-                f"epochs, or register it with trainer.every(n, lambda record: ...){advice}"
-            )
-
-    def _meet(self, call: str) -> None:
-        """All workers are here, and their replicas are made equal where the strategy lets them differ."""
-        self._refuse_inside_epoch(call)
-        self._run.loop.synchronize()
-
-    def _predict_batch(self, model: Any, batch: Any) -> Any:
-        with self.autocast():
-            return self._calling.predict(model, batch)
-
-    def _close(self, *, has_failed: bool) -> None:
-        if self._run.loop.is_closed:
-            return
-        self._run.loop.is_closed = True
-        try:
-            if has_failed:
-                self._run.loop.abandon()
-            else:
-                self._run.loop.settle()
-                self._run.keeper.finish(self._run.loop)
-        finally:
-            self._run.cleanup.close()
+        self.run.close(has_failed=sys.exception() is not None)
 
     def __enter__(self) -> Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:
-            self._run.loop.explain(error)
-        self._close(has_failed=kind is not None)
+            self.run.loop.explain(error)
+        self.run.close(has_failed=kind is not None)

@@ -18,7 +18,7 @@ MAX_LISTED = 5
 
 _NOTE = """\
 RUN is a run's folder, its name, an unambiguous prefix of its name, or the
-folder that was given to Trainer.setup(timeline=...).
+folder that was given to Runtime(timeline=...).
 
   text    a table of where each worker's time went
   html    a page with one lane per worker; opens offline

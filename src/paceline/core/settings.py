@@ -58,22 +58,33 @@ def setting(
 
 
 def check(group: Any) -> None:
-    """Raise ValueError for the first value of a group that its declaration does not allow."""
+    """Raise ValueError for the first value of a group that its declaration does not allow. Lists become tuples."""
     hints = get_type_hints(type(group))
     for declared in fields(group):
         if "limits" in declared.metadata:
-            _check(declared.name, getattr(group, declared.name), hints[declared.name], declared.metadata["limits"])
+            value = getattr(group, declared.name)
+            if isinstance(value, list):
+                object.__setattr__(group, declared.name, value := tuple(value))
+            _check(declared.name, value, hints[declared.name], declared.metadata["limits"])
 
 
 def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    items = [item for option in options if get_origin(option) is tuple for item in get_args(option)]
+    numbers = {option for option in (*options, *items) if option in (int, float)}
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    if isinstance(value, str) and choices and str not in options and value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown: choose {' or '.join(map(repr, choices))}")
-    if bool not in options and isinstance(value, bool) and (int in options or float in options):
-        raise ValueError(f"{name}={value!r} must be a number")
-    for number in value if isinstance(value, tuple) else (value,):
-        if int in options and float not in options and isinstance(number, float):
+    if choices and (isinstance(value, str) or not numbers) and value is not None:
+        if value not in choices:
+            known = [*map(repr, choices), *(["one number per worker"] if items else [])]
+            raise ValueError(f"{name}={value!r} is unknown: choose {', '.join(known[:-1])} or {known[-1]}")
+        return
+    if not numbers or bool in options or value is None:
+        return
+    for number in value if isinstance(value, tuple) and items else (value,):
+        if not isinstance(number, int | float) or isinstance(number, bool):
+            raise ValueError(f"{name}={value!r} must be {'a number' if float in numbers else 'an int'}")
+        if float not in numbers and isinstance(number, float):
             raise ValueError(f"{name}={value!r} must be an int")
-        if isinstance(number, int | float) and not isinstance(number, bool) and not limits.allow(number):
-            raise ValueError(f"{name}={value!r} must be {str(limits) or 'finite'}")
+        if not limits.allow(number):
+            kind = "" if math.isfinite(number) else "a finite number "
+            raise ValueError(f"{name}={value!r} must be {kind}{limits}".rstrip())

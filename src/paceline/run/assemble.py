@@ -1,15 +1,15 @@
-"""Putting a run together: from the user's parts and the settings to a loop that can start."""
+"""Assemble a run from the user's model, optimizer and data and the run's configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from paceline.checkpoint.manifest import Pattern
 from paceline.comm import connect
@@ -20,18 +20,19 @@ from paceline.core.world import World
 from paceline.data.epochs import NumberedData
 from paceline.data.feeds.make_feed import DataSettings, make_feed
 from paceline.data.sources.streams import IterableStream
-from paceline.observe.timeline.recorder import NoTimeline, Recorder, TimelineRecorder
+from paceline.observe.timeline.recorder import NoTimeline, TimelineRecorder
 from paceline.plan.cadence import Cadence
-from paceline.plan.steps import Steps
+from paceline.run.batch_norm import batch_norm_in_training, explain_one_sample_tail
 from paceline.run.capture.step import Stepping, graphs_for
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
+from paceline.run.run import Run
 from paceline.run.saving.checkpointer import Checkpointer, RunParts
 from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.resuming import ResumeOptions
 from paceline.run.saving.state import plain_model
-from paceline.run.step.ema import Average, NoAverage, WeightAverage, check_ema
+from paceline.run.step.ema import NoAverage, WeightAverage
 from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
@@ -46,27 +47,9 @@ from paceline.sync.strategy import GradientExchange
 
 @dataclass(frozen=True)
 class WeightByModel:
-    """Instead of a weight_fn: how to find it, once the model is made; None for samples."""
+    """In place of a weight_fn: a function that finds it once the model is built. None: weight by samples."""
 
     find: Callable[[Any], Callable[[Any], int] | None]
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run's parts. `cleanup` takes it apart again, in reverse order. Counts per epoch: None if nobody knows."""
-
-    loop: Loop
-    steps: Steps
-    steps_per_epoch: int | None
-    micro_batches_per_epoch: int | None
-    communicator: Communicator
-    events: Events
-    keeper: Checkpointer
-    average: Average
-    timeline: Recorder
-    stepping: Stepping
-    weight_fn: Callable[[Any], int] | None
-    cleanup: ExitStack
 
 
 def assemble(
@@ -78,24 +61,19 @@ def assemble(
     *,
     scheduler: SchedulerFactory | None = None,
     weight_fn: Callable[[Any], int] | WeightByModel | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
     checkpoints: Checkpoints | None = None,
-    start: ResumeOptions | None = None,
-    ema: float | None = None,
-    timeline: Path | None = None,
-    train_mode: bool = True,
+    init_from: str | PathLike[str] | None = None,
 ) -> Run:
-    """Everything is checked that can be checked before workers connect; a failure leaves nothing behind."""
+    """Check what can be checked, connect the workers and build the run. After a failure nothing is left behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
-    check_ema(ema, config.strategy)
     graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
             _check_device(world.device)
-        stack.enter_context(process_settings(world, exact=config.exact, threads=config.threads))
-        communicator = connect(world, config.backend, config.timeout_s)
+        stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
+        communicator = connect(world, config.runtime.backend, config.runtime.timeout_s)
         stack.callback(communicator.close)
         replica = Replica(
             model,
@@ -103,66 +81,67 @@ def assemble(
             scheduler,
             communicator,
             config.seed,
-            fused=config.fused_optimizers,
-            train_mode=train_mode,
+            fused=config.optimization.fused,
+            train_mode=config.optimization.train_mode,
         )
         stack.callback(replica.close)
         stack.callback(watch_replacement(replica.model, replica.parameters))
         if isinstance(weight_fn, WeightByModel):
             weight_fn = weight_fn.find(plain_model(replica.model))
-        if (
-            not isinstance(data, IterableStream)
-            and steps.num_samples % steps.micro_batch == 1
-            and steps.micro_batch > 1
-            and not config.drop_last
-        ):
-            stack.callback(_explain_one_sample_tail(replica.model, steps))
-        if config.physical_batch is not None:
-            _refuse_batch_norm(replica.model)
+        has_one_sample_tail = not isinstance(data, IterableStream) and steps.num_samples % steps.micro_batch == 1
+        if has_one_sample_tail and steps.micro_batch > 1 and not config.batching.drop_last:
+            stack.callback(explain_one_sample_tail(replica.model, steps))
+        if config.batching.physical_batch is not None and (name := batch_norm_in_training(replica.model)) is not None:
+            raise ValueError(
+                f"physical_batch would change the statistics of the BatchNorm layer {name!r}: leave it out, or "
+                "choose a larger micro_batch"
+            )
         events = Events()
         facts = None if checkpoints is None else data_facts(data, communicator)
         own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
-        recorder = NoTimeline() if timeline is None else TimelineRecorder(timeline, world, events)
+        timeline, ema = config.runtime.timeline, config.optimization.ema
+        recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), world, events)
         stack.callback(recorder.close)
-        subject = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
-        # Loads the weights, which the exchange may look at.
-        keeper = Checkpointer(checkpoints, start or ResumeOptions(), subject)
-        stack.callback(keeper.close)
+        parts = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
+        # Loads the weights, before the exchange reads them.
+        checkpointer = Checkpointer(checkpoints, _resume_options(checkpoints, init_from), parts)
+        stack.callback(checkpointer.close)
         average = NoAverage() if ema is None else WeightAverage(replica, ema)
         if isinstance(average, WeightAverage) and checkpoints is not None:
-            keeper.register("ema", average, Pattern.REPLICATED)
+            checkpointer.register("ema", average, Pattern.REPLICATED)
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
         planner = planner_for(config, world, config.max_micro_batches(world.size))
-        feed = make_feed(data, _data_settings(config, world, weight_fn, collate_fn), steps, planner.plan, communicator)
+        feed = make_feed(data, _data_settings(config, world, weight_fn), steps, planner.plan, communicator)
         stack.callback(feed.close)
-        gc_policy = GcPolicy(config.garbage_collection)
+        gc_policy = GcPolicy(config.runtime.garbage_collection)
         stack.callback(gc_policy.close)
         loop = Loop(
-            config, communicator, replica, exchange, feed, planner, events, keeper, average, recorder, gc_policy
+            config, communicator, replica, exchange, feed, planner, events, checkpointer, average, recorder, gc_policy
         )
-        keeper.load_loop(loop)
+        checkpointer.load_loop(loop)
         stepping = Stepping(loop, exchange, events, graphs, config)
         is_counted = not isinstance(data, IterableStream)
         return Run(
-            loop,
-            steps,
-            steps.num_steps if is_counted and not isinstance(config.strategy, Cadence) else None,
-            steps.num_micro_batches if is_counted else None,
-            communicator,
-            events,
-            keeper,
-            average,
-            recorder,
-            stepping,
-            weight_fn,
-            stack.pop_all(),
+            config=config,
+            loop=loop,
+            steps=steps,
+            steps_per_epoch=steps.num_steps if is_counted and not isinstance(config.strategy, Cadence) else None,
+            micro_batches_per_epoch=steps.num_micro_batches if is_counted else None,
+            communicator=communicator,
+            events=events,
+            checkpointer=checkpointer,
+            average=average,
+            timeline=recorder,
+            stepping=stepping,
+            weight_fn=weight_fn,
+            cleanup=stack.pop_all(),
         )
 
 
 def _check_device(device: torch.device) -> None:
-    """A device that torch sees may still be one that this build of torch has no kernels for, or that is broken."""
+    """Run a kernel: this build of torch may have none for the device, or the device may be broken."""
     try:
         torch.ones(1, device=device).add_(1).item()
     except RuntimeError as error:
@@ -172,24 +151,26 @@ def _check_device(device: torch.device) -> None:
         ) from error
 
 
-def _data_settings(
-    config: RunConfig,
-    world: World,
-    weight_fn: Callable[[Any], int] | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-) -> DataSettings:
+def _resume_options(checkpoints: Checkpoints | None, init_from: str | PathLike[str] | None) -> ResumeOptions:
+    if checkpoints is None:
+        return ResumeOptions(init_from=init_from)
+    return ResumeOptions(checkpoints.resume, init_from, tuple(checkpoints.allow), tuple(checkpoints.skip))
+
+
+def _data_settings(config: RunConfig, world: World, weight_fn: Callable[[Any], int] | None) -> DataSettings:
+    loading = config.loading
     return DataSettings(
         seed=config.seed,
         shuffle=config.shuffle,
-        feed=config.feed,
-        readers=config.readers,
-        prefetch=config.prefetch,
-        num_shards=config.num_shards,
-        shuffle_buffer=config.shuffle_buffer,
+        feed=loading.feed or "sharded",
+        readers=loading.readers or 0,
+        prefetch=loading.prefetch,
+        num_shards=loading.num_shards,
+        shuffle_buffer=loading.shuffle_buffer,
         weight_fn=weight_fn,
-        collate_fn=collate_fn,
+        collate_fn=loading.collate_fn,
         at_once=config.micro_batches_at_once(world.rank),
-        resident=config.resident,
+        resident=loading.resident,
     )
 
 
@@ -224,37 +205,5 @@ def _mean_gradients(config: RunConfig, replica: Replica, communicator: Communica
         Buffers(replica.model, communicator),
         max_micro_batches=config.max_micro_batches(communicator.world.size),
         exact=config.exact,
-        overlap=config.overlap,
+        overlap=config.runtime.overlap,
     )
-
-
-def _refuse_batch_norm(model: Any) -> None:
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise ValueError(
-                f"physical_batch would change what the BatchNorm layer {name!r} normalises over: leave it out, "
-                "or choose a larger micro_batch"
-            )
-
-
-def _explain_one_sample_tail(model: Any, steps: Steps) -> Callable[[], None]:
-    """BatchNorm cannot normalise one value per channel. Say what to change, instead of failing hours into an epoch."""
-
-    def check(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        x = inputs[0]
-        if module.training and x.ndim > 1 and x.numel() == x.shape[1]:
-            raise ValueError(
-                f"the epoch of {steps.num_samples} samples ends with a micro-batch of 1 sample, and BatchNorm needs "
-                "more than one value per channel: "
-                f"choose another micro_batch than {steps.micro_batch}, or drop_last=True"
-            )
-
-    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    handles = [m.register_forward_pre_hook(check) for m in modules if isinstance(m, batch_norms)]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove

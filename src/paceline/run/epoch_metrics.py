@@ -14,8 +14,8 @@ import torch
 
 from paceline.comm.messages import gather
 from paceline.core.deferred import DeferredReader
-from paceline.run.assemble import Run
 from paceline.run.report import ratio
+from paceline.run.run import Run
 from paceline.run.step.loop import StepRecord
 from paceline.run.step.planner import GPU_LAG_STEPS
 

@@ -7,8 +7,8 @@ Fields with course=True decide, together with the seed, the course of a run; the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal
 
@@ -65,13 +65,16 @@ class Balancing:
     """How workers divide a step. Nothing here changes the result."""
 
     shares: tuple[float, ...] | Literal["measured", "equal"] = setting(
-        "measured: by measured speed; equal; or one relative speed per worker", "measured", above=0
+        "measured: by measured speed; equal; or one relative speed per worker", "measured", least=0
     )
     speed_hints: tuple[float, ...] | None = setting(
         "one relative speed per worker, used until speeds are measured", None, above=0
     )
 
     def __post_init__(self) -> None:
+        for name, value in (("shares", self.shares), ("speed_hints", self.speed_hints)):
+            if value is not None and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(map(float, value)))
         check(self)
 
 
@@ -105,3 +108,25 @@ class Runtime:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+GROUPS: dict[str, type] = {
+    "batching": Batching,
+    "loading": Loading,
+    "balancing": Balancing,
+    "optimization": Optimization,
+    "runtime": Runtime,
+}
+
+
+def group_of(name: str) -> str | None:
+    """The group that a setting belongs to."""
+    return next((group for group, kind in GROUPS.items() if name in {f.name for f in fields(kind)}), None)
+
+
+def check_unused(group: Any, used: Collection[str], by: str) -> None:
+    """Refuse settings of a group that an entry point would ignore."""
+    for declared in fields(group):
+        value = getattr(group, declared.name)
+        if declared.name not in used and value != declared.default:
+            raise ValueError(f"{declared.name}={value!r} has no effect in {by}: leave it out of {type(group).__name__}")

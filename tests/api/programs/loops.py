@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from grouping import grouped
 from torch import nn
 
 import paceline as pl
@@ -267,7 +268,7 @@ def registered(trainer: pl.Trainer, program: Program) -> None:
 
 
 def not_closed(program: Program, given: dict[str, Any]) -> Outcome:
-    trainer = pl.Trainer.setup(program.make, program.optimizer, **all_settings(program, given))
+    trainer = pl.Trainer.setup(program.make, program.optimizer, **grouped(**all_settings(program, given)))
     losses: list[float] = []
     trainer.every(1, lambda record: losses.append(record.loss))
     usual_loop(trainer, program)
@@ -276,6 +277,7 @@ def not_closed(program: Program, given: dict[str, Any]) -> Outcome:
 
 CELL = """
 import torch, paceline as pl
+from grouping import grouped
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -292,7 +294,7 @@ class Net(nn.Module):
 
 def optimizer(params): return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
-trainer = pl.Trainer.setup(Net, optimizer, data=Pairs(), **settings)
+trainer = pl.Trainer.setup(Net, optimizer, data=Pairs(), **grouped(**settings))
 losses = []
 trainer.every(1, lambda record: losses.append(record.loss))
 """
@@ -315,7 +317,7 @@ def notebook(_: Program, given: dict[str, Any]) -> Outcome:
 
 
 def closed(program: Program, given: dict[str, Any]) -> Outcome:
-    with pl.Trainer.setup(program.make, program.optimizer, **all_settings(program, given)) as trainer:
+    with pl.Trainer.setup(program.make, program.optimizer, **grouped(**all_settings(program, given))) as trainer:
         usual_loop(trainer, program)
     for epoch in trainer.epochs(program.epochs + 1):
         for batch in epoch:
@@ -327,7 +329,7 @@ def one_after_another(program: Program, given: dict[str, Any]) -> Outcome:
     """Three trainers in one process, each going on with the model of the one before."""
     model, losses = program.make(), []
     for _ in range(3):
-        with pl.Trainer.setup(model, program.optimizer, **all_settings(program, given)) as trainer:
+        with pl.Trainer.setup(model, program.optimizer, **grouped(**all_settings(program, given))) as trainer:
             trainer.every(1, lambda record: losses.append(record.loss))
             usual_loop(trainer, program)
     return {"loss": losses, **weights_of(model)}
@@ -343,12 +345,12 @@ def three_times(program: Program) -> Outcome:
 def nested_trainers(program: Program, given: dict[str, Any]) -> Outcome:
     """An inner run for every epoch of the outer one, closed in another order than opened."""
     settings = all_settings(program, given)
-    outer = pl.Trainer.setup(program.make, program.optimizer, **settings)
+    outer = pl.Trainer.setup(program.make, program.optimizer, **grouped(**settings))
     inner_weights: dict[str, Any] = {}
     for epoch in outer.epochs(program.epochs):
         for batch in epoch:
             take(outer, batch)
-        inner = pl.Trainer.setup(copy_and_train(outer.model), program.optimizer, **settings)
+        inner = pl.Trainer.setup(copy_and_train(outer.model), program.optimizer, **grouped(**settings))
         for inner_epoch in inner.epochs(1):
             for batch in inner_epoch:
                 take(inner, batch)
@@ -376,8 +378,8 @@ def two_by_turns(program: Program, given: dict[str, Any]) -> Outcome:
     """Two trainers over two models, step by step in turn, as a GAN would have it."""
     settings = all_settings(program, given)
     with (
-        pl.Trainer.setup(program.make, program.optimizer, **settings) as first,
-        pl.Trainer.setup(program.make, sgd_slow, **settings) as second,
+        pl.Trainer.setup(program.make, program.optimizer, **grouped(**settings)) as first,
+        pl.Trainer.setup(program.make, sgd_slow, **grouped(**settings)) as second,
     ):
         for one, other in zip(first.epochs(program.epochs), second.epochs(program.epochs), strict=True):
             for a, b in zip(one, other, strict=True):
@@ -402,7 +404,7 @@ def built_differently(program: Program, given: dict[str, Any]) -> Outcome:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(12, 8 + torch.distributed.get_rank()), nn.Linear(8, 4))
 
-    with pl.Trainer.setup(build, program.optimizer, **all_settings(program, given)) as trainer:
+    with pl.Trainer.setup(build, program.optimizer, **grouped(**all_settings(program, given))) as trainer:
         return weights_of(trainer.model)
 
 
@@ -410,7 +412,7 @@ def seeded_differently(program: Program, given: dict[str, Any]) -> Outcome:
     """Every worker begins with other weights: rank 0's count."""
     torch.manual_seed(torch.distributed.get_rank())
     model, losses = program.build(), []
-    with pl.Trainer.setup(model, program.optimizer, **all_settings(program, given)) as trainer:
+    with pl.Trainer.setup(model, program.optimizer, **grouped(**all_settings(program, given))) as trainer:
         trainer.every(1, lambda record: losses.append(record.loss))
         usual_loop(trainer, program)
     return {"loss": losses, **weights_of(model)}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from grouping import grouped
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -287,7 +288,9 @@ def plain_ema_by_hand(model: Any, made: Any, program: Program) -> Mapping[str, A
 
 def given_optimizer(program: Program, given: dict[str, Any]) -> Mapping[str, Any]:
     model, losses = program.make(), []
-    with pl.Trainer.setup(model, program.optimizer(model.parameters()), **all_settings(program, given)) as trainer:
+    with pl.Trainer.setup(
+        model, program.optimizer(model.parameters()), **grouped(**all_settings(program, given))
+    ) as trainer:
         trainer.every(1, lambda record: losses.append(record.loss))
         usual_loop(trainer, program)
     return {"loss": losses, **weights_of(model)}
@@ -299,7 +302,7 @@ def given_scheduler(program: Program, given: dict[str, Any]) -> Mapping[str, Any
     settings = all_settings(program, given)
     settings["scheduler"] = warm_up(optimizer)
     losses: list[float] = []
-    with pl.Trainer.setup(model, optimizer, **settings) as trainer:
+    with pl.Trainer.setup(model, optimizer, **grouped(**settings)) as trainer:
         trainer.every(1, lambda record: losses.append(record.loss))
         usual_loop(trainer, program)
     return {"loss": losses, **weights_of(model)}

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from grouping import grouped
 from models import vectors
 from torch import nn
 from torch.nn import functional
@@ -129,7 +130,7 @@ def run(program: Program, given: dict[str, Any]) -> Mapping[str, Any]:
     if program.whole is not None:
         return program.whole(program, given)
     losses: list[float] = []
-    with pl.Trainer.setup(program.make, program.optimizer, **all_settings(program, given)) as trainer:
+    with pl.Trainer.setup(program.make, program.optimizer, **grouped(**all_settings(program, given))) as trainer:
         trainer.every(1, lambda record: losses.append(record.loss))
         if program.after_step is not None:
             trainer.every(1, lambda record: program.after_step(trainer.model, trainer.optimizer, record.step))  # type: ignore[misc]

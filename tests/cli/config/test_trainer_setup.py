@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from project_files import LEAST, load
 
 import paceline as pl
@@ -182,7 +183,7 @@ def train(project: Any, run_folder: Path) -> int:
         trainer_setup.optimizer(settings),
         data=project.data("train"),
         scheduler=trainer_setup.scheduler(settings, None),
-        **trainer_setup.flattened(trainer_setup.setup_arguments(settings, project.folder, run_folder)),
+        **grouped(**trainer_setup.flattened(trainer_setup.setup_arguments(settings, project.folder, run_folder))),
     ) as trainer:
         loss = settings.loss.build()
         trainer.every(1, steps.append)

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from grouping import grouped
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from worker_pool import WorkerPool
@@ -64,7 +65,9 @@ def peak_of_epoch(data: Any, settings: dict[str, Any]) -> int:
     ctypes.CDLL(None).malloc_trim(0)
     peak = 0
     settings = {"global_batch": 4, "micro_batch": 2, **settings}
-    with pl.Trainer.setup(nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.0), data=data, **settings) as trainer:
+    with pl.Trainer.setup(
+        nn.Linear(1, 1), lambda p: torch.optim.SGD(p, lr=0.0), data=data, **grouped(**settings)
+    ) as trainer:
         processes = [psutil.Process(), *psutil.Process().children()]  # this worker and its readers
         for epoch in trainer.epochs(1):
             for batch in epoch:

@@ -69,7 +69,12 @@ def test_the_users_random_streams_go_on_undisturbed() -> None:
         random.seed(1), np.random.seed(2), torch.manual_seed(3)
         numbers = []
         with pl.Trainer.setup(
-            mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=Noisy(), global_batch=16, micro_batch=16, readers=readers
+            mlp,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            data=Noisy(),
+            global_batch=16,
+            micro_batch=16,
+            loading=pl.Loading(readers=readers),
         ) as trainer:
             for epoch in trainer.epochs(1):
                 for batch in epoch:
@@ -165,7 +170,12 @@ def test_the_next_micro_batch_is_read_while_this_one_is_computed(tmp_path: Path)
             return super().__getitem__(index)
 
     with pl.Trainer.setup(
-        mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=Recording(), global_batch=4, micro_batch=4, readers=1
+        mlp,
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        data=Recording(),
+        global_batch=4,
+        micro_batch=4,
+        loading=pl.Loading(readers=1),
     ) as trainer:
         for epoch in trainer.epochs(1):
             for taken, batch in enumerate(epoch, 1):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch.nn import functional
 
@@ -108,11 +109,13 @@ def loss_of(model: Any, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(model(batch.x), batch.y)
 
 
-def train(folder: Path, *, delay: Any = None, **settings: Any) -> pl.Report:
+def train(folder: Path, *, delay: Any = None, **settings: Any) -> pl.reports.Report:
     """Two epochs of four steps, two micro-batches each."""
     data = vectors(32)
     settings = {"global_batch": 8, "micro_batch": 4, "shares": "equal", "quiet": True, **settings}
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, timeline=folder, **settings) as trainer:
+    with pl.Trainer.setup(
+        mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=data, **grouped(timeline=folder, **settings)
+    ) as trainer:
         trainer.every_epoch(1, lambda _: trainer.evaluate(data, loss_of))
         for epoch in trainer.epochs(2):
             for batch in epoch:

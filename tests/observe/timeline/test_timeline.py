@@ -105,7 +105,7 @@ def test_idle_gaps_name_their_cause(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_timeline_is_an_error_that_tells_how_to_have_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no timeline: record one with Trainer.setup\(timeline=folder\)"):
+    with pytest.raises(ValueError, match=r"has no timeline: record one with Runtime\(timeline=folder\)"):
         Timeline.load(tmp_path)
     header = session()
     header["session"]["version"] = 99

@@ -8,6 +8,7 @@ from time import perf_counter, sleep
 
 import pytest
 import torch
+from grouping import grouped
 from models import mlp, vectors
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -38,7 +39,7 @@ class Slow(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def test_a_gpus_steps_lie_within_the_run_and_waiting_for_data_is_seen(tmp_path: Path) -> None:
     settings = {"global_batch": 16, "micro_batch": 8, "quiet": True, "timeline": tmp_path}
     start = perf_counter()
-    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=Slow(), **settings) as trainer:
+    with pl.Trainer.setup(mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=Slow(), **grouped(**settings)) as trainer:
         for epoch in trainer.epochs(3):
             for batch in epoch:
                 trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
@@ -23,7 +24,7 @@ TRAIN, TEST = vectors(16), vectors(23, seed=9)
 
 def setup(model: Any = mlp, **settings: Any) -> pl.Trainer:
     settings = {"data": TRAIN, "global_batch": 8, "micro_batch": 4, **settings}
-    return pl.Trainer.setup(model, lambda params: torch.optim.Adam(params, lr=0.01), **settings)
+    return pl.Trainer.setup(model, lambda params: torch.optim.Adam(params, lr=0.01), **grouped(**settings))
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -248,7 +249,7 @@ def test_evaluation_inside_the_loop_is_refused() -> None:
     with setup() as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:
-                with pytest.raises(pl.MisuseError) as caught:
+                with pytest.raises(pl.errors.MisuseError) as caught:
                     trainer.evaluate(TEST, loss_of)
                 assert str(caught.value) == (
                     "evaluate() was called inside an epoch's loop, which workers leave at different times: call it "
@@ -285,7 +286,7 @@ def test_weights_are_those_of_training(pool: WorkerPool) -> None:
 
 
 def test_bad_micro_batch_and_data_are_named() -> None:
-    with pytest.raises(ValueError, match="micro_batch=-1: choose how many samples eval_fn gets at once, at least 1"):
+    with pytest.raises(ValueError, match="micro_batch=-1: choose the number of samples per call of eval_fn, >= 1"):
         evaluate(eval_micro_batch=-1)
     with pytest.raises(ValueError, match="data is empty"):
         evaluate(data=[])

@@ -47,11 +47,10 @@ def train(data: object, collate_fn: object = None) -> None:
         lambda: nn.Linear(4, 1),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         data=data,
-        collate_fn=collate_fn,
-        feed="dispatched",
+        loading=pl.Loading(collate_fn=collate_fn, feed="dispatched"),
         global_batch=8,
         micro_batch=2,
-        timeout_s=5.0,
+        runtime=pl.Runtime(timeout_s=5.0),
     ) as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:

@@ -29,7 +29,13 @@ def open_trainer(timeout_s: float = 60.0, fail: bool = False) -> pl.Trainer:
         return torch.optim.SGD(parameters, lr=0.1)
 
     return pl.Trainer.setup(
-        lambda: nn.Linear(4, 1), optimizer, data=X, global_batch=8, micro_batch=2, exact=True, timeout_s=timeout_s
+        lambda: nn.Linear(4, 1),
+        optimizer,
+        data=X,
+        global_batch=8,
+        micro_batch=2,
+        exact=True,
+        runtime=pl.Runtime(timeout_s=timeout_s),
     )
 
 
@@ -71,7 +77,7 @@ def after_failures(found: list[str]) -> None:
             assert is_guilty == ("no optimizer here" in str(caught.value)), caught.value
             outer.gather(0)
             if not is_guilty:
-                with pytest.raises(pl.CommunicationTimeout, match=r"^rank \d waited 1 s for the world"):
+                with pytest.raises(pl.errors.CommunicationTimeout, match=r"^rank \d waited 1 s for the world"):
                     open_trainer(timeout_s=1.0)
             outer.gather(0)
         found.append(train(outer))

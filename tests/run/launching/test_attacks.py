@@ -48,8 +48,8 @@ if os.environ.get("RANK") == "0":
     time.sleep(delay_s)
 with pl.Trainer.setup(
     lambda: nn.Linear(4, 1), lambda parameters: torch.optim.SGD(parameters, lr=1e-4), data=Data(), exact=True,
-    collate_fn=lambda s: Thing(torch.stack(s)) if kind == "thing" else torch.stack(s),
-    feed="dispatched", global_batch=8, micro_batch=2, timeout_s=20.0,
+    loading=pl.Loading(collate_fn=lambda s: Thing(torch.stack(s)) if kind == "thing" else torch.stack(s), feed="dispatched"),
+    global_batch=8, micro_batch=2, runtime=pl.Runtime(timeout_s=20.0),
 ) as trainer:
     for epoch in trainer.epochs(2):
         for batch in epoch:

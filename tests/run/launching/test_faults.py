@@ -64,7 +64,7 @@ def job(place: str, culprit: int, timeout_s: float = 600.0) -> Callable[[], None
     def train() -> None:
         with pl.Trainer.setup(
             build, lambda p: torch.optim.SGD(p, lr=0.01), data=Data(), global_batch=8, micro_batch=4, shuffle=False,
-            timeout_s=timeout_s, shares="equal",
+            runtime=pl.Runtime(timeout_s=timeout_s), balancing=pl.Balancing(shares="equal"),
         ) as trainer:  # fmt: skip
             for epoch in trainer.epochs(1):
                 for batch in epoch:
@@ -81,8 +81,8 @@ def job(place: str, culprit: int, timeout_s: float = 600.0) -> Callable[[], None
     return main
 
 
-def failure(place: str, culprit: int, timeout_s: float = 600.0) -> pl.WorkerError:
-    with pytest.raises(pl.WorkerError) as caught:
+def failure(place: str, culprit: int, timeout_s: float = 600.0) -> pl.errors.WorkerError:
+    with pytest.raises(pl.errors.WorkerError) as caught:
         pl.launch(job(place, culprit, timeout_s), 2)
     return caught.value
 

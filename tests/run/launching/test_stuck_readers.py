@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
@@ -66,8 +67,7 @@ def train(kind: type, settings: dict[str, Any], marker: Path, stop_rank: int | N
         global_batch=8,
         micro_batch=2,
         exact=True,
-        timeout_s=TIMEOUT_S,
-        **settings,
+        **grouped(timeout_s=TIMEOUT_S, **settings),
     ) as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:
@@ -109,7 +109,7 @@ def cases(*short: str) -> list[Any]:
 @pytest.mark.parametrize("case", cases("dispatched"))
 def test_a_worker_that_stands_still_is_named_in_time(case: tuple[Any, ...], tmp_path: Path) -> None:
     kind, settings, stop_rank = case
-    with pytest.raises(pl.WorkerError) as caught:
+    with pytest.raises(pl.errors.WorkerError) as caught:
         pl.launch(train, 2, args=(kind, settings, tmp_path / "marker", stop_rank))
     text = str(caught.value)
     assert f"waited timeout_s={TIMEOUT_S:g} s" in text

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from grouping import grouped
 from models import digest, images
 from torch import nn
 from torch.nn import functional
@@ -71,8 +72,7 @@ def setup(root: Path | None, **settings: Any) -> pl.Trainer:
         settings.pop("optimizer", lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)),
         data=settings.pop("data", images(NUM_SAMPLES)),
         scheduler=settings.pop("scheduler", lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, NUM_STEPS)),
-        checkpoints=None if root is None else pl.Checkpoints(root, **saving),
-        **settings,
+        **grouped(checkpoints=None if root is None else pl.Checkpoints(root, **saving), **settings),
     )
 
 
@@ -98,7 +98,7 @@ def run(root: Path | None, until: int | None = None, *, epochs: int = EPOCHS, **
         trainer.every(1, lambda _: average.update())
         if until is not None:
             trainer.every(1, lambda record: trainer.request_stop() if record.step == until - 1 else None)
-        with suppress(pl.Stopped):
+        with suppress(pl.errors.Stopped):
             for epoch in trainer.epochs(epochs):
                 for batch in epoch:
                     step(trainer, batch)

@@ -74,7 +74,7 @@ def check_intact(root: Path, steps: list[int]) -> None:
 
 
 def test_a_full_disk_stops_the_run_with_path_cause_and_what_is_intact(disk: Path) -> None:
-    with pytest.raises(pl.CheckpointError) as caught:
+    with pytest.raises(pl.errors.CheckpointError) as caught:
         train(disk / "run", "stop", lambda: fill(disk))
     message = str(caught.value)
     assert message.startswith(
@@ -127,7 +127,7 @@ def test_a_last_save_that_failed_is_tried_again_when_the_run_ends(disk: Path) ->
             step(trainer, batch)
         fill(disk)
         trainer.save()
-        while trainer._run.keeper._writers[0].is_busy:
+        while trainer.run.keeper._writers[0].is_busy:
             time.sleep(0.001)
         assert complete_steps(disk / "run") == []
         (disk / "filler").unlink()
@@ -142,7 +142,9 @@ def test_a_disk_that_becomes_read_only(disk: Path, on_error: str, caplog: pytest
         mount("-o", "remount,bind,ro", str(disk / "run"))
 
     if on_error == "stop":
-        with pytest.raises(pl.CheckpointError, match=rf"step 9 was not saved in {disk}/run: Read-only file system"):
+        with pytest.raises(
+            pl.errors.CheckpointError, match=rf"step 9 was not saved in {disk}/run: Read-only file system"
+        ):
             train(disk / "run", on_error, breaks)
     else:
         assert train(disk / "run", on_error, breaks) == NUM_STEPS
@@ -154,7 +156,9 @@ def test_a_disk_that_becomes_read_only(disk: Path, on_error: str, caplog: pytest
 def test_a_folder_that_vanishes(tmp_path: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "run"
     if on_error == "stop":
-        with pytest.raises(pl.CheckpointError, match=rf"step 9 was not saved in {root}: No such file .* no older one"):
+        with pytest.raises(
+            pl.errors.CheckpointError, match=rf"step 9 was not saved in {root}: No such file .* no older one"
+        ):
             train(root, on_error, lambda: shutil.rmtree(root))
     else:
         assert train(root, on_error, lambda: shutil.rmtree(root)) == NUM_STEPS
@@ -166,7 +170,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_training(tmp_path: Path
     (tmp_path / "file").write_text("")
     for folder, cause in ((tmp_path / "file" / "run", "Not a directory"), (Path("/proc/x"), "No such file")):
         message = f"checkpoints cannot be saved in {folder}: {cause}.*; choose a folder that this user can write to"
-        with pytest.raises(pl.CheckpointError, match=message):
+        with pytest.raises(pl.errors.CheckpointError, match=message):
             setup(folder)
 
 
@@ -223,7 +227,7 @@ def test_a_disk_that_fails_on_two_workers_stops_both(tmp_path: Path, pool: Worke
     errors = caught.value.errors
     assert set(errors) == {0, 1}
     # Who writes last learns of it last, and may find that the other has left.
-    reasons = [error for error in errors.values() if isinstance(error, pl.CheckpointError)]
+    reasons = [error for error in errors.values() if isinstance(error, pl.errors.CheckpointError)]
     assert reasons
     others = [str(error) for error in errors.values() if error not in reasons]
     assert all("closed its communicator before" in other for other in others), others
@@ -231,7 +235,10 @@ def test_a_disk_that_fails_on_two_workers_stops_both(tmp_path: Path, pool: Worke
 
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     message = r"'8.bias' of component 'model' contains inf or NaN"
-    with pytest.raises(pl.CheckpointError, match=message), setup(tmp_path, every_steps=1, final=False) as trainer:
+    with (
+        pytest.raises(pl.errors.CheckpointError, match=message),
+        setup(tmp_path, every_steps=1, final=False) as trainer,
+    ):
         trainer.every(2, lambda _: trainer.model[8].bias.data.fill_(float("nan")))
         for batch in next(trainer.epochs(1)):
             if trainer.position.step == 2:

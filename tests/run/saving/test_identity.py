@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from grouping import grouped
 from models import images
 from resumable import run
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, WeightedRandomSampler
@@ -91,8 +92,11 @@ def steps_of(root: Path, until: int | None, data: Any, **settings: Any) -> list[
     """The samples of each step until the run is stopped, by their first number."""
     seen: list[Any] = []
     with pl.Trainer.setup(
-        lambda: torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, lr=1e-4), data=data, quiet=True,
-        checkpoints=pl.Checkpoints(root, every_steps=1), **{"global_batch": 6, "micro_batch": 2, **settings},
+        lambda: torch.nn.Linear(4, 1), lambda p: torch.optim.SGD(p, lr=1e-4), data=data,
+        **grouped(
+            quiet=True, checkpoints=pl.Checkpoints(root, every_steps=1),
+            **{"global_batch": 6, "micro_batch": 2, **settings},
+        ),
     ) as trainer:  # fmt: skip
         for epoch in trainer.epochs(max_steps=until or 6):
             for batch in epoch:

@@ -79,7 +79,7 @@ def test_a_planted_folder_is_refused_where_snapshots_are_asked_for(
         pool.run(main, num_workers)
     assert set(caught.value.errors) == set(range(num_workers))
     for error in caught.value.errors.values():
-        assert isinstance(error, pl.CheckpointError)
+        assert isinstance(error, pl.errors.CheckpointError)
         assert f"{planted} is not a private folder of this user: it belongs to user {NOBODY}" in str(error)
         assert "snapshot_every=None" in str(error)
     assert (planted / "step-00000009").exists()
@@ -112,7 +112,7 @@ def test_own_snapshots_that_others_could_write_are_refused(root: Path) -> None:
     memory_of(root).mkdir()
     try:
         memory_of(root).chmod(0o777)
-        with pytest.raises(pl.CheckpointError, match=r"others have access to it, its mode is 0777; remove it"):
+        with pytest.raises(pl.errors.CheckpointError, match=r"others have access to it, its mode is 0777; remove it"):
             setup(root, skip=["average"], snapshot_every=1)
     finally:
         memory_of(root).rmdir()

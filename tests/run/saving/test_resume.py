@@ -68,13 +68,13 @@ def test_a_finished_run_is_not_run_again_and_one_with_more_epochs_goes_on(tmp_pa
 
 def test_exact_modes_grids_go_on_where_they_were(tmp_path: Path) -> None:
     def grids(trainer: pl.Trainer) -> dict[str, int]:
-        return trainer._run.loop._exchange.state_dict()["grids"]
+        return trainer.run.loop._exchange.state_dict()["grids"]
 
     with setup(tmp_path) as trainer:
         for batch in next(trainer.epochs(1)):
             step(trainer, batch)
         name, top = next(iter(grids(trainer).items()))
-        trainer._run.loop._exchange._grids.load({name: top + 3})  # as after a burst of larger gradients
+        trainer.run.loop._exchange._grids.load({name: top + 3})  # as after a burst of larger gradients
         saved = grids(trainer)
         assert saved[name] == top + 3
     with setup(tmp_path) as trainer:
@@ -95,7 +95,7 @@ def test_weights_are_a_file_that_anyone_can_load(tmp_path: Path) -> None:
 def test_all_differences_are_listed_in_one_error(tmp_path: Path) -> None:
     run(tmp_path, 3)
     other = {"global_batch": 8, "seed": 6, "exact": False, "data": (torch.zeros(9, 3, 8, 8), torch.zeros(9).long())}
-    with pytest.raises(pl.CheckpointError) as caught:
+    with pytest.raises(pl.errors.CheckpointError) as caught:
         setup(tmp_path, **other, scheduler=None, model=lambda: build().append(torch.nn.Linear(5, 5)))
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{tmp_path}/step-00000003 is of another run than this one:"
@@ -117,7 +117,7 @@ def test_all_differences_are_listed_in_one_error(tmp_path: Path) -> None:
 
 def test_threads_count_in_exact_mode_only(tmp_path: Path) -> None:
     run(tmp_path / "exact", 3)
-    with pytest.raises(pl.CheckpointError, match="threads: 1 in the checkpoint, 2 now"):
+    with pytest.raises(pl.errors.CheckpointError, match="threads: 1 in the checkpoint, 2 now"):
         setup(tmp_path / "exact", threads=2)
     run(tmp_path / "plain", 3, exact=False)
     setup(tmp_path / "plain", exact=False, threads=2).close()
@@ -126,8 +126,10 @@ def test_threads_count_in_exact_mode_only(tmp_path: Path) -> None:
 def test_only_named_differences_pass_and_some_only_between_epochs(tmp_path: Path) -> None:
     run(tmp_path, 3)
     with setup(tmp_path, global_batch=8, allow=["global_batch"]) as trainer:
-        assert trainer.position == pl.Position(0, 12, 3)
-    with pytest.raises(pl.CheckpointError, match=r"seed: 5 in the checkpoint, 6 now \(may change between epochs only"):
+        assert trainer.position == pl.reports.Position(0, 12, 3)
+    with pytest.raises(
+        pl.errors.CheckpointError, match=r"seed: 5 in the checkpoint, 6 now \(may change between epochs only"
+    ):
         setup(tmp_path, seed=6, allow=["seed"])
     with pytest.raises(ValueError, match=r"allow=\['gobal_batch'\]: unknown setting; choose from gl"):
         setup(tmp_path, allow=["gobal_batch"])
@@ -138,7 +140,7 @@ def test_a_model_of_other_shapes_is_named_tensor_by_tensor(tmp_path: Path) -> No
     wider = build()
     wider[-1] = torch.nn.Linear(128, 6)
     with pytest.raises(
-        pl.CheckpointError, match=re.escape("tensor '8.weight' is (5, 128) float32 in the checkpoint, ")
+        pl.errors.CheckpointError, match=re.escape("tensor '8.weight' is (5, 128) float32 in the checkpoint, ")
     ):
         setup(tmp_path, model=wider)
 
@@ -150,7 +152,7 @@ def test_state_that_nobody_registered_is_an_error_unless_skipped(tmp_path: Path)
     run(tmp_path, 3)
     with (
         setup(tmp_path) as trainer,
-        pytest.raises(pl.CheckpointError, match="holds state of average, which was not reg"),
+        pytest.raises(pl.errors.CheckpointError, match="holds state of average, which was not reg"),
     ):
         next(iter(next(trainer.epochs(2))))
     with setup(tmp_path, skip=["average", "optimizer"]) as trainer:
@@ -160,7 +162,7 @@ def test_state_that_nobody_registered_is_an_error_unless_skipped(tmp_path: Path)
 
 def test_state_that_was_not_saved_is_an_error_unless_skipped(tmp_path: Path) -> None:
     run(tmp_path, 3)
-    with setup(tmp_path) as trainer, pytest.raises(pl.CheckpointError, match="has no component 'new'"):
+    with setup(tmp_path) as trainer, pytest.raises(pl.errors.CheckpointError, match="has no component 'new'"):
         trainer.register("new", Average(trainer.model))
     with setup(tmp_path, skip=["new", "average"]) as trainer:
         trainer.register("new", Average(trainer.model))
@@ -182,7 +184,7 @@ def test_registering_is_checked(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="pattern='mine': choose one of replicated, global, per_rank, per_node"):
             trainer.register("x", average, "mine")
         for batch in next(trainer.epochs(1)):
-            with pytest.raises(pl.MisuseError, match=r"register\('x'\) was called after the first step"):
+            with pytest.raises(pl.errors.MisuseError, match=r"register\('x'\) was called after the first step"):
                 trainer.register("x", average)
             step(trainer, batch)
             break
@@ -199,7 +201,7 @@ def test_a_value_that_needs_pickle_is_named_when_it_is_saved(tmp_path: Path) -> 
     trainer.register("bad", Bad())
     with pytest.raises(TypeError, match=r"bad\['best'\]\['when'\] is a object, which cannot be stored without pickle"):
         trainer.save()
-    trainer._run.cleanup.close()
+    trainer.run.cleanup.close()
 
 
 def test_what_is_left_out_is_neither_saved_nor_expected(tmp_path: Path) -> None:
@@ -208,7 +210,9 @@ def test_what_is_left_out_is_neither_saved_nor_expected(tmp_path: Path) -> None:
     assert not any(name.startswith(("optimizer", "random")) for name in names)
     with setup(tmp_path, leave_out=["optimizer", "random"]) as trainer:
         assert trainer.position.step == 3
-    with pytest.raises(pl.CheckpointError, match=r"does not hold optimizer, random: set skip=\['optimizer', 'ra"):
+    with pytest.raises(
+        pl.errors.CheckpointError, match=r"does not hold optimizer, random: set skip=\['optimizer', 'ra"
+    ):
         setup(tmp_path)
 
 
@@ -217,12 +221,12 @@ def test_what_is_left_out_is_neither_saved_nor_expected(tmp_path: Path) -> None:
 
 def test_a_folder_with_checkpoints_is_not_begun_anew(tmp_path: Path) -> None:
     run(tmp_path, 3)
-    with pytest.raises(pl.CheckpointError, match="has checkpoints up to step-00000003: set resume='auto'"):
+    with pytest.raises(pl.errors.CheckpointError, match="has checkpoints up to step-00000003: set resume='auto'"):
         setup(tmp_path, resume=None)
 
 
 def test_resume_true_needs_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(pl.CheckpointError, match="has no checkpoint to resume from: start with resume='auto'"):
+    with pytest.raises(pl.errors.CheckpointError, match="has no checkpoint to resume from: start with resume='auto'"):
         setup(tmp_path, resume=True)
     run(tmp_path, 3)
     setup(tmp_path, resume=True).close()
@@ -242,7 +246,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, capl
     assert run(tmp_path) == undisturbed()
     assert "step-00000008 cannot be resumed from" in caplog.text
     assert (tmp_path / "set-aside-1" / "step-00000008").is_dir()
-    with pytest.raises(pl.CheckpointError, match="is damaged"):
+    with pytest.raises(pl.errors.CheckpointError, match="is damaged"):
         setup(tmp_path / "other", resume=tmp_path / "set-aside-1" / "step-00000008")
 
 
@@ -267,7 +271,7 @@ def test_going_on_from_another_folder_begins_a_course_of_its_own(tmp_path: Path)
 
 def test_two_runs_cannot_have_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.checkpoint.run_folder.LOCK_TIMEOUT_S", 0.1)
-    with setup(tmp_path), pytest.raises(pl.CheckpointError, match="is in use by process"):
+    with setup(tmp_path), pytest.raises(pl.errors.CheckpointError, match="is in use by process"):
         setup(tmp_path)
     setup(tmp_path).close()
 
@@ -295,7 +299,7 @@ def test_save_inside_the_loop_is_refused_and_between_epochs_is_done_at_once(tmp_
     with setup(tmp_path) as trainer:
         for epoch in trainer.epochs(2):
             for batch in epoch:
-                with pytest.raises(pl.MisuseError, match=r"save\(\) was called inside an epoch's loop"):
+                with pytest.raises(pl.errors.MisuseError, match=r"save\(\) was called inside an epoch's loop"):
                     trainer.save()
                 step(trainer, batch)
             trainer.save({"score": 0.5 + epoch.number})
@@ -337,7 +341,7 @@ def test_bad_settings_are_named_before_anything_starts(settings: dict[str, objec
 def test_a_run_that_is_not_saved_says_what_saving_needs() -> None:
     with setup(None) as trainer:
         for call in (trainer.save, trainer.request_save):
-            with pytest.raises(pl.MisuseError, match=r"give checkpoints=Checkpoints\(folder\)"):
+            with pytest.raises(pl.errors.MisuseError, match=r"give checkpoints=Checkpoints\(folder\)"):
                 call()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest, vectors
 from resumable import NUM_STEPS, build, run, setup, snapshots_of, step
 from safetensors.torch import save_file
@@ -54,7 +55,7 @@ def test_weights_of_another_model_are_named(tmp_path: Path) -> None:
     given["8.weight"] = given.pop("8.weight")[:3].clone()
     given["9.weight"] = torch.zeros(1)
     save_file(given, tmp_path / "weights.safetensors")
-    with pytest.raises(pl.CheckpointError) as caught:
+    with pytest.raises(pl.errors.CheckpointError) as caught:
         setup(None, init_from=tmp_path / "weights.safetensors")
     assert "'9.weight' is only in the checkpoint" in str(caught.value)
     assert "'8.weight' is (3, 128) float32 in the checkpoint, (5, 128) float32 now" in str(caught.value)
@@ -73,14 +74,16 @@ def test_code_in_a_weights_file_is_not_run(tmp_path: Path) -> None:
     torch.save({"8.weight": Malicious(sign)}, tmp_path / "weights.pt")
     (tmp_path / "weights.bin").write_bytes(pickle.dumps(Malicious(sign)))
     for name in ("weights.pt", "weights.bin"):
-        with pytest.raises(pl.CheckpointError, match=f"{name} (holds pickled objects besides tensors|cannot be read)"):
+        with pytest.raises(
+            pl.errors.CheckpointError, match=f"{name} (holds pickled objects besides tensors|cannot be read)"
+        ):
             setup(None, init_from=tmp_path / name)
     assert not sign.exists()
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     for name in ("none.pt", "none.safetensors"):
-        with pytest.raises(pl.CheckpointError, match=f"{name} cannot be read: No such file or directory"):
+        with pytest.raises(pl.errors.CheckpointError, match=f"{name} cannot be read: No such file or directory"):
             setup(None, init_from=tmp_path / name)
 
 
@@ -118,10 +121,8 @@ def average(root: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> 
         data=vectors(320),
         global_batch=16,
         micro_batch=4,
-        shares="equal",
         strategy=pl.Averaging(every=2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
-        checkpoints=pl.Checkpoints(root, every_steps=5, keep_last=None),
-        **settings,
+        **grouped(shares="equal", checkpoints=pl.Checkpoints(root, every_steps=5, keep_last=None), **settings),
     ) as trainer:
         for epoch in trainer.epochs(1):
             for batch in epoch:

@@ -104,7 +104,7 @@ def test_restarts_are_counted_and_go_not_back_to_where_the_first_start_was_told_
     run(tmp_path / "old", 3)
     root, first = tmp_path / "run", tmp_path / "old" / "step-00000003"
     main = job(root, {0: 8, 1: 12}, snapshot_every=1, resume=first, skip=["average"])
-    with pytest.raises(pl.WorkerError, match="rank 0 was killed by SIGKILL"):
+    with pytest.raises(pl.errors.WorkerError, match="rank 0 was killed by SIGKILL"):
         pl.launch(main, 1, max_restarts=1)
     told, restarted = (tmp_path / "starts").read_text().splitlines()
     assert told == str(first)
@@ -119,7 +119,7 @@ def test_restarts_are_counted_and_go_not_back_to_where_the_first_start_was_told_
 def test_a_restart_without_progress_since_the_last_is_the_last(tmp_path: Path) -> None:
     root = tmp_path / "run"
     main = job(root, dict.fromkeys(range(100), 5), every_steps=2)
-    with pytest.raises(pl.WorkerError) as caught:
+    with pytest.raises(pl.errors.WorkerError) as caught:
         pl.launch(main, 1, max_restarts=50)
     assert "NoProgressError: the workers were restarted at step 4 and died before a newer one was saved" in str(
         caught.value

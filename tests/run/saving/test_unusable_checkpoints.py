@@ -77,7 +77,7 @@ def test_a_fresh_start_beside_unusable_checkpoints_is_refused(
     for step in (2, 4, 6):
         spoil(root / f"step-0000000{step}")
     before = entries(root)
-    with pytest.raises(pl.CheckpointError, match=reason) as caught:
+    with pytest.raises(pl.errors.CheckpointError, match=reason) as caught:
         setup(root, resume=resume)
     assert f"{root} has no usable checkpoint, but entries that look like one" in str(caught.value)
     assert "move them out of the folder" in str(caught.value)
@@ -120,9 +120,9 @@ def test_a_renamed_checkpoint_is_named_and_not_moved_while_in_use(root: Path, ca
     shutil.rmtree(root / "step-00000002")
     kept = next(root.glob("**/step-00000050"))
     kept.rename(root / "step-00000050")
-    with pytest.raises(pl.CheckpointError, match=message):
+    with pytest.raises(pl.errors.CheckpointError, match=message):
         setup(root, skip=["average"])
-    with pytest.raises(pl.CheckpointError, match=message):
+    with pytest.raises(pl.errors.CheckpointError, match=message):
         setup(root.parent / "other", skip=["average"], resume=root / "step-00000050")
     (root / "step-00000050").rename(root / "step-00000004")
     assert run(root, 6) == run(None, 6)
@@ -146,7 +146,7 @@ def test_all_workers_refuse_together(root: Path, pool: WorkerPool, num_workers: 
 def test_a_folder_given_by_name_says_what_is_wrong_with_what_is_in_it(root: Path, what: str) -> None:
     for step in (2, 4, 6):
         without_manifest(root / f"step-0000000{step}")
-    with pytest.raises(pl.CheckpointError, match=r"has no usable checkpoint: .*step-00000006 has no manifest"):
+    with pytest.raises(pl.errors.CheckpointError, match=r"has no usable checkpoint: .*step-00000006 has no manifest"):
         setup(root.parent / "other", **{what: root})
 
 

@@ -152,7 +152,7 @@ def test_a_state_of_another_shape_is_named(
     intact: Checkpoint, tmp_path: Path, name: str, change: Change, message: str
 ) -> None:
     folder = changed(intact, tmp_path / "run", name, change)
-    with pytest.raises(pl.CheckpointError, match=f"(?s){message}") as caught:
+    with pytest.raises(pl.errors.CheckpointError, match=f"(?s){message}") as caught:
         setup(tmp_path / "run", ema=0.9, skip=["average"]).close()
     assert str(folder) in str(caught.value)
     assert ("allow=" if name == "model" and "tensor" in message else "skip=") in str(caught.value)
@@ -193,5 +193,5 @@ def test_a_state_that_the_users_own_object_refuses_is_named(tmp_path: Path) -> N
         trainer.save()
     with setup(tmp_path) as trainer:
         message = r"component 'best' of .*step-00000000 cannot be loaded: KeyError: 'accuracy'.*skip=\['best'\]"
-        with pytest.raises(pl.CheckpointError, match=f"(?s){message}"):
+        with pytest.raises(pl.errors.CheckpointError, match=f"(?s){message}"):
             trainer.register("best", Best())

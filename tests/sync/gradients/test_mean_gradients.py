@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from grouping import grouped
 from models import digest
 from torch import nn
 from torch.nn import functional
@@ -51,7 +52,9 @@ def run(
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     settings = {"data": X, "global_batch": 8, "micro_batch": 2, "shuffle": False, **settings}
-    with pl.Trainer.setup(build, lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5), **settings) as trainer:
+    with pl.Trainer.setup(
+        build, lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.5), **grouped(**settings)
+    ) as trainer:
         for epoch in trainer.epochs(epochs):
             for batch in epoch:
                 step(trainer, batch)
@@ -169,7 +172,7 @@ def test_a_backward_between_micro_batches_is_not_ours() -> None:
 
 
 def test_sparse_layers_are_refused_when_the_run_is_set_up() -> None:
-    with pytest.raises(pl.MisuseError, match=r"'emb' is built with sparse=True.*sparse=False"):
+    with pytest.raises(pl.errors.MisuseError, match=r"'emb' is built with sparse=True.*sparse=False"):
         run(build=lambda: nn.Sequential(dict_of(emb=nn.Embedding(6, 6, sparse=True))))
 
 
@@ -188,12 +191,12 @@ def test_sparse_gradients_are_refused_when_they_appear() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return functional.embedding(x[:, 0].abs().long() % 6, self.table, sparse=True)
 
-    with pytest.raises(pl.GradientError, match=r"'table' has a sparse gradient.*sparse=False"):
+    with pytest.raises(pl.errors.GradientError, match=r"'table' has a sparse gradient.*sparse=False"):
         run(build=Hidden)
 
 
 def test_sync_batch_norm_is_refused() -> None:
-    with pytest.raises(pl.MisuseError, match="SyncBatchNorm, which exchanges inside forward"):
+    with pytest.raises(pl.errors.MisuseError, match="SyncBatchNorm, which exchanges inside forward"):
         run(build=lambda: nn.Sequential(nn.SyncBatchNorm(6)))
 
 
@@ -231,7 +234,7 @@ def half_precision_run() -> tuple[list[tuple[int, bool]], bool]:
         micro_batch=2,
         precision="fp16",
         exact=True,
-        shares="equal",  # a worker without a share has no record of the step
+        balancing=pl.Balancing(shares="equal"),  # a worker without a share has no record of the step
     ) as trainer:
         for epoch in trainer.epochs(16):
             for batch in epoch:
@@ -301,7 +304,7 @@ def test_a_gradient_after_its_exchange_began_is_an_error_not_a_wrong_sum() -> No
             loss_of(model, X[rank : rank + 1]).backward()
             loss_of(model, X[rank : rank + 1]).backward()
 
-        with pytest.raises(pl.GradientError, match=r"'1\.bias' got a gradient after.*overlap=False"):
+        with pytest.raises(pl.errors.GradientError, match=r"'1\.bias' got a gradient after.*overlap=False"):
             one_step(replicas, twice)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from grouping import grouped
 from models import SmallResNet, digest, images
 from torch import nn
 from torch.nn import functional
@@ -43,7 +44,9 @@ def train(
     """`change`: what becomes of the loss of step 4."""
     num_micro_batches = 0
     settings = {"data": X, "global_batch": 4, "exact": True, **settings}
-    with pl.Trainer.setup(SmallAndSigned, lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), **settings) as trainer:
+    with pl.Trainer.setup(
+        SmallAndSigned, lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9), **grouped(**settings)
+    ) as trainer:
         for epoch in trainer.epochs(epochs):
             for batch in epoch:
                 num_micro_batches += 1
@@ -90,5 +93,5 @@ def test_statistics_of_batch_norm_are_those_of_every_world(pool: WorkerPool) -> 
 
 
 def test_a_gradient_that_is_no_number_is_an_error() -> None:
-    with pytest.raises(pl.NonFiniteError, match="gradient is nan at step 4, micro-batch 0, rank 0"):
+    with pytest.raises(pl.errors.NonFiniteError, match="gradient is nan at step 4, micro-batch 0, rank 0"):
         train(lambda loss, model: loss + (0.0 * model.scale.sum()).sqrt())  # the loss itself stays finite

@@ -12,6 +12,7 @@ from paceline.cli.config.schema import ProjectSettings
 from paceline.plan.steps import Steps
 from paceline.run.config import RunConfig
 from paceline.run.saving.resuming import OWN
+from paceline.run.settings import Balancing, Batching
 from paceline.sync.averaging.strategy import Averaging
 
 # Components of the checkpoints of a run from a project file.
@@ -107,11 +108,10 @@ def _run_config(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
         config = RunConfig(
             global_batch=trainer.batches_per_step or trainer.global_batch,
             micro_batch=trainer.micro_batch if trainer.batches_per_step is None else 1,
-            physical_batch=trainer.physical_batch,
             exact=trainer.exact,
             strategy=strategy,
-            shares=trainer.shares,
-            speed_hints=trainer.speed_hints,
+            batching=Batching(physical_batch=trainer.physical_batch),
+            balancing=Balancing(trainer.shares, trainer.speed_hints),
         )
         if config.global_batch is not None:
             Steps(_MANY, config.global_batch, config.micro_batch or config.global_batch)

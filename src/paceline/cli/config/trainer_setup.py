@@ -49,26 +49,13 @@ def setup_arguments(
     if saving.init_from is not None:
         arguments["init_from"] = project_folder / saving.init_from
     if saving.save:
-        is_path = isinstance(saving.resume, str) and saving.resume != "auto"
-        arguments["resume"] = project_folder / str(saving.resume) if is_path else saving.resume
-        arguments |= {"allow": saving.allow, "skip": saving.skip}
         folder = checkpoint_folder if saving.folder is None else project_folder / saving.folder
-        arguments["checkpoints"] = checkpoints(saving, folder)
+        arguments["checkpoints"] = checkpoints(saving, folder, project_folder)
     own: dict[str, Any] = {"collate_fn": data.collate and data.collate.build(), "timeline": timeline}
     for name, group in _GROUPS.items():
         values = {f.name: own.get(f.name) if f.name in own else getattr(trainer, f.name) for f in fields(group)}
         arguments[name] = group(**values)
     return arguments
-
-
-def flattened(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the groups' fields as plain keywords."""
-    # merge: api - Trainer.setup will take the groups; resume, allow and skip will be fields of Checkpoints.
-    flat = {name: value for name, value in arguments.items() if name not in _GROUPS}
-    for name in _GROUPS:
-        flat |= {f.name: getattr(arguments[name], f.name) for f in fields(arguments[name])}
-    flat["fused_optimizers"] = flat.pop("fused")
-    return flat
 
 
 def strategy(settings: schema.Gradients | schema.Cadence | schema.Averaging) -> Strategy:
@@ -83,10 +70,13 @@ def strategy(settings: schema.Gradients | schema.Cadence | schema.Averaging) -> 
     return Averaging(**values | {"outer": settings.outer and settings.outer.as_function()})
 
 
-def checkpoints(settings: schema.Checkpoints, folder: Path) -> Checkpoints:
-    best = settings.keep_best
+def checkpoints(settings: schema.Checkpoints, folder: Path, project_folder: Path) -> Checkpoints:
+    best, resume = settings.keep_best, settings.resume
     values = {f.name: getattr(settings, f.name) for f in fields(Checkpoints)}
-    return Checkpoints(**values | {"folder": folder, "keep_best": best and (best.metric, best.count, best.mode)})
+    values |= {"folder": folder, "keep_best": best and (best.metric, best.count, best.mode)}
+    if isinstance(resume, str) and resume != "auto":
+        values["resume"] = project_folder / resume
+    return Checkpoints(**values)
 
 
 def optimizer(settings: ProjectSettings) -> Callable[..., Any]:

@@ -59,8 +59,7 @@ def dry_run(project: Project, num_workers: int) -> int:
 def _arguments(project: Project) -> dict[str, Any]:
     """The arguments of a trainer that has one worker and saves nothing."""
     arguments = trainer_setup.setup_arguments(project.settings, project.folder, Path())
-    for name in ("checkpoints", "resume", "allow", "skip"):
-        arguments.pop(name, None)
+    arguments.pop("checkpoints", None)
     arguments["balancing"] = Balancing()
     arguments["runtime"] = replace(arguments["runtime"], quiet=True)
     physical_batch = arguments["batching"].physical_batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,11 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     evaluation_data = None if settings.data.evaluation is None else project.data("evaluation")
     timeline = files.timeline if settings.trainer.timeline else None
     arguments = trainer_setup.setup_arguments(settings, project.folder, files.checkpoints, timeline)
-    if request.checkpoint is not None:
-        arguments["resume"] = request.checkpoint
-    elif request.is_resumed and arguments.get("resume") is None:
-        arguments["resume"] = "auto"
+    saving = arguments.get("checkpoints")
+    if saving is not None and request.checkpoint is not None:
+        arguments["checkpoints"] = replace(saving, resume=request.checkpoint)
+    elif saving is not None and request.is_resumed and saving.resume is None:
+        arguments["checkpoints"] = replace(saving, resume="auto")
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
     monitor = None
     if trainer.is_main:
@@ -86,10 +87,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
 def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]) -> Trainer:
     scheduler = trainer_setup.scheduler(settings, _steps_per_epoch(data, settings))
     optimizer = trainer_setup.optimizer(settings)
-    # merge: api
-    return Trainer.setup(
-        _model_factory(settings), optimizer, data=data, scheduler=scheduler, **trainer_setup.flattened(arguments)
-    )
+    return Trainer.setup(_model_factory(settings), optimizer, data=data, scheduler=scheduler, **arguments)
 
 
 def _check_backend(project: Project) -> None:

@@ -111,7 +111,7 @@ class Timeline:
         sessions = read_sessions(files)
         if not sessions:
             raise ValueError(
-                f"{folder} has no timeline: record one with Trainer.setup(timeline=folder), or trainer.timeline: true "
+                f"{folder} has no timeline: record one with Runtime(timeline=folder), or trainer.timeline: true "
                 "in a project file"
             )
         began, lanes = make_lanes(sessions)

@@ -26,7 +26,7 @@ class Stepping:
         self._exchange = exchange
         self._events = events
         self._graphs = graphs
-        self._is_forced = config.capture == "on"
+        self._is_forced = config.runtime.capture == "on"
         self._device = next(iter(loop.replica.parameters.values())).device
         if not isinstance(graphs, str):
             self._update = CapturedUpdate(loop.replica, config.max_grad_norm, graphs, events, is_forced=self._is_forced)
@@ -71,13 +71,13 @@ def graphs_for(config: RunConfig, world: World) -> Graphs | str:
     obstacle = _obstacle(config, world)
     if obstacle is None:
         return CudaGraphs(world.device)
-    if config.capture == "on":
+    if config.runtime.capture == "on":
         raise ValueError(f'capture="on", but nothing can be captured: {obstacle}; choose capture="auto" or "off"')
     return obstacle
 
 
 def _obstacle(config: RunConfig, world: World) -> str | None:
-    if config.capture == "off":
+    if config.runtime.capture == "off":
         return 'capture="off"'
     if world.device.type != "cuda":
         return f"{world.device} is not a CUDA device"

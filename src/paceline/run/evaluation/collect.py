@@ -1,8 +1,8 @@
-"""Values between workers: every worker's to all, one worker's to all, reductions over them, and one before the others.
+"""Collectives for values of the user: gather, broadcast, reduce, and `main_first`.
 
-A value is made of tensors, arrays, numbers, strings, lists, tuples and dicts. It travels as JSON and the bytes of its
-tensors, so no pickle is loaded; its tensors arrive on the host. In a world of one it takes the same way and only the
-exchange is left out: what can be sent, and what arrives, does not depend on the number of workers.
+A value consists of tensors, arrays, numbers, strings, lists, tuples and dicts. It is sent as JSON and the bytes of its
+tensors, so no pickle is loaded; its tensors arrive on the host. A single worker encodes and decodes as well, so that
+the result does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.core.message import decode, encode
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
-# A message that lies on the host goes through a device's memory in pieces of this size.
+# A message on the host is sent through device memory in pieces of this size.
 PIECE_BYTES = 64 << 20
 
 
@@ -32,7 +32,7 @@ def gather(value: Any, communicator: Communicator) -> list[Any]:
 
 
 def broadcast(value: Any, source: int, communicator: Communicator) -> Any:
-    """The value of rank `source`, on every worker; the others' values do not count."""
+    """The value of rank `source`, on every worker; the others' values are ignored."""
     world = communicator.world
     if type(source) is not int or not 0 <= source < world.size:
         raise ValueError(
@@ -43,7 +43,7 @@ def broadcast(value: Any, source: int, communicator: Communicator) -> Any:
 
 
 def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
-    """One tensor, on the device of this worker's, or one number from those of all workers, added up in rank order."""
+    """The reduction, in rank order, of all workers' tensors, on the device of this worker's, or of their numbers."""
     if how not in get_args(Reduction):
         raise ValueError(f"how={how!r}: choose one of {', '.join(get_args(Reduction))}")
     if not isinstance(value, torch.Tensor | Real):
@@ -55,13 +55,13 @@ def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
         raise ValueError(f"reduce() needs tensors of one shape and dtype, or numbers, on all workers, and got {shown}")
     if isinstance(value, torch.Tensor):
         return _reduced(torch.stack(values), how).to(value.device)
-    all_whole = all(isinstance(each, int) for each in values)
-    return _reduced(torch.tensor(values, dtype=torch.int64 if all_whole else torch.float64), how).item()
+    dtype = torch.int64 if all(isinstance(each, int) for each in values) else torch.float64
+    return _reduced(torch.tensor(values, dtype=dtype), how).item()
 
 
 @contextmanager
 def main_first(communicator: Communicator) -> Iterator[None]:
-    """Rank 0 runs the block, then the others do; if it fails there, it fails on all."""
+    """Rank 0 runs the block, then the others do. An error on rank 0 is raised on all."""
     if not communicator.world.is_main:
         if failure := from_rank_0(b"", communicator):
             raise PacelineError(f"on rank 0: {failure.decode()}")
@@ -70,7 +70,7 @@ def main_first(communicator: Communicator) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with suppress(CommunicationError):  # the first error is the one to show
+        with suppress(CommunicationError):  # raise the first error
             from_rank_0(f"{type(error).__name__}: {error}".encode(), communicator)
         raise
     from_rank_0(b"", communicator)
@@ -111,7 +111,7 @@ def _shared(own: torch.Tensor, source: int, communicator: Communicator) -> torch
 
 
 def _pack(value: Any) -> torch.Tensor:
-    """A message. Of a value that cannot travel it says why, so that all workers hear of it."""
+    """Encode a value; one that cannot be encoded becomes a message with the reason, for all workers."""
     try:
         return encode(value, "value")
     except TypeError as error:
@@ -119,7 +119,7 @@ def _pack(value: Any) -> torch.Tensor:
 
 
 def _unpack(message: torch.Tensor, rank: int) -> Any:
-    """The value in a message, whose memory its tensors share."""
+    """Decode a message. The tensors of the value share its memory."""
     value = decode(message)
     if isinstance(value, _Refused):
         raise TypeError(f"the value of rank {rank} cannot be sent to other workers: {value.reason}")

@@ -1,8 +1,9 @@
-"""Visiting every sample of some data once, over all workers: how evaluation and prediction divide their work."""
+"""Visiting every sample of some data once, divided among all workers; for evaluation and prediction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -22,16 +23,15 @@ T = TypeVar("T")
 class Division:
     """Micro-batches in the data's order; `mine` are this worker's, which may be none.
 
-    `function` is what the user calls the function that gets them. `is_weighed`: nobody asks how many samples they hold.
+    function: the name of the user's function in errors. is_weighed: a weight_fn weighs the micro-batches, so that their
+    samples are not counted.
     """
 
     def __init__(
         self, source: Source, micro_batch: int, world: World, *, seed: int, function: str, is_weighed: bool
     ) -> None:
         if not isinstance(micro_batch, int) or micro_batch < 1:
-            raise ValueError(
-                f"micro_batch={micro_batch!r}: choose how many samples {function} gets at once, at least 1"
-            )
+            raise ValueError(f"micro_batch={micro_batch!r}: choose the number of samples per call of {function}, >= 1")
         steps = Steps(len(source), micro_batch, micro_batch)
         self._epoch = seeded_epoch(0, steps, len(source), seed=seed, shuffle=False)
         self._read = reader_of(source, is_weighed=is_weighed)
@@ -42,13 +42,14 @@ class Division:
 
     @torch.no_grad()
     def visit(self, model: Any, numbers: range, handle: Callable[[Read], T]) -> list[T]:
-        """`handle(read)` of each of these micro-batches, which are on the host; one may have no batch.
+        """The results of `handle(read)` for these micro-batches, which are on the host; `read.batch` may be None.
 
-        The model is in evaluation mode meanwhile. Random numbers belong to the micro-batch, and torch's streams go on
-        afterwards as if nothing had been drawn.
+        The model is in evaluation mode. Random numbers are seeded per micro-batch; torch's generators are restored.
         """
         handled = []
-        with _evaluation_mode(model), torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+        with kept_modes(model) as modules, torch.random.fork_rng([self._device] * (self._device.type == "cuda")):
+            for module in modules:
+                module.training = False
             for number in numbers:
                 read = self._read(self._epoch.request(number, 1))
                 if read.batch is None and read.skipped:
@@ -60,17 +61,13 @@ class Division:
         return handled
 
 
-class _evaluation_mode:
-    """Evaluation mode, and back to what each module was in."""
-
-    def __init__(self, model: Any) -> None:
-        self._modules = list(model.modules()) if isinstance(model, nn.Module) else []
-
-    def __enter__(self) -> None:
-        self._was_training = [module.training for module in self._modules]
-        for module in self._modules:
-            module.training = False
-
-    def __exit__(self, *_: object) -> None:
-        for module, was_training in zip(self._modules, self._was_training, strict=True):
+@contextmanager
+def kept_modes(model: Any) -> Iterator[list[nn.Module]]:
+    """The modules of a model. At the end of the block each is in the training mode it was in."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    were_training = [module.training for module in modules]
+    try:
+        yield modules
+    finally:
+        for module, was_training in zip(modules, were_training, strict=True):
             module.training = was_training

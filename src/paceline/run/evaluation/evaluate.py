@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, over all workers, and the same number however many there are."""
+"""Evaluation: every sample once, divided among all workers, with the same result on any number of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.data.feeds.sharded import weight_of
 from paceline.data.sources.base import Read, Source
 from paceline.run.evaluation.division import Division
 
-# What eval_fn's result is called if it is one number.
+# The name of a result that is one number.
 UNNAMED = ""
 
 
@@ -33,9 +33,8 @@ def evaluate(
 ) -> float | dict[str, float]:
     """The mean of `eval_fn(model, batch)` over all samples, weighted like training.
 
-    eval_fn returns a mean over its micro-batch: one number, or a dict of them. The model is in evaluation mode
-    meanwhile, and torch's random streams go on afterwards as if nothing had been drawn. Each micro-batch's result has
-    a slot of its own, so the mean is added up in one order everywhere.
+    eval_fn returns a mean over its micro-batch: one number, or a dict of them. Workers exchange a table with one row
+    per micro-batch, so that the mean is summed in the same order everywhere.
     """
     world = communicator.world
     division = Division(source, micro_batch, world, seed=seed, function="eval_fn", is_weighed=weight_fn is not None)
@@ -43,7 +42,7 @@ def evaluate(
     weights: list[int] = []
 
     def result_of(read: Read) -> dict[str, torch.Tensor] | None:
-        if read.batch is None:  # collate_fn left nothing of it
+        if read.batch is None:  # collate_fn returned no sample
             weights.append(0)
             return None
         weights.append(read.num_samples if weight_fn is None else weight_of(read.batch, weight_fn))
@@ -61,7 +60,7 @@ def evaluate(
     communicator.all_reduce(table).wait()
     on_host = table.cpu()
     weight_column = on_host[:, -1:]
-    # Without weight a mean may be 0/0, and counts for nothing.
+    # A mean with weight 0 may be 0/0.
     values = torch.where(weight_column > 0, on_host[:, :-1], 0.0)
     means = ((values * weight_column).sum(0) / weight_column.sum()).tolist()
     return means[0] if names == [UNNAMED] else dict(zip(names, means, strict=True))
@@ -82,13 +81,12 @@ def _as_scalars(result: Any, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _agree_on_names(results: list[dict[str, torch.Tensor] | None], communicator: Communicator) -> list[str]:
-    """What eval_fn calls its results. A worker without a micro-batch cannot know: the first that has one tells."""
+    """The names of eval_fn's results, from the first worker that has a micro-batch."""
     called = [scalars for scalars in results if scalars is not None]
-    everybodys = gather(json.dumps(list(called[0])) if called else "", communicator)
-    told = [text for text in everybodys if text]
-    if not told:
+    answers = [text for text in gather(json.dumps(list(called[0])) if called else "", communicator) if text]
+    if not answers:
         raise ValueError("collate_fn left no sample of the data to evaluate: give it some that it keeps")
-    names: list[str] = json.loads(told[0])
+    names: list[str] = json.loads(answers[0])
     for scalars in called:
         if set(scalars) != set(names):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Prediction: what the model makes of every sample, in the data's order, computed by all workers."""
+"""Prediction: the model's outputs for every sample, in the data's order, computed by all workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.data.sources.base import Read, Source
 from paceline.run.evaluation.collect import gather
 from paceline.run.evaluation.division import Division
 
-# One row, or one item, for each of some samples.
+# One row or item per sample.
 Column = torch.Tensor | list[Any]
 
 
@@ -27,13 +27,13 @@ def predict(
     micro_batch: int,
     seed: int,
 ) -> Any:
-    """What `fn(model, batch)` returns, for all samples, on every worker's host.
+    """The results of `fn(model, batch)` for all samples, on every worker's host.
 
     fn returns tensors with a row per sample of its micro-batch or lists with an item per sample, alone or in tuples,
     dicts and dataclasses. Tensors whose rows differ in shape come back as a list of rows.
     """
     world = communicator.world
-    # Not counted: what fn returns must have as many rows as there were samples.
+    # Samples are not counted here: `_column` checks the number of rows.
     division = Division(source, micro_batch, world, seed=seed, function="fn", is_weighed=True)
     to_device = DeviceCopier(world.device)
 
@@ -46,25 +46,24 @@ def predict(
                 "collate_fn left no sample of a micro-batch, so predictions would not line up with the data: give "
                 "predict() data or a collate_fn that leaves nothing out"
             )
-        return _take_apart(fn(model, to_device(read.batch)), read.num_samples)
+        return _columns_of(fn(model, to_device(read.batch)), read.num_samples)
 
-    # A worker without a share looks at the first micro-batch to learn what outputs are made of.
+    # A worker without a share runs the first micro-batch to learn the structure of the outputs.
     outputs = division.visit(model, division.mine or range(1), predict_one)
     skeleton = outputs[0].skeleton
     if any(output.skeleton != skeleton for output in outputs):
         raise ValueError(
-            "fn returned outputs of one structure for one micro-batch and of another for another: it must return the "
-            "same for all"
+            "fn returned outputs of different structure for different micro-batches: it must return the same for all"
         )
     own = [_joined(list(parts)) for parts in zip(*(output.columns for output in outputs), strict=True)]
-    everybodys = gather(own if division.mine else None, communicator)
-    columns = [_joined(list(parts)) for parts in zip(*filter(None, everybodys), strict=True)]
-    return _put_together(skeleton, columns)
+    gathered = gather(own if division.mine else None, communicator)
+    columns = [_joined(list(parts)) for parts in zip(*filter(None, gathered), strict=True)]
+    return _filled(skeleton, columns)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Slot:
-    """Stands for a column in an output's structure."""
+class _ColumnNumber:
+    """A placeholder for a column in an output's structure."""
 
     number: int
 
@@ -74,7 +73,7 @@ class _Output(NamedTuple):
     columns: list[Column]
 
 
-def _take_apart(output: Any, num_samples: int) -> _Output:
+def _columns_of(output: Any, num_samples: int) -> _Output:
     columns: list[Column] = []
 
     def visit(value: Any) -> Any:
@@ -82,7 +81,7 @@ def _take_apart(output: Any, num_samples: int) -> _Output:
             return None
         if isinstance(value, torch.Tensor | list):
             columns.append(_column(value, num_samples))
-            return _Slot(len(columns) - 1)
+            return _ColumnNumber(len(columns) - 1)
         rebuilt = _rebuild(value, visit)
         if rebuilt is value:
             raise TypeError(
@@ -101,8 +100,7 @@ def _column(value: torch.Tensor | list[Any], num_samples: int) -> Column:
         has_all, shown = len(value) == num_samples, f"a list of {len(value)} items"
     if not has_all:
         raise ValueError(
-            f"fn returned {shown} for a micro-batch of {num_samples} samples: return only what has one row or item "
-            "for each of them"
+            f"fn returned {shown} for a micro-batch of {num_samples} samples: return one row or item per sample"
         )
     column: Column = _on_host(value)
     return column
@@ -113,22 +111,22 @@ def _on_host(value: Any) -> Any:
 
 
 def _joined(parts: list[Column]) -> Column:
-    """Columns of consecutive samples as one: a tensor where all rows have one shape and type, else a list of rows."""
+    """Join columns of consecutive samples: a tensor if all rows have one shape and dtype, else a list of rows."""
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     if len(tensors) == len(parts) and len({(part.shape[1:], part.dtype) for part in tensors}) == 1:
         return torch.cat(tensors)
     return [row for part in parts for row in part]
 
 
-def _put_together(skeleton: Any, columns: list[Column]) -> Any:
+def _filled(skeleton: Any, columns: list[Column]) -> Any:
     def visit(value: Any) -> Any:
-        return columns[value.number] if isinstance(value, _Slot) else _rebuild(value, visit)
+        return columns[value.number] if isinstance(value, _ColumnNumber) else _rebuild(value, visit)
 
     return visit(skeleton)
 
 
 def _rebuild(value: Any, visit: Callable[[Any], Any]) -> Any:
-    # Dataclasses first: those of transformers are dicts too, but do not let themselves be updated.
+    # Dataclasses first: those of transformers are dicts too, but cannot be updated.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
             value, **{f.name: visit(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}

@@ -1,21 +1,23 @@
-"""A micro-batch that does not fit in a device's memory is run in halves, or in quarters, down to single samples."""
+"""Run a micro-batch that does not fit in a device's memory in halves, quarters, ... down to single samples."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+
+from paceline.data.feeds.device import map_items
+from paceline.run.batch_norm import batch_norm_in_training
 
 
 class FittingBackward:
-    """Forward and backward of micro-batches, each in as few parts as its device has memory for.
+    """Forward and backward of micro-batches, in parts where the device runs out of memory.
 
-    Parts are weighted by their samples, so the gradient is that of the whole to rounding. The size that fitted is
-    kept: what ran out of memory once would do so in every step.
+    Parts are weighted by their samples, so the gradient is that of the whole to rounding. The size that fitted is kept
+    for the following steps.
     """
 
     def __init__(self, *, exact: bool) -> None:
@@ -32,9 +34,9 @@ class FittingBackward:
         device: torch.device,
         undo: Callable[[], None],
     ) -> torch.Tensor:
-        """Add the gradient of the micro-batch's mean loss to the model's parameters; returns that loss.
+        """Add the gradient of the micro-batch's mean loss to the model's parameters and return the loss.
 
-        `undo` is called when an attempt has failed, to remove what it has left in gradients and buffers.
+        `undo` is called after a failed attempt, to restore gradients and buffers.
         """
         size = min(num_samples, self._fitting.get(device, num_samples))
         while True:
@@ -53,9 +55,9 @@ class FittingBackward:
     def _warn_once(self, num_samples: int, size: int, device: torch.device) -> None:
         if not self._fitting:
             warnings.warn(
-                f"{num_samples} samples at once do not fit in the memory of {device}: they are run in parts of {size} "
-                f"or less, with the same result to rounding. nsamples={size}, with more devices for steps as large, "
-                "would spare the detour",
+                f"{num_samples} samples at once do not fit in the memory of {device}: they are run in parts of at most "
+                f"{size}, with the same result to rounding. To avoid the failed attempts, choose nsamples={size} and "
+                "more devices",
                 stacklevel=5,
             )
 
@@ -66,9 +68,9 @@ class FittingBackward:
             error.add_note(f"a single sample does not fit in the memory of {device}")
             raise error
         if self._exact:
-            reason = "exact=True runs every micro-batch by itself"
+            reason = "exact=True runs every micro-batch alone"
         elif (name := batch_norm_in_training(model)) is not None:
-            reason = f"parts of it would be normalised apart by the BatchNorm layer {name!r}"
+            reason = f"the BatchNorm layer {name!r} would normalise the parts separately"
         else:
             return
         raise torch.OutOfMemoryError(
@@ -103,20 +105,7 @@ def parts(batch: Any, num_samples: int, size: int) -> Iterator[tuple[Any, int]]:
 def _cut(value: Any, num_samples: int, rows: slice) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray):
         return value[rows] if value.ndim and len(value) == num_samples else value
-    if isinstance(value, Mapping):
-        return {key: _cut(item, num_samples, rows) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(_cut(item, num_samples, rows) for item in value)
-    if isinstance(value, list | tuple):
-        if len(value) == num_samples and not any(isinstance(item, torch.Tensor | np.ndarray) for item in value):
-            return value[rows]
-        return type(value)(_cut(item, num_samples, rows) for item in value)
-    return value
-
-
-def batch_norm_in_training(model: Any) -> str | None:
-    """The name of the first BatchNorm layer that is in training mode, if there is one."""
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            return str(name)
-    return None
+    is_plain = type(value) in (list, tuple) and not any(isinstance(item, torch.Tensor | np.ndarray) for item in value)
+    if is_plain and len(value) == num_samples:
+        return value[rows]
+    return map_items(value, lambda item: _cut(item, num_samples, rows))

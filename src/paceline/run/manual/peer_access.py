@@ -1,4 +1,4 @@
-"""Whether the accelerators of this process reach each other's memory, and what it costs where they do not."""
+"""Report devices of this process without peer access to each other, and the cost of copying through the host."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ WARM_UP_COPIES = 2
 TIMED_COPIES = 5
 
 
-def tell_of_detours(
+def report_missing_peer_access(
     devices: Sequence[torch.device],
     num_bytes: int,
     *,
     can_reach: Callable[[torch.device, torch.device], bool] = torch.cuda.can_device_access_peer,
     copy_time_s: Callable[[torch.device, torch.device, int], float] | None = None,
 ) -> None:
-    """Say on stderr which pairs of devices exchange through the host, and how long their `num_bytes` take that way."""
+    """Print the pairs of devices that exchange through the host, and the time that `num_bytes` take."""
     accelerators = sorted({device for device in devices if device.type == "cuda"}, key=str)
     apart = [pair for pair in combinations(accelerators, 2) if not (can_reach(*pair) and can_reach(*pair[::-1]))]
     if not apart:

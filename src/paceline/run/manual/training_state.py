@@ -1,10 +1,11 @@
-"""A run in the user's hands, step by step: replicas with their optimizers, one loader, and the exchange."""
+"""The state of a run that the user drives step by step: replicas, their optimizers, a loader, and the exchange."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from paceline.core.world import World, choose_device
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import adopt_for_evaluation
 from paceline.data.sources.batches import num_samples_of
+from paceline.run.batch_norm import batch_norm_in_training
 from paceline.run.determinism import process_settings
-from paceline.run.evaluation.validation import Validator
-from paceline.run.manual.halving import FittingBackward, batch_norm_in_training
-from paceline.run.manual.peer_access import tell_of_detours
-from paceline.run.manual.step_loader import Reading, StepLoader
+from paceline.run.evaluation.validation import Validation, checked_topk, validate
+from paceline.run.manual.halving import FittingBackward
+from paceline.run.manual.peer_access import report_missing_peer_access
+from paceline.run.manual.step_loader import DeviceFeed, Reading, StepLoader
+from paceline.run.settings import Optimization, Runtime
 from paceline.run.step.checks import FiniteWatch
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, only_or_all
 from paceline.sync.averaging.replica_steps import BufferWatch, Offer, ReplicaSteps
@@ -36,9 +39,9 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 class TrainingState:
-    """What `prepare_training` returns. Close it, or use it as a context manager: then readers end and settings return.
+    """The result of `prepare_training`. Close it, or use it as a context manager, to end readers and restore settings.
 
-    `models[i]`, `optimizers[i]` and `devices[i]` are those of replica i of this process; the replicas are equal after
+    `models[i]`, `optimizers[i]` and `devices[i]` belong to replica i of this process; the replicas are equal after
     every `update`. `loader` gives the batches of each step.
     """
 
@@ -50,22 +53,25 @@ class TrainingState:
         optimizer: OptimizerFactory,
         reading: Reading,
         *,
+        epochs: int,
+        cycle: int | None,
         scheduler: SchedulerFactory | None,
         forward_fn: Forward,
         exact: bool,
-        train_mode: bool,
-        timeout_s: float,
+        optimization: Optimization,
+        runtime: Runtime,
     ) -> None:
         world, self.devices = _places(devices)
         with ExitStack() as stack:
-            stack.enter_context(process_settings(world, exact=exact, threads=None))
-            communicator = connect(world, timeout_s=timeout_s)
+            stack.enter_context(process_settings(world, exact=exact, threads=runtime.threads))
+            communicator = connect(world, runtime.backend, runtime.timeout_s)
             stack.callback(communicator.close)
             counts = [int(count) for count in gather(str(len(self.devices)), communicator)]
-            self.loader = StepLoader(data, reading, self.devices, counts, communicator)
-            stack.callback(self.loader.close)
+            feed = DeviceFeed(data, reading, self.devices, counts, communicator)
+            stack.callback(feed.close)
+            self.loader = StepLoader(feed, epochs, cycle)
             self._replicas = _replicas(
-                model, self.devices, optimizer, scheduler, communicator, reading.seed, train_mode=train_mode
+                model, self.devices, optimizer, scheduler, communicator, reading.seed, optimization
             )
             self._watches = [BufferWatch(replica.model) for replica in self._replicas]
             self._exchange = ReplicaSteps(
@@ -77,7 +83,7 @@ class TrainingState:
                 exact=exact,
             )
             stack.callback(self._exchange.close)
-            tell_of_detours(self.devices, _num_bytes(self._replicas[0]))
+            report_missing_peer_access(self.devices, _num_bytes(self._replicas[0]))
             self._cleanup = stack.pop_all()
         self._communicator = communicator
         self._forward_fn = forward_fn
@@ -96,12 +102,12 @@ class TrainingState:
 
     @property
     def optimizers(self) -> tuple[Any, ...]:
-        """By replica: its optimizer, or a list where it has several."""
+        """The optimizer of each replica; a list of them where it has several."""
         return tuple(only_or_all(replica.optimizers) for replica in self._replicas)
 
     @property
     def epoch(self) -> int:
-        """Of the batches that the loader gave last, from 0."""
+        """The epoch of the last batches of the loader, from 0."""
         return self.loader.epoch
 
     @property
@@ -118,14 +124,14 @@ class TrainingState:
 
     @property
     def numbers(self) -> Numbers:
-        """Of the last step whose gradients were synchronized; on a GPU they may still be on their way."""
+        """The numbers of the last synchronized step. On a GPU, reading one may wait for the device."""
         if self._numbers is None:
             raise MisuseError("no step has been synchronized yet: call sync_buffer first")
         return self._numbers
 
     @property
     def loss(self) -> float:
-        """The mean over all samples of the last step, whichever replica had them, before its update."""
+        """The mean over all samples of the last step, on all replicas, before its update."""
         return self.numbers.loss
 
     def compute(self, loss_fn: LossFunction, batch: Any, index: int) -> torch.Tensor:
@@ -136,13 +142,13 @@ class TrainingState:
         watch = self._watches[index]
 
         def loss_of(part: Any) -> torch.Tensor:
-            return _checked_loss(loss_fn(*self._forward_fn(replica.model, part)))
+            return checked_loss(loss_fn(*self._forward_fn(replica.model, part)))
 
         def undo() -> None:
             _drop_gradients(replica)
             watch.take()
 
-        _drop_gradients(replica)  # of a backward of the user's own
+        _drop_gradients(replica)  # left by a backward of the user
         watch.begin()
         seed_device(device, derive_seed(self._seed, Purpose.MICRO_BATCH, self.step, self._first + index))
         try:
@@ -151,8 +157,8 @@ class TrainingState:
             undo()
             if num_samples == 1 and isinstance(error, ValueError) and batch_norm_in_training(replica.model) is not None:
                 error.add_note(
-                    "this batch has 1 sample, of which BatchNorm can make no statistics: choose another nsamples than "
-                    f"{self.loader.nsamples}, so that no epoch ends with one"
+                    "this batch has 1 sample, and BatchNorm needs more than one value per channel: choose another "
+                    f"nsamples than {self.loader.nsamples}, so that no epoch ends with one sample"
                 )
             raise
         self._offers[index] = Offer(num_samples, loss, watch.take())
@@ -161,7 +167,7 @@ class TrainingState:
     def synchronize(self, reduce: Reduce | None) -> None:
         """Give every replica of all processes the same gradient and the same buffers."""
         if self._is_synchronized:
-            raise MisuseError("the gradients of this step are shared already: call update before the next step")
+            raise MisuseError("the gradients of this step are already synchronized: call update before the next step")
         plan, self._numbers = self._exchange.exchange(self._offers, reduce)
         self._offers = [None] * len(self._replicas)
         self._is_synchronized = True
@@ -177,7 +183,7 @@ class TrainingState:
             if lr is not None:
                 for group in (group for optimizer in replica.optimizers for group in optimizer.param_groups):
                     group["lr"] = lr
-            # Every replica does the same, drawing the same random numbers.
+            # All replicas draw the same random numbers.
             seed_device(device, derive_seed(self._seed, Purpose.AFTER_STEP, self.step))
             replica.step_optimizers()
             replica.step_schedulers(lambda: self.loss)
@@ -185,21 +191,22 @@ class TrainingState:
         self._is_synchronized = False
         self.step += 1
 
-    def validator(self, loss_fn: LossFunction, data: Any, topk: Sequence[int]) -> Validator:
-        """What validates a replica of this process on `data`, with the first replicas of the others."""
+    def validator(self, loss_fn: LossFunction, data: Any, topk: Sequence[int]) -> Callable[[Any, int, int], Validation]:
+        """A function that validates a model on `data`, which all processes divide among themselves."""
         source, batch_size = adopt_for_evaluation(data, None, self._seed)
-        return Validator(
-            source,
-            self._forward_fn,
-            loss_fn,
-            self._communicator,
-            topk=topk,
+        return partial(
+            validate,
+            source=source,
+            forward_fn=self._forward_fn,
+            loss_fn=loss_fn,
+            topk=checked_topk(topk),
+            communicator=self._communicator,
             micro_batch=batch_size or self.loader.nsamples,
             seed=self._seed,
         )
 
     def finish(self) -> None:
-        """Wait for the losses that were not looked at yet; one that is not finite is an error."""
+        """Wait for the losses that were not checked yet; one that is not finite is an error."""
         self._watch.flush()
 
     def close(self) -> None:
@@ -220,7 +227,7 @@ class TrainingState:
             raise MisuseError("train_step was called between sync_buffer and update: call update first")
         if self._offers[index] is not None:
             raise MisuseError(
-                f"replica {index} has a gradient already: one train_step per replica and step, then sync_buffer"
+                f"replica {index} already has a gradient: one train_step per replica and step, then sync_buffer"
             )
 
 
@@ -244,37 +251,40 @@ def _replicas(
     scheduler: SchedulerFactory | None,
     communicator: Communicator,
     seed: int,
-    *,
-    train_mode: bool,
+    optimization: Optimization,
 ) -> list[Replica]:
-    """The first from the user's model, with rank 0's weights, the others as copies of it."""
+    """The first replica is the user's model with rank 0's weights, the others are copies of it."""
     if not callable(optimizer):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, but every replica needs one of its own: pass a function from "
+            f"optimizer is a {type(optimizer).__name__}, but every replica needs its own: pass a function from "
             "parameters to a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
         )
-    first = Replica(model, optimizer, scheduler, communicator, seed, train_mode=train_mode)
-    others = [
-        Replica(
-            copy.deepcopy(first.model),
+
+    def replica(model: Any, communicator: Communicator) -> Replica:
+        return Replica(
+            model,
             optimizer,
             scheduler,
-            SingleCommunicator(World(device=device)),
+            communicator,
             seed,
-            train_mode=train_mode,
+            fused=optimization.fused,
+            train_mode=optimization.train_mode,
         )
-        for device in devices[1:]
-    ]
-    return [first, *others]
+
+    first = replica(model, communicator)
+    alone = [SingleCommunicator(World(device=device)) for device in devices[1:]]
+    return [first, *(replica(copy.deepcopy(first.model), single) for single in alone)]
 
 
-def _checked_loss(loss: Any) -> torch.Tensor:
+def checked_loss(loss: Any, advice: str = "") -> torch.Tensor:
+    """The loss as a scalar tensor that backward can start from."""
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"loss_fn returned a {type(loss).__name__}: it must return a tensor with one number")
+        raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
     if loss.numel() != 1:
-        raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
+        end = f". {advice}" if advice else ""
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean(){end}")
     if not loss.requires_grad:
-        raise ValueError("the loss has no gradient: it must be computed from the model's output, by torch")
+        raise ValueError("the loss has no gradient: it must be computed from the model's parameters, by torch")
     return loss.reshape(())
 
 

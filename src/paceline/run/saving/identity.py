@@ -14,22 +14,9 @@ from paceline.comm.messages import decided_by_rank_0
 from paceline.data.fingerprint import facts_of
 from paceline.plan.steps import Position, Steps
 from paceline.run.config import RunConfig
+from paceline.run.settings import GROUPS
 from paceline.run.step.replica import Replica
 
-# Settings of RunConfig that decide the course, beside those that `identity` derives.
-COURSE_SETTINGS = (
-    "global_batch",
-    "seed",
-    "shuffle",
-    "drop_last",
-    "num_shards",
-    "shuffle_buffer",
-    "physical_batch",
-    "precision",
-    "max_grad_norm",
-    "fused_optimizers",
-    "exact",
-)
 # A position counts the micro-batches of an epoch's order, so these cannot change inside an epoch.
 _FIXED_INSIDE_EPOCH = ("micro_batch", "num_samples", "order", "seed", "shuffle", "num_shards", "shuffle_buffer")
 # Facts about data that are reported but not compared.
@@ -58,22 +45,38 @@ def identity(
 ) -> dict[str, Any]:
     """Plain values by name. Settings that only affect speed, and stopping criteria, are not included."""
     facts = dict(facts or {})
-    values = {name: getattr(config, name) for name in COURSE_SETTINGS} | {
+    values = {
+        "global_batch": config.global_batch,
         "micro_batch": steps.micro_batch,
         "num_samples": len(data) if hasattr(data, "__len__") else None,
         "order": facts.pop("order", None),
         "data": facts or None,
+        **_course(config),
         "weight_fn": "given" if is_weighted else "none",
         "strategy": _text(config.strategy),
         "optimizer": _types(replica.optimizers),
         "scheduler": _types(replica.schedulers),
     }
-    if replica.schedulers:
-        values["scheduler_every"] = config.scheduler_every
+    if not replica.schedulers:
+        del values["scheduler_every"]
+    if config.optimization.ema is None:
+        del values["ema"]  # whether there is an average is decided by the component `ema`
     if config.exact:
-        values["threads"] = config.threads or 1
+        values["threads"] = config.runtime.threads or 1
         values["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return values
+
+
+def _course(config: RunConfig) -> dict[str, Any]:
+    """The settings that are declared with course=True. The size of a step is in global_batch and micro_batch."""
+    groups = [config, *(getattr(config, name) for name in GROUPS)]
+    values = {
+        setting.name: getattr(group, setting.name)
+        for group in groups
+        for setting in fields(group)
+        if setting.metadata.get("course") and setting.name not in ("global_batch", "micro_batch", "batches_per_step")
+    }
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def differences(

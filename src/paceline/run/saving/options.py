@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from paceline.checkpoint.compare import Level
 from paceline.checkpoint.policy import Retention, Schedule, check_positive
@@ -14,6 +14,7 @@ from paceline.checkpoint.policy import Retention, Schedule, check_positive
 DEFAULT_MINUTES = 10.0
 
 Mode = Literal["min", "max"]
+Resume: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Checkpoints:
     num_writers: how many workers write replicated state. More than 1 helps on file systems that one worker cannot
         saturate.
     handle_signals: on SIGTERM and SIGINT finish the step, save, and end the run.
+    resume: "auto", from the newest checkpoint in the folder if there is one; True, there must be one; a path, from that
+        checkpoint, and later steps in the folder are moved aside; None, the folder must have no checkpoint.
+    allow: settings that may differ from those of the checkpoint, such as "global_batch". skip: components of the
+        checkpoint that are not restored, such as "optimizer".
     """
 
     folder: str | os.PathLike[str]
@@ -51,8 +56,14 @@ class Checkpoints:
     disk: Literal["shared", "per node"] = "shared"
     num_writers: int = 1
     handle_signals: bool = True
+    resume: Resume = "auto"
+    allow: Sequence[str] = ()
+    skip: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        for name in ("allow", "skip"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{name}={getattr(self, name)!r}: give a list of names")
         check_positive("snapshot_every", self.snapshot_every)
         check_positive("num_writers", self.num_writers if self.num_writers is not None else 0)
         for name, choices in (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import unusable
@@ -21,6 +21,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.rank_variables import is_worker
 from paceline.plan.steps import Position
 from paceline.run.saving.identity import differences
+from paceline.run.saving.options import Resume
 from paceline.run.saving.state import (
     HasState,
     listed,
@@ -37,7 +38,6 @@ from paceline.run.step.replica import Replica
 
 logger = logging.getLogger("paceline")
 
-Resume: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str] | None
 States: TypeAlias = dict[str, Any]
 
 # The components of the run itself, beside those that users register.

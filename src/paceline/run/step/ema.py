@@ -12,20 +12,6 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import MisuseError
 from paceline.run.saving.state import model_differences
 from paceline.run.step.replica import Replica, named_parameters, plain_name
-from paceline.sync.averaging.strategy import Averaging
-
-
-def check_ema(decay: float | None, strategy: object) -> None:
-    """Raise if a run with this strategy cannot have an average with this decay."""
-    if decay is None:
-        return
-    if not isinstance(decay, float) or not 0.0 < decay < 1.0:
-        raise ValueError(f"ema={decay!r} must be a number between 0 and 1, such as 0.999")
-    if isinstance(strategy, Averaging):
-        raise ValueError(
-            f"ema={decay} needs strategy='gradients' or a cadence: with Averaging the workers' weights differ between "
-            "two averages"
-        )
 
 
 class Average(Protocol):

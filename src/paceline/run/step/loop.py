@@ -450,7 +450,7 @@ class Loop:
             if not early:
                 self.update.step()
             self._average.update()
-            if self.replica.schedulers and self._config.scheduler_every == "step":
+            if self.replica.schedulers and self._config.optimization.scheduler_every == "step":
                 self.replica.step_schedulers(lambda: self._told_loss(numbers))
             is_skipped = False
         else:
@@ -493,7 +493,7 @@ class Loop:
     def _end_epoch(self, number: int) -> None:
         """An epoch's last step is done, on all workers."""
         self._timeline.event("epoch end", number=number)
-        if self._config.scheduler_every == "epoch":
+        if self._config.optimization.scheduler_every == "epoch":
             self.replica.step_schedulers()
         for epochs, hook in self._epoch_hooks:
             if (number + 1) % epochs == 0:

@@ -145,10 +145,10 @@ def planner_for(config: RunConfig, world: World, step_size: int) -> Planner:
     planner: Planner
     if isinstance(config.strategy, Cadence):
         planner = CadencePlanner(config.strategy.for_workers(world.size), step_size)
-    elif isinstance(config.shares, tuple):
-        return FixedPlanner(step_size, config.shares)
-    elif config.shares == "equal" or world.size == 1:
+    elif isinstance(config.balancing.shares, tuple):
+        return FixedPlanner(step_size, config.balancing.shares)
+    elif config.balancing.shares == "equal" or world.size == 1:
         return FixedPlanner(step_size, (1.0,) * world.size)
     else:
-        planner = MeasuringPlanner(step_size, Balancer(world.size, config.speed_hints))
+        planner = MeasuringPlanner(step_size, Balancer(world.size, config.balancing.speed_hints))
     return LaggedPlanner(planner, GPU_LAG_STEPS) if world.device.type == "cuda" else planner

@@ -1,0 +1,150 @@
+"""`Run`: one worker's assembled run. The trainer, the builder and `dp_train` all drive one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.core.errors import MisuseError
+from paceline.core.events import Events
+from paceline.core.world import World
+from paceline.observe.timeline.recorder import Recorder
+from paceline.plan.steps import Steps
+from paceline.run.capture.step import Stepping
+from paceline.run.config import RunConfig
+from paceline.run.saving.checkpointer import Checkpointer
+from paceline.run.step.ema import Average
+from paceline.run.step.loop import Loop
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run; make one with `assemble`. Counts per epoch are None where they are not known in advance."""
+
+    config: RunConfig
+    loop: Loop
+    steps: Steps
+    steps_per_epoch: int | None
+    micro_batches_per_epoch: int | None
+    communicator: Communicator
+    events: Events
+    checkpointer: Checkpointer
+    average: Average
+    timeline: Recorder
+    stepping: Stepping
+    weight_fn: Callable[[Any], int] | None
+    cleanup: ExitStack
+
+    @property
+    def world(self) -> World:
+        return self.communicator.world
+
+    @property
+    def model(self) -> Any:
+        return self.loop.replica.model
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for forward passes in the run's precision."""
+        if self.config.precision == "fp32":
+            return nullcontext()
+        dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float16
+        return torch.autocast(self.world.device.type, dtype=dtype)
+
+    def check_open(self) -> None:
+        if self.loop.is_closed:
+            raise MisuseError(
+                "this trainer is closed, its run has ended: call Trainer.setup again, with the same model, or with "
+                "checkpoints= to go on where it was saved"
+            )
+
+    def check_between_steps(self, call: str, advice: str = "") -> None:
+        """Raise MisuseError inside an epoch's loop, where workers are at different micro-batches."""
+        self.check_open()
+        self.loop.settle()
+        if self.loop.is_inside_epoch:
+            raise MisuseError(
+                f"{call} was called inside an epoch's loop, which workers leave at different times: call it between "
+                f"epochs, or register it with trainer.every(n, lambda record: ...){advice}"
+            )
+
+    def synchronize(self, call: str) -> None:
+        """All workers are here. Make their replicas equal where the strategy lets them differ."""
+        self.check_between_steps(call)
+        self.loop.synchronize()
+
+    def epochs(self, count: int | None, max_steps: int | None) -> Iterator[TrainingEpoch]:
+        """See `Trainer.epochs`."""
+        self.check_open()
+        loop = self.loop
+        loop.begin_next_epoch()  # where the last one was left by `break`
+        loop.max_steps = max_steps
+        while not loop.is_over and (count is None or loop.position.epoch < count):
+            first_step = loop.position.step
+            epoch = TrainingEpoch(loop.position.epoch, self)
+            yield epoch
+            self.check_open()
+            if loop.begin_next_epoch():
+                if count is None and loop.position.step == first_step:
+                    raise MisuseError(
+                        f"epoch {epoch.number} was left without a step, so that max_steps={max_steps} will never be "
+                        "reached: leave it after a step, or give epochs() a number of epochs"
+                    )
+            elif loop.position.epoch == epoch.number and not loop.is_over:
+                if epoch.was_begun:
+                    return  # an exception ended it
+                raise MisuseError(
+                    f"epoch {epoch.number} was not iterated, so the next one cannot begin: write "
+                    "`for batch in epoch`, or leave the loop over the epochs with `break`"
+                )
+        self.checkpointer.save_last(loop)
+
+    def close(self, *, has_failed: bool) -> None:
+        """Write the last checkpoint, unless the run has failed, and release everything. Safe to call twice."""
+        if self.loop.is_closed:
+            return
+        self.loop.is_closed = True
+        try:
+            if has_failed:
+                self.loop.abandon()
+            else:
+                self.loop.settle()
+                self.checkpointer.finish(self.loop)
+        finally:
+            self.cleanup.close()
+
+
+class TrainingEpoch:
+    """One pass over the data: iterate over it, once, for this worker's micro-batches. `number` counts from 0."""
+
+    def __init__(self, number: int, run: Run) -> None:
+        self.number = number
+        self.was_begun = False
+        self._run = run
+
+    def __iter__(self) -> Iterator[Any]:
+        self._run.check_open()
+        if self.was_begun:
+            raise MisuseError(
+                f"epoch {self.number} was iterated before, and an epoch can be iterated once: "
+                "the next one comes from trainer.epochs(...)"
+            )
+        loop = self._run.loop
+        if loop.position.epoch != self.number:
+            raise MisuseError(
+                f"epoch {self.number} cannot be iterated: the run is in epoch {loop.position.epoch}. Take each "
+                "epoch from trainer.epochs(...) when it is its turn"
+            )
+        self.was_begun = True
+        # Made here, not kept: a `break` then ends the generator at once, and with it the step that was under way.
+        return loop.micro_batches(self.number)
+
+    def __len__(self) -> int:
+        """The micro-batches of the whole epoch, over all workers; this worker gets its share of them."""
+        if self._run.micro_batches_per_epoch is None:
+            raise TypeError("len(epoch) is not known: the data is a stream, whose length is not known in advance")
+        return self._run.micro_batches_per_epoch
