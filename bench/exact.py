@@ -131,10 +131,9 @@ def paceline(work: Work, rank: int, **settings: Any) -> Iterator[None]:  # noqa:
         global_batch=work.samples_per_worker * work.case.num_workers,
         micro_batch=work.case.micro_batch,
         precision=work.precision,  # type: ignore[arg-type]
-        drop_last=True,
-        shares="equal",  # so that every worker has micro-batches in every step
-        threads=1,
-        quiet=True,
+        batching=pl.Batching(drop_last=True),
+        balancing=pl.Balancing(shares="equal"),  # so that every worker has micro-batches in every step
+        runtime=pl.Runtime(threads=1, quiet=True),
         **settings,
     ) as trainer:
         for epoch in trainer.epochs(ENDLESS):

@@ -48,7 +48,9 @@ if os.environ.get("RANK") == "0":
     time.sleep(delay_s)
 with pl.Trainer.setup(
     lambda: nn.Linear(4, 1), lambda parameters: torch.optim.SGD(parameters, lr=1e-4), data=Data(), exact=True,
-    loading=pl.Loading(collate_fn=lambda s: Thing(torch.stack(s)) if kind == "thing" else torch.stack(s), feed="dispatched"),
+    loading=pl.Loading(
+        collate_fn=lambda s: Thing(torch.stack(s)) if kind == "thing" else torch.stack(s), feed="dispatched"
+    ),
     global_batch=8, micro_batch=2, runtime=pl.Runtime(timeout_s=20.0),
 ) as trainer:
     for epoch in trainer.epochs(2):

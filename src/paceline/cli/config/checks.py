@@ -38,7 +38,7 @@ def contradictions(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
             if value is not None:
                 yield key, "requires data.evaluation"
     try:
-        trainer_setup.checkpoints(saving, Path())
+        trainer_setup.checkpoints(saving, Path(), Path())
     except ValueError as error:
         yield "checkpoints", f"is inconsistent: {error}"
     for name in saving.leave_out:
