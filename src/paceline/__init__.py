@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.lazy import lazy_names
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "Averaging": "paceline.sync.averaging.strategy",
