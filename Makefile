@@ -3,11 +3,13 @@
 #   PYTHON       the Python to make the environment with (3.11 or later)
 #   CONSTRAINTS  versions to install; give your own file to choose another PyTorch build, for example one for your
 #                CUDA driver (run `make clean` first)
+#   JOBS         how many tests run at a time; most of them wait for processes they start
 #   ARGS         passed on: make test ARGS="-k order", make train ARGS="--workers 4"
 #   BENCHMARKS   which `make bench` runs: make bench BENCHMARKS="overhead scaling"
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
+JOBS ?= 4
 ARGS ?=
 
 VENV := .venv
@@ -27,10 +29,10 @@ train: $(ENVIRONMENT) ## train a small transformer on generated stories, with tw
 	$(RUN)/paceline train examples/tiny_stories/2workers.yaml $(ARGS)
 
 test: lint ## lint, then every test, example and code block of the docs
-	$(RUN)/python -m pytest $(ARGS)
+	$(RUN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 soak: $(ENVIRONMENT) ## a thousand random programs against plain PyTorch, and long matrices (some ten minutes)
-	$(RUN)/python -m pytest -m soak $(ARGS)
+	$(RUN)/python -m pytest -m soak -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(ENVIRONMENT) ## style, types and the direction of imports
 	$(RUN)/ruff check .
