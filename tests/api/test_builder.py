@@ -89,7 +89,7 @@ def test_what_is_missing_is_named(missing: str) -> None:
         ("speed_hint", (0.5, 2.0), "slow_rank=0.5 is a float: choose an int"),
         ("devices", (0,), "devices=0 is not a positive integer"),
         ("devices", ("cpu",), "devices='cpu': give a list of devices"),
-        ("devices", (["cuda:7"],), "device='cuda:7' is not there"),
+        ("devices", (["cuda:7"],), "device='cuda:7' is not available"),
     ],
 )
 def test_a_bad_value_is_refused_where_it_is_given(method: str, arguments: tuple[Any, ...], message: str) -> None:

@@ -270,7 +270,7 @@ def test_a_parameter_unfrozen_later_is_an_error_that_says_to_wrap_again() -> Non
     with pl.Ddp.wrap(models) as ddp:
         models[0].frozen.requires_grad_(True)
         with pytest.raises(
-            pl.errors.MisuseError, match=r"'frozen\.weight' was frozen when .* wrap them again after unfree"
+            pl.errors.MisuseError, match=r"'frozen\.weight' was frozen when .* wrap the replicas again after unfree"
         ):
             ddp.all_reduce_gradients()
 

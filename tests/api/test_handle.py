@@ -69,7 +69,7 @@ def test_metrics_come_while_the_run_goes_on() -> None:
     assert handle.poll_metrics() == []
     with pytest.raises(TimeoutError, match=r"no epoch has ended within timeout=0.01 s"):
         handle.next_metrics(0.01)
-    with pytest.raises(TimeoutError, match=r"not over after timeout=0.01 s: it goes on"):
+    with pytest.raises(TimeoutError, match=r"the run continues after timeout=0.01 s"):
         handle.join(timeout=0.01)
     may_go_on.set()
     state = handle.join(PATIENCE_S)

@@ -237,7 +237,7 @@ def test_a_scheduler_over_another_optimizer_is_refused() -> None:
 
 def test_a_plateau_scheduler_needs_the_loss() -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
-    message = r"ReduceLROnPlateau follows the loss, which a bare loss.backward\(\) keeps from the run: call trainer.bac"
+    message = r"ReduceLROnPlateau needs the loss, which is unknown after a bare loss.backward\(\): call trainer.bac"
     with setup(scheduler=plateau) as trainer, pytest.raises(pl.errors.MisuseError, match=message):
         for batch in next(trainer.epochs(1)):
             functional.cross_entropy(trainer.model(batch.x), batch.y).backward()

@@ -355,7 +355,7 @@ def loader(**settings: Any) -> DataLoader:
         (loader(collate_fn=list), {"collate_fn": tuple},
          "collate_fn=<class 'tuple'> contradicts the DataLoader's collate_fn=<class 'list'>"),
         (loader(), {"batches_per_step": 2}, "global_batch=8 and batches_per_step=2 both set the size of a step"),
-        (loader(), {"batches_per_step": 0, "global_batch": None}, "batches_per_step=0 must be an integer >= 1"),
+        (loader(), {"batches_per_step": 0, "global_batch": None}, "batches_per_step=0 must be >= 1"),
         (loader(), {"shuffle_buffer": 5}, "shuffle_buffer and num_shards are for streams"),
         (loader(sampler=DistributedSampler(TENS, 2, 0)), {},
          "DistributedSampler gives each worker a part of the data, but Paceline divides the data itself"),

@@ -96,9 +96,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_a_former_name_says_where_it_is_now() -> None:
-    with pytest.raises(
-        AttributeError, match=r"^paceline.compat.flodl.DdpConfig is now paceline.compat.flodl.DdpConfig$"
-    ):
+    with pytest.raises(AttributeError, match=r"^paceline.DdpConfig is now paceline.compat.flodl.DdpConfig$"):
         getattr(paceline, "DdpConfig")  # noqa: B009
     for name, module in paceline._MOVED.items():
         assert name in import_module(module).__all__

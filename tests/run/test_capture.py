@@ -447,11 +447,11 @@ def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.
         monkeypatch.setattr("paceline.run.assemble.graphs_for", lambda *_: graphs or "none")
         received: list[dict[str, Any]] = []
 
-        class Post:
+        class FakeChannel:
             def send(self, metrics: dict[str, Any]) -> None:
                 received.append(metrics)
 
-            def is_stop_asked(self) -> bool:
+            def is_stop_requested(self) -> bool:
                 return False
 
         def train_fn(model: Any, batch: Any) -> Any:
@@ -468,7 +468,7 @@ def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.
             (torch.device("cpu"),),
             {"global_batch": 16, "micro_batch": 4, "quiet": True},
         )
-        builder_worker.train(made, Post())  # type: ignore[arg-type]
+        builder_worker.train(made, FakeChannel())  # type: ignore[arg-type]
         return [metrics["scalars"]["accuracy"] for metrics in received]
 
     graphs = FakeGraphs()

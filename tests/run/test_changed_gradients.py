@@ -126,7 +126,7 @@ def test_mixed_calls_of_backward_are_refused() -> None:
 
     BACKWARD["both"] = both
     try:
-        with pytest.raises(pl.errors.MisuseError, match=r"use trainer\.backward for all"):
+        with pytest.raises(pl.errors.MisuseError, match=r"call trainer\.backward for every loss"):
             train("both", lambda model: model(X).mean().backward())
     finally:
         del BACKWARD["both"]

@@ -437,11 +437,11 @@ def test_the_epochs_loss_counts_every_sample_once(first_step: int, pool: WorkerP
             value = loss_of(model, batch)
             return value, {"own": value.detach()}
 
-        class Post:
+        class FakeChannel:
             def send(self, value: dict[str, Any]) -> None:
                 found.append(value)
 
-            def is_stop_asked(self) -> bool:
+            def is_stop_requested(self) -> bool:
                 return False
 
         found: list[dict[str, Any]] = []
@@ -451,7 +451,7 @@ def test_the_epochs_loss_counts_every_sample_once(first_step: int, pool: WorkerP
             "shares": [3, 1],
             "strategy": pl.Averaging(every=2, first_step=first_step),
         }
-        train(WorkerTask(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, grouped(**settings)), Post())  # type: ignore[arg-type]
+        train(WorkerTask(mlp, sgd, loss, (X, Y), 1, (torch.device("cpu"),) * 2, grouped(**settings)), FakeChannel())  # type: ignore[arg-type]
         return found[0]["loss"], found[0]["scalars"]["own"]
 
     for loss, own in pool.run(metrics, 2):

@@ -291,7 +291,7 @@ PROGRAMS: dict[str, Program] = {
         loss=lambda model, batch: class_loss(model, batch).detach(),
     ),
     "a loss of another model": Program(
-        refused(r"none of the run's parameters a gradient: compute the loss with trainer\.model"),
+        refused(r"no trained parameter a gradient: compute the loss with trainer\.model"),
         loss=lambda _, batch: class_loss(Elsewhere.model, batch),
     ),
     "a loss that is NaN": Program(refused(r"NonFiniteError: .*nan"), loss=nan_loss),

@@ -35,8 +35,8 @@ IN_TRAINER = {
     "precision: bf-16": ("trainer.precision is 'bf-16': expected fp32, bf16 or fp16; did you mean bf16?"),
     "precision: [bf16]": ("trainer.precision is a list of 1: expected fp32, bf16 or fp16"),
     "feed: {a: 1}": ("trainer.feed is a mapping of a: expected sharded, dispatched or null"),
-    "shares: [1, -2]": ("trainer.shares[1] is -2: expected a number > 0"),
-    "shares: fast": ("trainer.shares is 'fast': expected a list of numbers > 0, measured or equal"),
+    "shares: [1, -2]": ("trainer.shares[1] is -2: expected a number >= 0"),
+    "shares: fast": ("trainer.shares is 'fast': expected a list of numbers >= 0, measured or equal"),
     "strategy: cadance": (
         "trainer.strategy is 'cadance': expected kind: gradients, kind: cadence or kind: averaging; did "
         "you mean cadence?"
@@ -102,8 +102,8 @@ TOGETHER = {
         "global_batch=6 or 9, or micro_batch=2 or 4"
     ),
     "trainer: {epochs: 1, global_batch: 8, learning_rate: 1, exact: true, strategy: averaging}": (
-        "p.yaml:3:1: trainer is inconsistent: exact=True needs strategy='gradients': replicas that "
-        "differ between averages have no one course"
+        "p.yaml:3:1: trainer is inconsistent: exact=True needs strategy='gradients': replicas "
+        "differ between two averages"
     ),
     "trainer: {epochs: 1, micro_batches_per_worker: 2, learning_rate: 1}": (
         "p.yaml:3:22: trainer.micro_batches_per_worker requires trainer.micro_batch, the samples of a micro-batch"

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from grouping import grouped
 from project_files import LEAST, load
 
 import paceline as pl
@@ -27,7 +26,7 @@ REST = LEAST.rpartition("trainer:")[0]
 def test_settings_have_the_defaults_of_the_trainer(tmp_path: Path) -> None:
     """So that a file that says nothing trains as a script that says nothing."""
     parameters = inspect.signature(pl.Trainer.setup).parameters
-    given = trainer_setup.flattened(trainer_setup.setup_arguments(load(tmp_path, LEAST).settings, tmp_path, tmp_path))
+    given = trainer_setup.setup_arguments(load(tmp_path, LEAST).settings, tmp_path, tmp_path)
     given.pop("checkpoints")
     differing = {name for name, value in given.items() if parameters[name].default != value}
     assert differing == {"global_batch"}
@@ -36,7 +35,7 @@ def test_settings_have_the_defaults_of_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs", "others"),
     [
-        (schema.Checkpoints, pl.Checkpoints, {"save", "folder", "resume", "init_from", "allow", "skip"}),
+        (schema.Checkpoints, pl.Checkpoints, {"save", "folder", "init_from"}),
         (schema.Cadence, pl.Cadence, set()),
         (schema.Averaging, pl.Averaging, set()),
     ],
@@ -62,10 +61,12 @@ def test_every_setting_of_saving_arrives() -> None:
         "disk": "per node",
         "num_writers": 2,
         "handle_signals": False,
+        "allow": ("seed",),
+        "skip": ("ema",),
     }
     best = schema.KeepBest("loss", 2, "max")
-    made = trainer_setup.checkpoints(schema.Checkpoints(**given, keep_best=best), Path("x"))
-    assert made == pl.Checkpoints(Path("x"), **given, keep_best=("loss", 2, "max"))
+    made = trainer_setup.checkpoints(schema.Checkpoints(**given, keep_best=best, resume="old"), Path("x"), Path("p"))
+    assert made == pl.Checkpoints(Path("x"), **given, keep_best=("loss", 2, "max"), resume=Path("p/old"))
 
 
 def test_strategies_are_made() -> None:
@@ -183,7 +184,7 @@ def train(project: Any, run_folder: Path) -> int:
         trainer_setup.optimizer(settings),
         data=project.data("train"),
         scheduler=trainer_setup.scheduler(settings, None),
-        **grouped(**trainer_setup.flattened(trainer_setup.setup_arguments(settings, project.folder, run_folder))),
+        **trainer_setup.setup_arguments(settings, project.folder, run_folder),
     ) as trainer:
         loss = settings.loss.build()
         trainer.every(1, steps.append)

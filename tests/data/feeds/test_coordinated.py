@@ -159,7 +159,7 @@ def test_a_reader_of_a_stream_may_go_back() -> None:
         ({"drop_last": True}, "drop_last=True needs data with numbered samples"),
         ({"prefetch": 2}, "prefetch would be ignored"),
         ({"physical_batch": 4, "exact": False}, "physical_batch needs data with numbered samples"),
-        ({"feed": "pigeon"}, "feed='pigeon' is unknown: choose one of sharded, dispatched"),
+        ({"feed": "pigeon"}, "feed='pigeon' is unknown: choose 'sharded' or 'dispatched'"),
         ({"shuffle_buffer": -1}, "shuffle_buffer=-1"),
     ],
 )

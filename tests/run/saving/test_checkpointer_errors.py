@@ -127,7 +127,7 @@ def test_a_last_save_that_failed_is_tried_again_when_the_run_ends(disk: Path) ->
             step(trainer, batch)
         fill(disk)
         trainer.save()
-        while trainer.run.keeper._writers[0].is_busy:
+        while trainer.run.checkpointer._writers[0].is_busy:
             time.sleep(0.001)
         assert complete_steps(disk / "run") == []
         (disk / "filler").unlink()

@@ -99,14 +99,15 @@ def test_all_differences_are_listed_in_one_error(tmp_path: Path) -> None:
         setup(tmp_path, **other, scheduler=None, model=lambda: build().append(torch.nn.Linear(5, 5)))
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{tmp_path}/step-00000003 is of another run than this one:"
-    assert lines.pop(6).startswith("  data (content): ")
+    [content] = [line for line in lines if line.startswith("  data (content): ")]
+    lines.remove(content)
     assert lines[1:-1] == [
         "  global_batch: 16 in the checkpoint, 8 now",
-        "  seed: 5 in the checkpoint, 6 now",
-        "  exact: True in the checkpoint, False now",
         "  num_samples: 167 in the checkpoint, 9 now",
         "  data (columns): '0: float32 (167, 3, 8, 8), 1: int64 (167,)' in the checkpoint, "
         "'0: float32 (9, 3, 8, 8), 1: int64 (9,)' now",
+        "  seed: 5 in the checkpoint, 6 now",
+        "  exact: True in the checkpoint, False now",
         "  scheduler: 'CosineAnnealingLR' in the checkpoint, 'none' now",
         "  model: tensor '9.weight' is not in the checkpoint",
         "  model: tensor '9.bias' is not in the checkpoint",
@@ -230,11 +231,6 @@ def test_resume_true_needs_a_checkpoint(tmp_path: Path) -> None:
         setup(tmp_path, resume=True)
     run(tmp_path, 3)
     setup(tmp_path, resume=True).close()
-
-
-def test_resume_without_a_folder_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"resume=True, allow=\[\] and skip=\[\] need checkpoints="):
-        setup(None, resume=True)
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
