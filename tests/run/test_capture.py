@@ -466,7 +466,7 @@ def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.
             vectors(320),
             2,
             (torch.device("cpu"),),
-            {"global_batch": 16, "micro_batch": 4, "quiet": True},
+            {"global_batch": 16, "micro_batch": 4, "runtime": pl.Runtime(quiet=True)},
         )
         builder_worker.train(made, FakeChannel())  # type: ignore[arg-type]
         return [metrics["scalars"]["accuracy"] for metrics in received]

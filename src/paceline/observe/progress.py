@@ -20,6 +20,7 @@ LIVE_INTERVAL_S = 0.2
 # Between plain lines without `every_steps`.
 PLAIN_INTERVAL_S = 10.0
 BAR_WIDTH = 30
+DEFAULT_SIZE = os.terminal_size((80, 24))
 # Larger worlds are shown by the smallest and the largest value.
 MAX_WORKERS_SHOWN = 8
 
@@ -167,7 +168,8 @@ class _Bar:
 
     def draw(self, step: int, text: str) -> None:
         with suppress(OSError):  # keep the last known size
-            self._console.size = os.get_terminal_size(self._stream.fileno())
+            size = os.get_terminal_size(self._stream.fileno())
+            self._console.size = size if all(size) else DEFAULT_SIZE  # a pseudo-terminal may report 0
         self._progress.update(self._task, completed=step, description=text)
         self._progress.start()
         self._progress.refresh()
