@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -28,6 +29,13 @@ TRACED_STEPS = range(12, 92)
 
 def traced_steps() -> list[set[tuple[str, str]]]:
     """By step: the (file, function) pairs of Paceline that this worker enters in the README's loop."""
+    # As in steps of more than 10 ms, each of which updates the speeds. Restored: tests share the pool's workers.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "LOOK_EVERY_S", 1e-9)
+        return _traced_steps()
+
+
+def _traced_steps() -> list[set[tuple[str, str]]]:
     entered: set[tuple[str, str]] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -35,7 +43,6 @@ def traced_steps() -> list[set[tuple[str, str]]]:
         if event == "call" and path.is_relative_to(PACKAGE):
             entered.add((str(path.relative_to(PACKAGE)), frame.f_code.co_qualname))
 
-    planner.LOOK_EVERY_S = 1e-9  # as in steps of more than 10 ms, each of which updates the speeds
     x = torch.randn(4096, 8)
     by_step: dict[int, set[tuple[str, str]]] = {}
     with pl.Trainer.setup(

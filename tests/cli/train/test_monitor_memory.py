@@ -52,8 +52,8 @@ def test_memory_does_not_grow_with_the_steps(log_every: int, tmp_path: Path, mon
     finally:
         tracemalloc.stop()
     assert max(records_at) <= 64
-    # Far less than one object per step.
-    assert bytes_at[-1] - bytes_at[0] < (MEASURED_AT[-1] - MEASURED_AT[0]) * 40
+    # Far less than a step's record, which takes about a kilobyte. Up to 64 steps wait to be added up.
+    assert bytes_at[-1] - bytes_at[0] < (MEASURED_AT[-1] - MEASURED_AT[0]) * 100
     # What is added up early is not lost: the rates are over all steps since the last line.
     metrics = read_metrics(files.metrics)
     assert metrics.last_step == MEASURED_AT[-1]
