@@ -18,8 +18,8 @@ from typing import Any
 
 import cloudpickle
 
-GROUP_TIMEOUT_S = 20
-JOB_TIMEOUT_S = 100
+GROUP_TIMEOUT_S = 60
+JOB_TIMEOUT_S = 200
 
 
 class WorkersFailed(AssertionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from bench import timeline
 
@@ -14,5 +15,6 @@ def test_a_short_run() -> None:
     result = timeline.run(options)
     assert set(result.detail["spread"]) == {timeline.WITHOUT, timeline.WITH, timeline.AGAIN}
     assert result.ours > 0 < result.limit
-    assert result.detail["recording_cpu_us_per_step"] > 0
+    # A difference of two measurements: in so few steps noise may make it negative.
+    assert math.isfinite(result.detail["recording_cpu_us_per_step"])
     assert not any(" 0 bytes per step" in note for note in result.detail["notes"])
