@@ -91,7 +91,7 @@ def ours(folder: Path, stack: ExitStack) -> Contestant:
             trainer.step()
 
     def settle() -> None:
-        trainer.run.keeper._writers[0].wait()
+        trainer.run.checkpointer._writers[0].wait()
 
     def resume(path: Path) -> float:
         shutil.copytree(folder / "ours", path, ignore=shutil.ignore_patterns(".*"))

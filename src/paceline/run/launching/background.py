@@ -19,6 +19,7 @@ from typing import Any
 from paceline.core.errors import MisuseError
 from paceline.observe.json_lines import LineReader, LineWriter
 from paceline.run.launching.launch import Launch, launch_workers, run_folder
+from paceline.run.launching.output import polling
 
 logger = logging.getLogger("paceline")
 
@@ -132,26 +133,17 @@ class Background:
     @contextmanager
     def _relaying(self, folder: Path) -> Iterator[None]:
         """Pass on the workers' messages to the caller, and the request to stop to the workers."""
-        is_over = threading.Event()
         (folder / MESSAGES_FILE).touch()
+        reader = LineReader(folder / MESSAGES_FILE)
 
         def relay() -> None:
-            reader = LineReader(folder / MESSAGES_FILE)
-            is_last = False
-            while not is_last:
-                is_last = is_over.wait(POLL_S)
-                for message in reader.read():
-                    self._messages.put(message)
-                if self._is_stop_requested:
-                    (folder / STOP_FILE).touch()
+            for message in reader.read():
+                self._messages.put(message)
+            if self._is_stop_requested:
+                (folder / STOP_FILE).touch()
 
-        thread = threading.Thread(target=relay, name="paceline-relay", daemon=True)
-        thread.start()
-        try:
+        with polling(relay, POLL_S, "paceline-relay"):
             yield
-        finally:
-            is_over.set()
-            thread.join()
 
 
 class Channel:

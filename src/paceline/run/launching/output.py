@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -47,6 +47,26 @@ class _OutputFile(io.FileIO):
 
 
 @contextmanager
+def polling(poll: Callable[[], object], interval_s: float, name: str) -> Iterator[None]:
+    """Call `poll` in a thread at this interval while the block runs, and once more at its end."""
+    is_over = threading.Event()
+
+    def repeat() -> None:
+        is_last = False
+        while not is_last:
+            is_last = is_over.wait(interval_s)
+            poll()
+
+    thread = threading.Thread(target=repeat, name=name, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextmanager
 def follow_output(folder: Path, ranks: list[int]) -> Iterator[None]:
     """Create the folder, and copy what these ranks append to their files to this process's stdout and stderr."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,22 +76,13 @@ def follow_output(folder: Path, ranks: list[int]) -> Iterator[None]:
             for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
                 file = files.enter_context(output_file(folder, rank, name).open("a+b"))  # at the end of earlier runs
                 followers.append(Follower(file, stream))
-        is_over = threading.Event()
 
-        def follow() -> None:
-            is_last = False
-            while not is_last:
-                is_last = is_over.wait(POLL_S)
-                for follower in followers:
-                    follower.copy()
+        def copy_all() -> None:
+            for follower in followers:
+                follower.copy()
 
-        thread = threading.Thread(target=follow, name="paceline-output", daemon=True)
-        thread.start()
-        try:
+        with polling(copy_all, POLL_S, "paceline-output"):
             yield
-        finally:
-            is_over.set()
-            thread.join()
 
 
 class Follower:
