@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from gatherings import CPU, buffers, join_all, on_hosts, sum_in_rank_order, terms, together, worlds_of
+from waiting import wait_until
 from worker_pool import WorkerPool
 
 from paceline.comm import connect
@@ -41,13 +42,6 @@ def join(sizes: Sequence[int], timeout_s: float = 20.0) -> SharedMemoryCommunica
     assert isinstance(communicator, SharedMemoryCommunicator)
     assert communicator.num_hosts == len(sizes)
     return communicator
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = monotonic() + 20
-    while not is_so():
-        assert monotonic() < deadline
-        sleep(0.002)
 
 
 # Sums.

@@ -15,6 +15,7 @@ import pytest
 from models import digest
 from safetensors.torch import load_file
 from train_project import run_here, write_project
+from waiting import wait_until
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.main import main
@@ -151,6 +152,7 @@ def test_a_disk_that_fills_up_during_the_run(project: Path, tmp_path: Path, monk
 
     def fill_and_go_on(self: monitor.Monitor, record: Any) -> None:
         if record.step == 8 and self._files.root.parent.name == "disk":
+            wait_until(lambda: complete_steps(self._files.checkpoints) == [5])  # one is saved before the disk is full
             fill(self._files.root.parent)
         after_step(self, record)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from paceline.core.errors import WorkerError
 from paceline.run.launching import agent, fork_server, worker
@@ -52,13 +53,6 @@ def workers_of(folder: Path) -> list[int]:
             if any(argument.startswith(f"{folder}/") for argument in arguments):
                 found.append(int(entry.name))
     return found
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 # The settings of the fixture above, for launchers in other processes.

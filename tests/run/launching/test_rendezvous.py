@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from waiting import wait_until
 
 from paceline.run.launching import nodes as nodes_module
 from paceline.run.launching import rendezvous as rendezvous_module
@@ -36,13 +36,6 @@ def pair(free_address: str) -> Iterator[tuple[NodeRendezvous, NodeRendezvous]]:
     yield first, second
     second.close()
     first.close()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def failed(kind: ExitKind, rank: int, may_restart: bool = True) -> NodeResult:
