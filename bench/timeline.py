@@ -104,14 +104,13 @@ def sleeping_steps(recorder: Recorder, step_ms: float, num_steps: int) -> float:
     start = time.process_time()
     for number in range(1, num_steps + 1):
         watch.begin_step()
-        watch.ready()
-        watch.start()
-        watch.ready()
+        for _ in range(3):
+            watch.mark()
         time.sleep(step_ms / 1e3)
-        watch.stop()
-        watch.send()
-        watch.received()
-        watch.end_step()
+        watch.mark()
+        watch.send(1)
+        watch.mark()
+        watch.mark()
         watch.completed(number)
     return (time.process_time() - start) / num_steps * 1e6
 

@@ -14,6 +14,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
+from paceline.observe.timeline.recorder import NoTimeline
 from paceline.run.step.stopwatch import HostStopwatch
 
 X, Y = vectors(40)
@@ -152,13 +153,14 @@ def test_a_loss_that_the_run_was_not_told_is_no_number() -> None:
 
 
 def test_the_first_steps_other_times_are_not_taken_for_usual() -> None:
-    watch = HostStopwatch()
+    watch = HostStopwatch(NoTimeline())
     timings = []
-    for _ in range(3):
+    for step in range(3):
         watch.begin_step()
-        watch.start()
-        watch.stop()
-        timings.append(watch.send())
-        watch.received()
-        watch.end_step()
+        for _ in range(4):
+            watch.mark()
+        timings.append(watch.send(1))
+        watch.mark()
+        watch.mark()
+        watch.completed(step)
     assert [t.rest > 0 and t.sync > 0 for t in timings] == [False, False, True]

@@ -15,7 +15,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.core.timing import Timing
-from paceline.run.report import Account
+from paceline.run.step.stopwatch import Account
 
 X, Y = vectors(320)
 
@@ -48,7 +48,7 @@ def test_literal_times() -> None:
     for _ in range(10):
         # 3 x 0.1 s and 0.02 s of waiting; 1 x 0.3 s; 0.05 s of exchange; 0.05 s and 0.07 s of optimizer.
         numbers = FakeNumbers(Timing(0.1, 0.07, 0.05), Timing(0.3, 0.05, 0.07))
-        account.add((range(3), range(3, 4)), 8, numbers)  # type: ignore[arg-type]
+        account.add(((range(3), range(3, 4)), 8, numbers))  # type: ignore[arg-type]
     report = account.report()
     first, second = report.workers
     assert report.steps == 10
@@ -66,7 +66,7 @@ def test_literal_times() -> None:
 def test_steps_without_a_measurement_count_with_the_next() -> None:
     account = Account(1)
     for timing in [Timing(0.1), Timing(), Timing(0.1, 0.02, 0.01)]:
-        account.add((range(2),), 4, FakeNumbers(timing))  # type: ignore[arg-type]
+        account.add(((range(2),), 4, FakeNumbers(timing)))  # type: ignore[arg-type]
     (worker,) = account.report().workers
     assert [worker.compute_s, worker.sync_s, worker.rest_s] == pytest.approx([0.6, 0.02, 0.03])
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from paceline.observe.timeline.recorder import NoTimeline
+from paceline.observe.timeline.recorder import NoTimeline, Recorder
 from paceline.run.step import stopwatch
-from paceline.run.step.stopwatch import CudaStopwatch, RecordingCudaStopwatch
+from paceline.run.step.stopwatch import CudaStopwatch
 
 
-class Recorded(NoTimeline):
+class Recorded(Recorder):
     def __init__(self) -> None:
         self.steps: list[tuple[int, list[float]]] = []
 
@@ -26,6 +26,9 @@ class Mark:
     def __init__(self, passed_s: float) -> None:
         self.passed_s = passed_s
 
+    def record(self, stream: object) -> None:
+        pass
+
     def query(self) -> bool:
         return True
 
@@ -35,13 +38,11 @@ class Mark:
 
 def one_step(watch: CudaStopwatch, number: int) -> None:
     watch.begin_step()
-    watch.ready()
-    watch.start()
-    watch.ready()
-    watch.stop()
-    watch.send()
-    watch.received()
-    watch.end_step()
+    for _ in range(4):  # plan there, starts, data there, backward done
+        watch.mark()
+    watch.send(1)
+    for _ in range(2):  # the exchange's result, optimizer done
+        watch.mark()
     watch.completed(number)
 
 
@@ -54,7 +55,7 @@ def marks_at(monkeypatch: pytest.MonkeyPatch, device_s: Sequence[float], host_s:
     device: Iterator[float] = iter(device_s)
     host: Iterator[float] = iter(host_s)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(stopwatch._Marks, "set", lambda _: Mark(next(device)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mark(next(device)))
     monkeypatch.setattr(stopwatch, "perf_counter", lambda: next(host))
 
 
@@ -68,7 +69,7 @@ def test_the_first_step_is_recorded_and_not_taken_for_usual(
     device = [70 + at for at in STEP] + [72 + at for at in STEP] + [74 + at for at in STEP]
     #        step 1 set, step 2 set, step 1 seen, step 3 set, step 2 seen, step 3 seen
     marks_at(monkeypatch, device, [5.0, 5.5, 99.0, 6.0, 99.0, 99.0])
-    watch = RecordingCudaStopwatch(recorded)
+    watch = CudaStopwatch(recorded, 1)
     one_step(watch, 1)
     one_step(watch, 2)
     one_step(watch, 3)
@@ -85,7 +86,7 @@ def test_the_device_cannot_have_been_somewhere_before_or_after_the_host_knows(
     device = [70 + at for at in STEP] + [72 + at for at in STEP] + [74 + at for at in STEP]
     # By counting, step 2 would begin at 7.0, but it was set at 8.0; step 3 at 10.0, but its end was seen at 10.7.
     marks_at(monkeypatch, device, [5.0, 8.0, 99.0, 8.1, 99.0, 10.7])
-    watch = RecordingCudaStopwatch(recorded)
+    watch = CudaStopwatch(recorded, 1)
     for number in (1, 2, 3):
         one_step(watch, number)
     watch.flush()
@@ -96,13 +97,11 @@ def test_the_device_cannot_have_been_somewhere_before_or_after_the_host_knows(
 def test_what_is_told_to_the_others_does_not_depend_on_a_timeline(
     monkeypatch: pytest.MonkeyPatch, recorded: Recorded, is_recorded: bool
 ) -> None:
-    # Without a timeline nobody marks the moments at which plan and data are there, nor those at which replicas met.
-    marked = STEP if is_recorded else [at for i, at in enumerate(STEP) if i not in (1, 3, 8)]
-    marks_at(monkeypatch, [at + 2 * n for n in range(3) for at in marked], [0.0] * 20)
-    watch = RecordingCudaStopwatch(recorded) if is_recorded else CudaStopwatch()
+    marks_at(monkeypatch, [at + 2 * n for n in range(3) for at in STEP], [0.0] * 20)
+    watch = CudaStopwatch(recorded if is_recorded else NoTimeline(), 1)
     one_step(watch, 1)
     one_step(watch, 2)
     watch.begin_step()
-    watch.ready()
-    timing = watch.send()
+    watch.mark()
+    timing = watch.send(0)
     assert (timing.micro_batch, timing.sync, timing.rest) == pytest.approx((1.1, 0.3, 0.3))

@@ -54,6 +54,35 @@ def test_everybody_reads_what_each_has_written(dtype: torch.dtype) -> None:
     assert numbers.loss == pytest.approx((8 * 0.5 + 9 * 1.5) / 17)
 
 
+@pytest.mark.parametrize(
+    ("message", "is_ordinary"),
+    [
+        (WorkerMessage(digest=7), True),
+        (WorkerMessage(digest=8), False),
+        (WorkerMessage(digest=7, wish=1.0), False),
+        (WorkerMessage(digest=7, learning_rate=(0.0, 0)), False),
+    ],
+)
+def test_a_step_is_ordinary_if_all_agree_and_nobody_requests_anything(
+    message: WorkerMessage, is_ordinary: bool
+) -> None:
+    first, second = tails()
+    first.write(WorkerMessage(Timing(0.5), digest=7), [True] * 4, ())
+    second.write(message, [True] * 4, ())
+    assert exchanged([first, second]).is_ordinary is is_ordinary
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_step_with_a_number_that_is_not_finite_is_not_ordinary(number: float, what: str) -> None:
+    first, second = tails()
+    if what == "loss":
+        second.set_loss(1, torch.tensor(number))
+    else:
+        second.note_largest(1, torch.tensor(abs(number), dtype=torch.float64))
+    assert not exchanged([first, second]).is_ordinary
+
+
 @given(rate=st.floats(1e-20, 1e20), group=st.integers(-1, 1000))
 def test_a_learning_rate_keeps_all_its_digits_in_float32(rate: float, group: int) -> None:
     workers = tails(torch.float32)

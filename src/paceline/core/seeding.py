@@ -59,12 +59,14 @@ class StepSeeding:
 
     def __init__(self, device: torch.device, seed: int, purpose: Purpose) -> None:
         self._device = device
-        self._seed = seed
-        self._purpose = purpose
+        self._stream = _stream(seed, purpose)
 
-    def __call__(self, step: int, *numbers: int) -> None:
-        """Seed for the use in this step that `numbers` identify."""
-        seed_device(self._device, derive_seed(self._seed, self._purpose, step, *numbers))
+    def __call__(self, *numbers: int) -> None:
+        """Seed for the use that step and micro-batch identify, as `derive_seed`."""
+        state = self._stream
+        for number in numbers:
+            state = mix64(state ^ number)
+        seed_device(self._device, state >> 1)
 
 
 class HostRandomness:

@@ -63,6 +63,13 @@ class Numbers(Protocol):
     def has_arrived(self) -> bool: ...
 
     @property
+    def is_ordinary(self) -> bool:
+        """The numbers are on the host and need no attention: all are finite, workers agree and request nothing.
+
+        Always False on a GPU, where the host does not wait for them.
+        """
+
+    @property
     def losses(self) -> list[float]:
         """By micro-batch; 0 if none was reported."""
 
@@ -162,6 +169,8 @@ class OneLoss:
             self._source = [loss.item()] if loss.is_cpu else HostCopy(loss.reshape(1))
         else:
             self._source = loss
+        is_known = isinstance(self._source, list) and math.isfinite(self._source[0])
+        self.is_ordinary = is_known and not message.wish
 
     @property
     def has_arrived(self) -> bool:
@@ -196,6 +205,7 @@ class LocalNumbers:
     last average (`mean`), which all workers know.
     """
 
+    is_ordinary = False
     digests: Sequence[int] = ()
     learning_rates: Sequence[tuple[float, int] | None] = ()
 

@@ -23,6 +23,8 @@ from paceline.sync.numbers import Floats, HostCopy, WorkerMessage
 # Numbers are exchanged as float32 if gradients are: larger ones are split into parts that float32 holds.
 _DIGEST_BITS = 24
 _RATE_PARTS = 3
+# Of each worker: its request, and the learning rate that it asks for.
+_REQUEST_PARTS = 2 + _RATE_PARTS
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,20 @@ class Layout:
             "weights": m,
             "untold": 1,  # micro-batches without a known loss: the user called loss.backward()
             "timings": len(Timing._fields) * workers,
-            "wishes": workers,
+            "requests": _REQUEST_PARTS * workers,
             "digests": 2 * workers,
-            "learning_rates": (1 + _RATE_PARTS) * workers,
             "used": self.num_parameters,
             "changed_buffers": self.num_buffers,
         }
 
     @cached_property
+    def num_checked(self) -> int:
+        """The first numbers, which must be finite."""
+        return self.counts["losses"] + self.counts["largest"]
+
+    @cached_property
     def num_device(self) -> int:
-        return self.counts["losses"] + self.counts["largest"] + self.counts["peaks"]
+        return self.num_checked + self.counts["peaks"]
 
     @cached_property
     def total(self) -> int:
@@ -75,10 +81,8 @@ def digest_parts(digest: int) -> tuple[float, float]:
     return float(digest >> _DIGEST_BITS), float(digest & ((1 << _DIGEST_BITS) - 1))
 
 
-def rate_parts(learning_rate: tuple[float, int] | None) -> list[float]:
+def rate_parts(learning_rate: tuple[float, int]) -> list[float]:
     """The group, counted from 2 (1: all groups), and the rate in parts that float32 holds, whose sum is the rate."""
-    if learning_rate is None:
-        return [0.0] * (1 + _RATE_PARTS)
     rest, group = learning_rate
     parts = [float(group + 2)]
     for _ in range(_RATE_PARTS):
@@ -156,10 +160,10 @@ class StepNumbersWriter:
         parts = self._layout.parts
         self._numbers[parts["untold"].start] = num_untold
         self._put(parts["timings"], message.timing)
-        self._put(parts["wishes"], (message.wish,))
         self._put(parts["digests"], digest_parts(message.digest))
-        if message.learning_rate is not None:
-            self._put(parts["learning_rates"], rate_parts(message.learning_rate))
+        if message.wish or message.learning_rate is not None:
+            rate = rate_parts(message.learning_rate) if message.learning_rate else [0.0] * (1 + _RATE_PARTS)
+            self._put(parts["requests"], [message.wish, *rate])
         if min(used) == 1:
             self._numbers[parts["used"]] = self._all_used
         else:
@@ -206,6 +210,17 @@ class StepNumbers:
     def has_arrived(self) -> bool:
         return not isinstance(self._source, HostCopy) or self._source.has_arrived
 
+    @cached_property
+    def is_ordinary(self) -> bool:
+        if isinstance(self._source, HostCopy):
+            return False
+        digests = self._values("digests")
+        return (
+            digests == digests[:2] * self._layout.num_workers
+            and not any(self._values("requests"))
+            and all(map(math.isfinite, self._source[: self._layout.num_checked]))
+        )
+
     def _values(self, name: str) -> list[float]:
         source = self._source
         if isinstance(source, list):
@@ -233,7 +248,7 @@ class StepNumbers:
 
     @property
     def wishes(self) -> Sequence[float]:
-        return self._values("wishes")
+        return self._values("requests")[::_REQUEST_PARTS]
 
     @property
     def digests(self) -> Sequence[int]:
@@ -242,11 +257,9 @@ class StepNumbers:
 
     @property
     def learning_rates(self) -> Sequence[tuple[float, int] | None]:
-        values, width = self._values("learning_rates"), 1 + _RATE_PARTS
-        if not any(values):
-            return ()
-        rows = [values[start : start + width] for start in range(0, len(values), width)]
-        return [(sum(parts), int(group) - 2) if group else None for group, *parts in rows]
+        values = self._values("requests")
+        rows = [values[start : start + _REQUEST_PARTS] for start in range(0, len(values), _REQUEST_PARTS)]
+        return [(sum(parts), int(group) - 2) if group else None for _, group, *parts in rows]
 
     @property
     def used(self) -> list[float]:

@@ -52,6 +52,10 @@ def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
 
 def step_sgd(optimizer: torch.optim.SGD) -> None:
     """`optimizer.step()`. Fused SGD fails if only some parameters have momentum yet: such a group is not fused."""
+    num_parameters = sum([len(group["params"]) for group in optimizer.param_groups])
+    if len(optimizer.state) == num_parameters:  # all have momentum
+        optimizer.step()
+        return
     mixed = [group for group in optimizer.param_groups if _has_newcomers(group, optimizer.state)]
     for group in mixed:
         group["fused"] = None

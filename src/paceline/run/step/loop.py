@@ -26,7 +26,7 @@ from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.shares import Plan, sizes
 from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
-from paceline.run.report import Account, Report
+from paceline.run.report import Report
 from paceline.run.saving.stopping import Stopped
 from paceline.run.step import gc_policy
 from paceline.run.step.checks import Agreement, FiniteWatch, ReplicaCheck
@@ -35,7 +35,7 @@ from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.out_of_memory import explain_out_of_memory
 from paceline.run.step.planner import Planner
 from paceline.run.step.replica import Replica, share_weights
-from paceline.run.step.stopwatch import stopwatch_for
+from paceline.run.step.stopwatch import Account, stopwatch_for
 from paceline.run.step.update import Number, Update
 from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.buffers import Buffers
@@ -83,6 +83,7 @@ class Loop:
         self._feed = feed
         self._seed_micro_batch = StepSeeding(world.device, config.seed, Purpose.MICRO_BATCH)
         self._seed_after_step = StepSeeding(world.device, config.seed, Purpose.AFTER_STEP)
+        self._step_to_seed: int | None = None  # the step whose seed for all workers was not used yet
         self._watch = FiniteWatch()
         # One worker needs no times for its plan.
         is_planned = world.size > 1 or config.strategy != "gradients"
@@ -288,7 +289,7 @@ class Loop:
             self._is_loss_known = False  # a bare loss.backward()
         self._is_open = False
         self._exchange.end_micro_batch(self._loss)
-        self._stopwatch.stop(self._num_open)
+        self._stopwatch.mark()
         return self._finish_step() if self._is_last else None
 
     @property
@@ -375,7 +376,8 @@ class Loop:
             self._loss_scale.load_state_dict(state["loss_scale"])
         if "trained" in state:
             self.replica.set_trained(state["trained"])
-            if self.replica.take_changes() is not None:
+            if self.replica.has_changed():
+                self.replica.take_changes()
                 self._use_parameters([])
         self._exchange.load_state_dict(state["exchange"])
         if state["num_workers"] == self._world.size:
@@ -385,7 +387,7 @@ class Loop:
         """This worker's micro-batches of the next step; None if the epoch is over."""
         self._stopwatch.begin_step()
         step = self._feed.begin_step(self.position)
-        self._stopwatch.ready()
+        self._stopwatch.mark()
         if step is None:
             ended, self.position = self.position.epoch, self.position.next_epoch()
             self._end_epoch(ended)
@@ -394,7 +396,8 @@ class Loop:
             self._step = step
             self._note_plan(step)
         self._is_loss_known = True
-        self._take_parameter_changes()
+        if self.replica.has_changed():
+            self._take_parameter_changes()
         self._exchange.begin_step(
             step.plan,
             total_weight=step.total_weight,
@@ -404,14 +407,13 @@ class Loop:
 
     def _begin_micro_batch(self, numbers: range, *, is_last: bool) -> Any:
         """The batch of one micro-batch, or of several that this device runs at once."""
-        self._stopwatch.start()
-        position, self._num_open = self.position, len(numbers)
+        self._stopwatch.mark()
         batch, self.weight = self._feed.micro_batch(numbers)
-        self._stopwatch.ready()
+        self._stopwatch.mark()
         # The last of several represents all of them, so that the step's last micro-batch is recognized.
         self._exchange.begin_micro_batch(numbers[-1], self.weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
-        self._seed_micro_batch(position.step, numbers[0])
+        self._seed_micro_batch(self.position.step, numbers[0])
         self._loss = None
         self._is_last = is_last
         self._is_open = True
@@ -419,30 +421,32 @@ class Loop:
 
     def _finish_step(self) -> StepRecord | None:
         position = self.position
-        message = WorkerMessage(
-            self._stopwatch.send(), self._checkpointer.requested, self._agreement.digest(), self._requested_rate
-        )
+        plan, num_samples = self._step.plan, self._step.num_samples
+        timing = self._stopwatch.send(len(plan[self._world.rank]))
+        message = WorkerMessage(timing, self._checkpointer.requested, self._agreement.digest(), self._requested_rate)
         self._exchange.send(message)
         early: list[Number | None] = []  # the norm, if the update was queued early
         update_unless = self._update_unless(early) if self._may_update_early else None
         numbers = self._exchange.finish(self._accept, update_unless)
         self._requested_rate = None
-        self._stopwatch.received()
+        self._stopwatch.mark()
         if numbers is None:
             if self._added is not None:
                 self._use_parameters(self._added)
             return None
-        plan, num_samples = self._step.plan, self._step.num_samples
         self._planner.observe(plan, numbers)
-        self._checkpointer.observe(numbers)
-        # From here on every worker does the same, with the same random numbers.
-        self._seed_after_step(position.step)
+        if not numbers.is_ordinary:
+            self._checkpointer.observe(numbers)
+        # From here on every worker does the same. Code that may draw random numbers draws the same ones.
+        self._step_to_seed = position.step
+        if self.replica.may_draw:
+            self._seed_for_all()
         # A single worker knows its own request: reading it from a GPU would wait.
-        if self._world.size > 1:
-            if self._may_request_rates and any(rates := numbers.learning_rates):
-                self._set_requested_rate(rates)
-        elif message.learning_rate is not None:
-            self.replica.set_learning_rate(*message.learning_rate)
+        if self._world.size == 1:
+            if message.learning_rate is not None:
+                self.replica.set_learning_rate(*message.learning_rate)
+        elif self._may_request_rates and not numbers.is_ordinary and any(rates := numbers.learning_rates):
+            self._set_requested_rate(rates)
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
         norm = early[0] if early else self.update.clip() if self._has_norm else None
@@ -455,11 +459,11 @@ class Loop:
             is_skipped = False
         else:
             is_skipped = True
-        self._stopwatch.end_step()
+        self._stopwatch.mark()
         self._events.step = position.step + 1
         self._exchange.complete()
         self._stopwatch.completed(position.step + 1)
-        self._account.add(plan, num_samples, numbers)
+        self._account.add((plan, num_samples, numbers))
         record = StepRecord(
             position.step + 1,
             position.epoch,
@@ -500,22 +504,20 @@ class Loop:
                 self._run_hook(hook, number)
 
     def _take_parameter_changes(self) -> None:
-        """Notice parameters that were frozen, unfrozen or added between two steps.
+        """Some parameters were frozen, unfrozen or added between two steps.
 
         A single worker uses the new set at once. Several workers first compare their sets in this step's exchange, and
         repeat the step with the new set.
         """
-        added = self.replica.take_changes()
-        if added is None:
-            return
-        self._added = [*(self._added or []), *added]
+        self._added = [*(self._added or []), *self.replica.take_changes()]
         if self._world.size == 1:
             self._use_parameters(self._added)
 
     def _accept(self, numbers: Numbers) -> bool:
         """Whether the step counts. Raises on all workers if they disagree."""
         has_changes = self._added is not None
-        self._agreement.check(numbers, now=has_changes)
+        if has_changes or not numbers.is_ordinary:
+            self._agreement.check(numbers, now=has_changes)
         return not has_changes
 
     def _use_parameters(self, added: Sequence[torch.Tensor]) -> None:
@@ -563,7 +565,8 @@ class Loop:
             is_finite = math.isfinite(norm.item()) and all(map(math.isfinite, numbers.losses))
             self._loss_scale.update(is_finite=is_finite)
             return is_finite
-        self._watch.check(step, self._step.plan, numbers)
+        if not numbers.is_ordinary:
+            self._watch.check(step, self._step.plan, numbers)
         if isinstance(norm, torch.Tensor) and norm.is_cpu and not math.isfinite(norm.item()):
             raise NonFiniteError(
                 f"the gradient's norm is {norm.item()} at step {step} although every loss is finite: the weights are "
@@ -572,7 +575,14 @@ class Loop:
             )
         return True
 
+    def _seed_for_all(self) -> None:
+        """Seed for what all workers do after the exchange, once per step."""
+        if self._step_to_seed is not None:
+            self._seed_after_step(self._step_to_seed)
+            self._step_to_seed = None
+
     def _run_hook(self, hook: Callable[[Any], object], subject: Any) -> None:
+        self._seed_for_all()
         is_inside, self.is_inside_epoch, self.is_in_hook = self.is_inside_epoch, False, True
         try:
             hook(subject)

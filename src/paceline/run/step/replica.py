@@ -62,6 +62,9 @@ class Replica:
             [] if scheduler is None else _as_list(_schedulers_of(scheduler, self.optimizers, seen))
         )
         self.note_schedulers()
+        # Whether an update may draw random numbers. Torch's own optimizers draw none.
+        is_torchs = [type(each).__module__.startswith("torch.optim.") for each in self.optimizers]
+        self.may_draw = bool(self.schedulers) or not all(is_torchs)
 
     @property
     def learning_rate(self) -> float:
@@ -133,13 +136,8 @@ class Replica:
                     "of trainer.every_epoch, and register it with trainer.register for checkpoints"
                 )
 
-    def take_changes(self) -> list[torch.Tensor] | None:
-        """Update the set of trained parameters: some may have been frozen, unfrozen, or added by `add_param_group`.
-
-        Returns the parameters that are new to the run; None if nothing changed.
-        """
-        if not self._has_changed():
-            return None
+    def take_changes(self) -> list[torch.Tensor]:
+        """Update the set of trained parameters. Returns those that are new to the run."""
         known = {id(p) for p in (*self._trained, *self._frozen)}
         parameters = named_parameters(self.model)
         _check_optimizers(self.optimizers, [*parameters.values()])
@@ -174,7 +172,8 @@ class Replica:
             if parameter.is_floating_point():
                 parameter.requires_grad_(plain_name(name) in names)
 
-    def _has_changed(self) -> bool:
+    def has_changed(self) -> bool:
+        """Whether parameters were frozen, unfrozen, or added by `add_param_group` since they were last noted."""
         for parameter in self._trained:
             if not parameter.requires_grad:
                 return True

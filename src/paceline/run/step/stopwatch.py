@@ -1,112 +1,71 @@
-"""Measures where a worker's time goes in a step: micro-batches, exchange, rest."""
+"""Measures where a worker's time goes in a step: micro-batches, exchange, rest.
+
+The moments of a step: it begins; its plan is known; for each pass over micro-batches: it begins, its data has arrived,
+backward is done; then the exchange begins, its result has arrived, the optimizer is done, replicas are averaged (if they
+are). The loop calls `begin_step` at the first, `send` where the exchange begins, `completed` at the last, and `mark` at
+all others. A recorder gets the moments of completed steps.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
+from paceline.core.deferred import DeferredReader
 from paceline.core.timing import NOT_MEASURED, Timing
+from paceline.core.waiting import split_sync
 from paceline.observe.timeline.recorder import NoTimeline, Recorder
+from paceline.plan.shares import Plan
+from paceline.run.report import Report, WorkerReport, ratio
+from paceline.sync.numbers import Numbers
 
-
-class Stopwatch(Protocol):
-    """Calls per step: `begin_step`, `ready` (the plan is known); per pass over micro-batches `start`, `ready` (the data
-    arrived), `stop` (backward is done); then `send`, `received` (the exchange is done), `end_step` (the optimizer is
-    done) and `completed` (replicas are averaged, if they are). A recorder gets the times of completed steps.
-    """
-
-    def begin_step(self) -> None: ...
-
-    def ready(self) -> None: ...
-
-    def start(self) -> None: ...
-
-    def stop(self, num_micro_batches: int = 1) -> None: ...
-
-    def send(self) -> Timing:
-        """The exchange begins. Returns the latest known timing: of this step, or on a GPU of an earlier one."""
-
-    def received(self) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def completed(self, step: int) -> None: ...
-
-    def flush(self) -> None:
-        """Record the steps that the device has completed; no further step may follow."""
+# The index of the first pass among a step's moments, and the moments of a pass.
+_FIRST_PASS, _PASS = 2, 3
+STEPS_PER_READ = 32
 
 
 class HostStopwatch:
     """For devices whose operations are synchronous."""
 
-    # A timeline overrides it to record the times.
-    _now = staticmethod(perf_counter)
-
-    def __init__(self) -> None:
-        self._sync = self._rest = 0.0
+    def __init__(self, recorder: Recorder) -> None:
+        self._record = None if isinstance(recorder, NoTimeline) else recorder.step
+        self._moments: list[float] = []
+        self._in_passes = self._sync = self._rest = 0.0
         self._is_first = True
 
     def begin_step(self) -> None:
-        self._begun = self._now()
-        self._seconds, self._count = 0.0, 0
+        self._moments = [perf_counter()]
 
-    def ready(self) -> None:
-        return
+    def mark(self) -> None:
+        self._moments.append(perf_counter())
 
-    def start(self) -> None:
-        self._started = self._now()
+    def send(self, num_micro_batches: int) -> Timing:
+        """The exchange begins. Returns the time of this step's micro-batches and the rest of the step before."""
+        moments = self._moments
+        moments.append(perf_counter())
+        in_passes = 0.0
+        for first in range(_FIRST_PASS, len(moments) - 1, _PASS):
+            in_passes += moments[first + _PASS - 1] - moments[first]
+        self._in_passes = in_passes
+        return Timing(in_passes / num_micro_batches if num_micro_batches else 0.0, self._sync, self._rest)
 
-    def stop(self, num_micro_batches: int = 1) -> None:
-        self._seconds += self._now() - self._started
-        self._count += num_micro_batches
-
-    def send(self) -> Timing:
-        self._sent = self._now()
-        return Timing(self._seconds / self._count if self._count else 0.0, self._sync, self._rest)
-
-    def received(self) -> None:
-        self._received = self._now()
-
-    def end_step(self) -> None:
-        ended = self._now()
+    def completed(self, step: int) -> None:
+        moments = self._moments
+        moments.append(perf_counter())
         if self._is_first:  # includes one-time work: optimizer state, connections
             self._is_first = False
-            return
-        self._sync = self._received - self._sent
-        self._rest = self._sent - self._begun - self._seconds + ended - self._received
-
-    def completed(self, step: int) -> None:
-        return
+        else:
+            sent, received, ended, _ = moments[-4:]
+            self._sync = received - sent
+            self._rest = sent - moments[0] - self._in_passes + ended - received
+        if self._record is not None:
+            self._record(step, moments)
 
     def flush(self) -> None:
-        return
-
-
-class RecordingHostStopwatch(HostStopwatch):
-    """Also records all times of a step, for a timeline."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def begin_step(self) -> None:
-        self._moments: list[float] = []
-        super().begin_step()
-
-    def ready(self) -> None:
-        self._now()
-
-    def completed(self, step: int) -> None:
-        self._now()
-        self._recorder.step(step, self._moments)
-
-    def _now(self) -> float:
-        now = perf_counter()
-        self._moments.append(now)
-        return now
+        """Record the steps that the device has completed; no further step may follow."""
 
 
 class CudaStopwatch:
@@ -115,127 +74,70 @@ class CudaStopwatch:
     Recording an event costs the host as much as a small kernel, so only one of `interval` steps is measured.
     """
 
-    def __init__(self, interval: int = 1) -> None:
-        self._steps: deque[_Marks] = deque()
-        self._interval = interval
+    def __init__(self, recorder: Recorder, interval: int) -> None:
+        self._record = None if isinstance(recorder, NoTimeline) else recorder.step
+        self._interval = interval if self._record is None else 1
         self._num_begun = 0
+        self._clock = _DeviceClock()
+        self._unread: deque[_MeasuredStep] = deque()
 
     def begin_step(self) -> None:
         self._is_measured = self._num_begun < 2 * self._interval or self._num_begun % self._interval == 0
         self._num_begun += 1
         if self._is_measured:
-            self._marks = _Marks()
+            self._stream = torch.cuda.current_stream()  # looked up once: that takes longer than recording an event
+            self._moments: list[torch.cuda.Event] = []
+            self._begun_at = perf_counter()
+            self.mark()
 
-    def ready(self) -> None:
-        return
-
-    def start(self) -> None:
+    def mark(self) -> None:
         if self._is_measured:
-            self._marks.passes.append(self._marks.set())
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record(self._stream)
+            self._moments.append(moment)
 
-    def stop(self, num_micro_batches: int = 1) -> None:
-        if self._is_measured:
-            self._marks.passes.append(self._marks.set())
-            self._marks.count += num_micro_batches
+    def send(self, num_micro_batches: int) -> Timing:
+        """The exchange begins. Returns the latest known timing, of an earlier step."""
+        self.mark()
+        self._num_micro_batches = num_micro_batches
+        return self._read()
 
-    def send(self) -> Timing:
+    def completed(self, step: int) -> None:
+        self.mark()
         if self._is_measured:
-            self._marks.sent = self._marks.set()
+            is_first = self._num_begun == 1  # it compiled, allocated and connected
+            count = 0 if is_first else self._num_micro_batches
+            self._unread.append(_MeasuredStep(step, self._moments, count, self._begun_at, is_first))
+
+    def flush(self) -> None:
+        self._read()
+
+    def _read(self) -> Timing:
         timing = NOT_MEASURED
-        while self._steps and self._steps[0].ended.query():
-            timing = self._steps.popleft().timing()
+        while self._unread and self._unread[0].moments[-1].query():
+            step = self._unread.popleft()
+            if not step.is_first:
+                timing = step.timing()
+            if self._record is not None:
+                self._record(step.number, self._clock.times_of(step))
         return timing
 
-    def received(self) -> None:
-        if self._is_measured:
-            self._marks.received = self._marks.set()
 
-    def end_step(self) -> None:
-        if self._is_measured:
-            self._marks.ended = self._marks.set()
-            if self._num_begun > 1:  # the first compiled, allocated and connected
-                self._steps.append(self._marks)
+class _MeasuredStep(NamedTuple):
+    """begun_at: the host's time when the first event was recorded."""
 
-    def completed(self, step: int) -> None:
-        return
-
-    def flush(self) -> None:
-        return
-
-
-class RecordingCudaStopwatch(CudaStopwatch):
-    """Also records events at all times of a step, for a timeline."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-        self._clock = _DeviceClock()
-        self._unread: deque[_Moments] = deque()
-
-    def begin_step(self) -> None:
-        super().begin_step()
-        self._moments = _Moments(self._marks.begun)
-
-    def ready(self) -> None:
-        self._moments.marks.append(self._marks.set())
-
-    def start(self) -> None:
-        super().start()
-        self._moments.marks.append(self._marks.passes[-1])
-
-    def stop(self, num_micro_batches: int = 1) -> None:
-        super().stop(num_micro_batches)
-        self._moments.marks.append(self._marks.passes[-1])
-
-    def send(self) -> Timing:
-        timing = super().send()
-        self._moments.marks.append(self._marks.sent)
-        self.flush()
-        return timing
-
-    def completed(self, step: int) -> None:
-        self._moments.marks += (self._marks.received, self._marks.ended, self._marks.set())
-        self._moments.step = step
-        self._unread.append(self._moments)
-
-    def flush(self) -> None:
-        while self._unread and self._unread[0].marks[-1].query():
-            moments = self._unread.popleft()
-            self._recorder.step(moments.step, self._clock.times_of(moments))
-
-
-class _Marks:
-    """The events of one step."""
-
-    sent: torch.cuda.Event
-    received: torch.cuda.Event
-    ended: torch.cuda.Event
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.current_stream()  # looked up once: that takes longer than recording an event
-        self.begun = self.set()
-        self.passes: list[torch.cuda.Event] = []
-        self.count = 0
-
-    def set(self) -> torch.cuda.Event:
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(self._stream)
-        return mark
+    number: int
+    moments: list[torch.cuda.Event]
+    num_micro_batches: int
+    begun_at: float
+    is_first: bool
 
     def timing(self) -> Timing:
-        in_passes = sum(_seconds(a, b) for a, b in zip(self.passes[::2], self.passes[1::2], strict=True))
-        sync = _seconds(self.sent, self.received)
-        rest = _seconds(self.begun, self.sent) - in_passes + _seconds(self.received, self.ended)
-        return Timing(in_passes / self.count if self.count else 0.0, sync, max(rest, 0.0))
-
-
-class _Moments:
-    """All events of one step, in order. `set_at`: the host's time when the first was recorded."""
-
-    def __init__(self, begun: torch.cuda.Event) -> None:
-        self.marks = [begun]
-        self.set_at = perf_counter()
-        self.step = 0
+        *passes, sent, received, ended, _ = self.moments[_FIRST_PASS:]
+        in_passes = sum(_seconds(*ends) for ends in zip(passes[::_PASS], passes[_PASS - 1 :: _PASS], strict=True))
+        rest = _seconds(self.moments[0], sent) - in_passes + _seconds(received, ended)
+        per_micro_batch = in_passes / self.num_micro_batches if self.num_micro_batches else 0.0
+        return Timing(per_micro_batch, _seconds(sent, received), max(rest, 0.0))
 
 
 class _DeviceClock:
@@ -248,12 +150,12 @@ class _DeviceClock:
         self._last: torch.cuda.Event | None = None
         self._last_s = 0.0
 
-    def times_of(self, moments: _Moments) -> list[float]:
+    def times_of(self, step: _MeasuredStep) -> list[float]:
         """Host times of the events of a step that the device has just completed."""
-        first, *later = moments.marks
-        since_first = [0.0, *(_seconds(first, mark) for mark in later)]
-        counted_s = moments.set_at if self._last is None else self._last_s + _seconds(self._last, first)
-        begun_s = max(min(counted_s, perf_counter() - since_first[-1]), moments.set_at)
+        first, *later = step.moments
+        since_first = [0.0, *(_seconds(first, moment) for moment in later)]
+        counted_s = step.begun_at if self._last is None else self._last_s + _seconds(self._last, first)
+        begun_s = max(min(counted_s, perf_counter() - since_first[-1]), step.begun_at)
         self._last, self._last_s = first, begun_s
         return [begun_s + seconds for seconds in since_first]
 
@@ -262,8 +164,78 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def stopwatch_for(device: torch.device, recorder: Recorder, interval: int = 1) -> Stopwatch:
-    """interval: on a GPU, measure one of so many steps; a timeline measures every step."""
-    if isinstance(recorder, NoTimeline):
-        return CudaStopwatch(interval) if device.type == "cuda" else HostStopwatch()
-    return RecordingCudaStopwatch(recorder) if device.type == "cuda" else RecordingHostStopwatch(recorder)
+def stopwatch_for(device: torch.device, recorder: Recorder, interval: int = 1) -> HostStopwatch | CudaStopwatch:
+    """interval: on a GPU, measure one of this many steps; a timeline measures every step."""
+    return CudaStopwatch(recorder, interval) if device.type == "cuda" else HostStopwatch(recorder)
+
+
+class Account:
+    """Adds up the times of all workers. Reads many steps at a time, when their numbers have arrived from the GPU.
+
+    add: takes a completed step's plan, number of samples, and numbers.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._totals = [_Total() for _ in range(num_workers)]
+        self._reader = DeferredReader(self._read, batch=STEPS_PER_READ, is_ready=lambda step: step[2].has_arrived)
+        self.add = self._reader.add
+        self._steps = 0
+        self._samples = 0
+        self._sync_s = 0.0
+
+    def report(self) -> Report:
+        self._reader.flush()
+        num_micro_batches = sum(total.micro_batches for total in self._totals)
+        wall_s = self._sync_s + max(total.compute_s + total.waiting_s + total.rest_s for total in self._totals)
+        sum_of_speeds = sum(total.speed for total in self._totals)
+        samples_per_micro_batch = ratio(self._samples, num_micro_batches)
+        workers = tuple(
+            WorkerReport(
+                rank=rank,
+                share=ratio(total.micro_batches, num_micro_batches),
+                samples_per_s=total.speed * samples_per_micro_batch,
+                compute_s=total.compute_s,
+                waiting_s=total.waiting_s,
+                sync_s=self._sync_s,
+                rest_s=total.rest_s,
+            )
+            for rank, total in enumerate(self._totals)
+        )
+        efficiency = ratio(num_micro_batches, wall_s * sum_of_speeds)
+        return Report(self._steps, ratio(self._samples, wall_s), efficiency, workers)
+
+    def _read(self, step: tuple[Plan, int, Numbers]) -> None:
+        plan, num_samples, numbers = step
+        self._steps += 1
+        self._samples += num_samples
+        timings = numbers.timings
+        sync_s, waiting_s = split_sync([timing.sync for timing in timings])
+        self._sync_s += sync_s
+        for total, own, timing, waited_s in zip(self._totals, plan, timings, waiting_s, strict=True):
+            total.add(len(own), timing, waited_s)
+
+
+class _Total:
+    """One worker's sums."""
+
+    def __init__(self) -> None:
+        self.micro_batches = 0
+        self.compute_s = self.waiting_s = self.rest_s = 0.0
+        self._micro_batch_s = 0.0  # as last measured
+        self._unmeasured_steps = 0
+
+    def add(self, micro_batches: int, timing: Timing, waiting_s: float) -> None:
+        self.micro_batches += micro_batches
+        self._micro_batch_s = timing.micro_batch or self._micro_batch_s
+        self.compute_s += micro_batches * self._micro_batch_s
+        self.waiting_s += waiting_s
+        # Not every step has a measurement: with averaging, workers report when they average.
+        self._unmeasured_steps += 1
+        if timing.rest:
+            self.rest_s += timing.rest * self._unmeasured_steps
+            self._unmeasured_steps = 0
+
+    @property
+    def speed(self) -> float:
+        """Micro-batches per second while computing."""
+        return ratio(self.micro_batches, self.compute_s)

@@ -56,7 +56,12 @@ class DirectGradients:
         self._loss = loss
 
     def has_gradient(self) -> bool:
-        return self._replayed is not None or any(parameter.grad is not None for parameter in self._parameters)
+        if self._replayed is not None:
+            return True
+        for parameter in self._parameters:  # noqa: SIM110 - faster than any()
+            if parameter.grad is not None:
+                return True
+        return False
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
         self._message = message
