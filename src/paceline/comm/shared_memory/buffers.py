@@ -39,35 +39,20 @@ class SharedBuffer(ABC):
         nbytes = aligned(numel * dtype.itemsize)
         offset = peers.own.allocate(nbytes + extra_bytes)
         self._peers = peers
-        self._name = f"{numel} elements of {dtype} (buffer {index} at offset {offset})"
+        self.name = f"{numel} elements of {dtype} (buffer {index} at offset {offset})"
         self._extra_offset = offset + nbytes
-        self._turn = 0
         self._index = peers.segments.index(peers.own)
-        self._calls: dict[str, str] = {}
         self.parts = [segment.tensor(numel, dtype, offset) for segment in peers.segments]
         self.tensor = self.parts[self._index]
         self.is_busy = False
+        self.turn = 0  # alternates between 0 and 1
 
-    def describe(self, operation: str) -> str:
-        """A call on this buffer, for error messages and to compare it with the peers' calls."""
-        if operation not in self._calls:
-            self._calls[operation] = f"{operation} of {self._name}"
-        return self._calls[operation]
-
-    def start(self) -> None:
-        self.is_busy = True
+    def publish(self) -> None:
+        """Called before the peers are told that this worker's part is complete."""
 
     @abstractmethod
     def complete(self, number: int, call: str, source: int | None) -> None:
         """Wait for the peers, then replace the tensor by the sum over all workers, or by that of rank `source`."""
-
-    def end(self) -> None:
-        self.is_busy = False
-        self._turn = 1 - self._turn
-
-    def _wait_for_calls(self, number: int, call: str) -> None:
-        self._peers.wait_for_all(lambda peer: peer.num_calls > number, call, "did not call it")
-        self._peers.check_same_call(number, call)
 
 
 class SmallBuffer(SharedBuffer):
@@ -77,13 +62,12 @@ class SmallBuffer(SharedBuffer):
         offsets = (self._extra_offset, self._extra_offset + nbytes)
         self._copies = [[segment.tensor(numel, dtype, offset) for segment in peers.segments] for offset in offsets]
 
-    def start(self) -> None:
-        super().start()
-        self._copies[self._turn][self._index].copy_(self.tensor)
+    def publish(self) -> None:
+        self._copies[self.turn][self._index].copy_(self.tensor)
 
     def complete(self, number: int, call: str, source: int | None) -> None:
-        self._wait_for_calls(number, call)
-        copies = self._copies[self._turn]
+        self._peers.wait_for_calls(number, call)
+        copies = self._copies[self.turn]
         if source is None:
             add_up(copies, self.tensor)
         else:
@@ -105,11 +89,11 @@ class LargeBuffer(SharedBuffer):
         self._order = [*range(first, num_blocks), *range(first)]
 
     def complete(self, number: int, call: str, source: int | None) -> None:
-        self._wait_for_calls(number, call)
+        self._peers.wait_for_calls(number, call)
         own = self._peers.own
         own.begin_blocks(number)
         for index in self._order:
-            if self._claims.claim(self._turn, index):
+            if self._claims.claim(self.turn, index):
                 block = self._blocks[index]
                 if source is None:
                     add_up(block, block[0])

@@ -5,6 +5,8 @@ On one host no socket or port is opened. Tensors that `empty` did not allocate a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.comm.base import DONE, Pending
@@ -64,7 +66,7 @@ class SharedMemoryCommunicator:
         if device.type != "cpu" or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)
         buffer = self._allocate(numel, dtype)
-        self._buffers[_key(buffer.tensor)] = buffer
+        self._buffers[buffer.tensor.data_ptr(), buffer.tensor.nbytes, dtype] = buffer
         return buffer.tensor
 
     def close(self) -> None:
@@ -78,16 +80,18 @@ class SharedMemoryCommunicator:
 
     def _exchange(self, tensor: torch.Tensor, operation: str, source: int | None) -> Pending:
         self._peers.check_usable()
-        buffer = self._buffers.get(_key(tensor)) if tensor.is_contiguous() else None
+        key = tensor.data_ptr(), tensor.nbytes, tensor.dtype
+        buffer = self._buffers.get(key) if tensor.is_contiguous() else None
         if buffer is None:
             return self._exchange_copy(tensor, operation, source)
         return self._start(buffer, operation, source)
 
     def _start(self, buffer: SharedBuffer, operation: str, source: int | None) -> Pending:
-        call = buffer.describe(operation)
+        call = f"{operation} of {buffer.name}"
         if buffer.is_busy:
             raise MisuseError(f"{call} is called while the buffer is in another exchange: wait() for that one first")
-        buffer.start()
+        buffer.is_busy = True
+        buffer.publish()
         number = self._peers.own.announce_call(call)
         if self._bridge is not None:
             assert isinstance(buffer, BridgedBuffer)
@@ -142,14 +146,15 @@ class SharedMemoryCommunicator:
         user = self._scratch_users[scratch] = _ScratchExchange(self._start(scratch, operation, source), view, part)
         return user
 
-    def _complete(self, buffer: SharedBuffer, number: int, call: str, source: int | None) -> None:
+    def complete(self, buffer: SharedBuffer, number: int, call: str, source: int | None) -> None:
+        """Wait for the call of this number on the buffer."""
         self._peers.check_usable()
         try:
             buffer.complete(number, call, source)
         except BaseException as error:
             self._fail(error)
             raise
-        buffer.end()
+        buffer.is_busy, buffer.turn = False, 1 - buffer.turn
 
     def _fail(self, error: BaseException) -> None:
         self._peers.fail(error)
@@ -157,20 +162,21 @@ class SharedMemoryCommunicator:
             self._bridge.stop()
 
 
+@dataclass(slots=True)
 class _Exchange:
     """A call on a shared buffer. `wait` does the work that follows the calls of all workers."""
 
-    def __init__(
-        self, communicator: SharedMemoryCommunicator, buffer: SharedBuffer, number: int, call: str, source: int | None
-    ) -> None:
-        self._communicator = communicator
-        self._call = buffer, number, call, source
-        self._is_done = False
+    communicator: SharedMemoryCommunicator
+    buffer: SharedBuffer
+    number: int
+    call: str
+    source: int | None
+    is_done: bool = False
 
     def wait(self) -> None:
-        if not self._is_done:
-            self._communicator._complete(*self._call)
-            self._is_done = True
+        if not self.is_done:
+            self.communicator.complete(self.buffer, self.number, self.call, self.source)
+            self.is_done = True
 
 
 class _ScratchExchange:
@@ -193,6 +199,3 @@ class _ScratchExchange:
             tensor.copy_(copy.view(tensor.shape))
         self._view = None
 
-
-def _key(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
-    return tensor.data_ptr(), tensor.nbytes, tensor.dtype

@@ -124,6 +124,11 @@ class LocalPeers:
         """Return when `is_ready` is true of every peer. `omission`: what a peer has not done otherwise."""
         self._wait(self._peers, is_ready, call, omission, self.timeout_s)
 
+    def wait_for_calls(self, number: int, call: str) -> None:
+        """Return when all peers have made call `number`, and it is the same."""
+        self._wait(self._peers, lambda peer: peer.num_calls > number, call, "did not call it", self.timeout_s)
+        self.check_same_call(number, call)
+
     def wait_for_leader(self, number: int, call: str) -> None:
         """Return when the host's leader has completed exchange `number` with the other hosts."""
         leader = {self.ranks[0]: self.segments[0]}
