@@ -11,7 +11,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.run.step.replica import build_model
+from paceline.run.step.build import build_model
 
 # Two replicas, or a global batch of two micro-batches.
 REPLICAS, MICRO_BATCH, EPOCHS, SEED = 2, 4, 2, 11

@@ -11,36 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.mixing import mix64
-from paceline.core.seeding import (
-    Purpose,
-    StepSeeding,
-    derive_seed,
-    host_randomness,
-    seed_device,
-)
+from paceline.core.generators import host_randomness, seed_device
+from paceline.core.seeding import Purpose, derive_seed, mix64
 
 CPU = torch.device("cpu")
 INTEGERS = st.integers(0, 2**63 - 1)
-
-
-@pytest.mark.parametrize(
-    "uses",
-    [
-        [(step,) for step in range(5)],
-        [(step, 7) for step in range(5, 9)],
-        [(step, number) for step in range(3) for number in (0, 1, 2**63 - 1)],
-        [(9, 0), (9, 0), (9, 0), (8, 0), (70, 0), (71, 0), (71, 1), (72, 1), (2**62, 1), (2**62 + 1, 1)],
-    ],
-    ids=["every step", "from a later step on", "several uses a step", "back and forth"],
-)
-def test_seeds_of_many_steps_are_those_of_each(uses: list[tuple[int, ...]]) -> None:
-    prepared = StepSeeding(CPU, 5, Purpose.AFTER_STEP)
-    for use in uses:
-        prepared(*use)
-        drawn = torch.rand(4)
-        seed_device(CPU, derive_seed(5, Purpose.AFTER_STEP, *use))
-        assert torch.equal(drawn, torch.rand(4)), use
 
 
 def test_mix64_is_splitmix64() -> None:

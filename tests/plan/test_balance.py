@@ -6,76 +6,19 @@ import json
 import math
 import random
 from collections.abc import Callable
-from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.balance import (
-    Balancer,
-    RebalanceSchedule,
-    chunk_ratios,
-    chunk_sizes,
-    gradient_weights,
-    hinted_speeds,
-    is_balanced,
-    smoothed_throughput,
-)
+from paceline.plan.balance import Balancer, hinted_speeds
 from paceline.plan.shares import shares
 
 throughputs = st.lists(st.floats(0, 1e6), min_size=1, max_size=30).filter(any)
 
 
-def test_b8_throughputs_30_to_10_give_75_and_25() -> None:
-    assert chunk_ratios([30.0, 10.0]) == (0.75, 0.25)
-    assert chunk_sizes(100, chunk_ratios([30.0, 10.0])) == (75, 25)
-
-
-def test_b8_floor_of_5_percent_is_taken_from_the_others_in_proportion() -> None:
-    assert chunk_ratios([99.0, 1.0]) == pytest.approx((0.95, 0.05))
-    assert chunk_ratios([60.0, 38.0, 2.0]) == pytest.approx((0.95 * 60 / 98, 0.95 * 38 / 98, 0.05))
-    assert chunk_ratios([96.0, 2.0, 2.0]) == pytest.approx((0.9, 0.05, 0.05))
-    # The deficit of the others brings the third one below the floor as well.
-    assert chunk_ratios([90.0, 5.1, 4.9, 0.0]) == pytest.approx((0.85, 0.05, 0.05, 0.05))
-    # 25 workers cannot have 5% each.
-    assert chunk_ratios([100.0] + [1.0] * 24) == pytest.approx((0.04,) * 25)
-
-
-def test_b8_sizes_sum_exactly_to_the_batch_each_at_least_1() -> None:
-    assert chunk_sizes(10, [1 / 3, 1 / 3, 1 / 3]) == (4, 3, 3)
-    assert chunk_sizes(4, [0.9, 0.05, 0.05]) == (2, 1, 1)
-    assert chunk_sizes(3, [0.98, 0.01, 0.01]) == (1, 1, 1)
-    assert chunk_sizes(5, [1.0, 0.0]) == (4, 1)
-    # (3, 1, 0) at first: the second worker would finish last, but has none to spare.
-    assert chunk_sizes(4, [1.0, 0.3, 0.05]) == (2, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("ratios", "expected"),
-    [
-        ([0.5, 0.5], True),
-        ([0.5, 0.5 + 9e-7], True),
-        ([0.5, 0.5 + 2e-6], False),
-        ([0.5, 0.5 - 2e-6], False),
-        ([0.75, 0.25], False),
-        ([1.0], True),
-    ],
-)
-def test_b8_balanced_means_equal_within_1e_6(ratios: list[float], expected: bool) -> None:
-    assert is_balanced(ratios) is expected
-
-
-def test_b8_ema_of_0_3_first_reading_raw() -> None:
-    assert smoothed_throughput(0.0, 12.0) == 12.0
-    assert smoothed_throughput(12.0, 22.0) == pytest.approx(15.0)
-    assert smoothed_throughput(15.0, 0.0) == 15.0
-
-
 def test_b8_hint() -> None:
     assert hinted_speeds(3, 1, 3.0) == (3.0, 1.0, 3.0)
-    assert chunk_ratios(hinted_speeds(2, 1, 3.0)) == (0.75, 0.25)
 
 
 def test_b8_hint_ratio_below_1_counts_as_1() -> None:
@@ -90,49 +33,9 @@ def test_b8_hint_for_a_rank_that_does_not_exist(slow_rank: int) -> None:
         hinted_speeds(3, slow_rank, 2.0)
 
 
-def test_b8_weighted_gradient_mean() -> None:
-    """Worker means weighted by chunk are the mean over the batch, whatever the chunks."""
-    assert gradient_weights([75, 25]) == (0.75, 0.25)
-    samples = np.arange(8.0) ** 2
-    chunks = np.split(samples, [5, 5])
-    weights = gradient_weights([len(chunk) for chunk in chunks])
-    assert weights == (0.625, 0.0, 0.375)
-    assert sum(w * c.mean() for w, c in zip(weights, chunks, strict=True) if w) == pytest.approx(samples.mean())
-
-
-def test_b8_schedule_first_after_10_steps_then_every_50() -> None:
-    assert [step for step in range(200) if RebalanceSchedule().is_due(step)] == [10, 60, 110, 160]
-    assert [step for step in range(20) if RebalanceSchedule(first=9, interval=7).is_due(step)] == [9, 16]
-
-
-@given(throughputs)
-def test_ratios_sum_to_one_above_the_floor_and_in_order(speeds: list[float]) -> None:
-    ratios = chunk_ratios(speeds)
-    assert math.fsum(ratios) == pytest.approx(1.0, abs=1e-9)
-    assert min(ratios) >= min(0.05, 1 / len(speeds)) * (1 - 1e-9)
-    by_speed = [ratio for _, ratio in sorted(zip(speeds, ratios, strict=True))]
-    assert all(a <= b * (1 + 1e-9) for a, b in pairwise(by_speed))
-
-
-@given(throughputs, st.integers(0, 500))
-def test_sizes_sum_to_the_batch_above_the_floor(speeds: list[float], extra: int) -> None:
-    batch_size = len(speeds) + extra
-    sizes = chunk_sizes(batch_size, speeds)
-    assert sum(sizes) == batch_size
-    assert min(sizes) >= 1
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: chunk_ratios([0.0, 0.0]), r"throughputs \(0.0, 0.0\) divide nothing: choose finite numbers >= 0"),
-        (lambda: chunk_ratios([1.0, math.nan]), r"throughputs \(1.0, nan\) divide nothing"),
-        (lambda: chunk_ratios([]), r"throughputs \(\) divide nothing"),
-        (lambda: chunk_sizes(1, [0.5, 0.5]), "batch_size=1 leaves one of 2 workers without a sample: choose batch_siz"),
-        (lambda: gradient_weights([0, 0]), r"chunk sizes \(0, 0\) have no mean: choose sizes >= 0"),
-        (lambda: gradient_weights([2, -1]), r"chunk sizes \(2, -1\) have no mean"),
-        (lambda: RebalanceSchedule(first=0), "first=0 is not a number of steps: choose first >= 1"),
-        (lambda: RebalanceSchedule(interval=2.5), "interval=2.5 is not a number of steps"),
         (lambda: hinted_speeds(2, 0, math.inf), "the speed hint's ratio=inf is not a ratio of speeds"),
     ],
 )

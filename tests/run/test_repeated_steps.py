@@ -12,7 +12,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.run.step.loop import Loop
-from paceline.run.step.update import Update
+from paceline.run.step.replica import Update
 
 X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 

@@ -55,7 +55,7 @@ def marks_at(monkeypatch: pytest.MonkeyPatch, device_s: Sequence[float], host_s:
     device: Iterator[float] = iter(device_s)
     host: Iterator[float] = iter(host_s)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mark(next(device)))
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: Mark(next(device)))
     monkeypatch.setattr(stopwatch, "perf_counter", lambda: next(host))
 
 

@@ -22,8 +22,8 @@ from paceline.run.launching.background import Channel
 from paceline.run.run import TrainingEpoch
 from paceline.run.saving.state import model_state, optimizer_state
 from paceline.run.saving.stopping import Stopped
+from paceline.run.step.build import named_parameters
 from paceline.run.step.loop import StepRecord
-from paceline.run.step.replica import named_parameters
 
 
 @dataclass(frozen=True)

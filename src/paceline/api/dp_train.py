@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.api.loss_history import LossHistory
 from paceline.core.errors import NonFiniteError
-from paceline.core.seeding import host_randomness
+from paceline.core.generators import host_randomness
 from paceline.core.world import World, devices
 from paceline.data.feeds.device import to_device
 from paceline.data.sources.base import Cycle, Source
@@ -24,8 +24,9 @@ from paceline.run.config import RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
 from paceline.run.manual.training_state import checked_loss
 from paceline.run.settings import Optimization, Runtime, check_unused
+from paceline.run.step.build import build_model, named_parameters
 from paceline.run.step.loop import StepRecord
-from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
+from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 
 DEFAULT_LR = 1e-3
 

@@ -36,8 +36,9 @@ from paceline.run.saving.export import export_weights, save_pretrained
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import HasState, plain_model
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
+from paceline.run.step.build import only_or_all
 from paceline.run.step.loop import StepRecord
-from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, only_or_all
+from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 
 if TYPE_CHECKING:
     from paceline.api.builder import Builder
@@ -482,7 +483,7 @@ class Trainer:
 
         Buffers, such as BatchNorm's statistics, are the model's own in both.
         """
-        return self.run.average.in_model()
+        return self.run.ema_weights()
 
     def gather(self, value: Any) -> list[Any]:
         """Every worker's value, by rank, on every worker; between epochs or inside `every`, on all workers.

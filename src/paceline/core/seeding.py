@@ -1,21 +1,43 @@
 """Random numbers that belong to the work, not to the worker.
 
 Every seed is a hash of the numbers that identify its use: (seed, step, micro-batch) for a forward pass, (seed, epoch,
-sample) for an augmentation. No seed depends on a rank or on earlier draws.
+sample) for an augmentation. No seed depends on a rank or on earlier draws. Torch's generators are in generators.py.
 """
 
 from __future__ import annotations
 
 import enum
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
-from paceline.core.mixing import MASK, mix64
+Words: TypeAlias = npt.NDArray[np.uint64]
+
+# The finalizer of splitmix64, on which all random orders and seeds are based.
+GOLDEN = 0x9E3779B97F4A7C15  # the increment of splitmix64
+MASK = (1 << 64) - 1
+_FACTOR_1, _FACTOR_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix64(value: int) -> int:
+    """A bijection of 64-bit integers in which every input bit affects all output bits."""
+    value = (value + GOLDEN) & MASK
+    value = ((value ^ (value >> 30)) * _FACTOR_1) & MASK
+    value = ((value ^ (value >> 27)) * _FACTOR_2) & MASK
+    return value ^ (value >> 31)
+
+
+def mix64_each(values: Words) -> Words:
+    """`mix64` of every element, in place. The order of an epoch is computed with it."""
+    values += np.uint64(GOLDEN)
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(_FACTOR_1)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(_FACTOR_2)
+    values ^= values >> np.uint64(31)
+    return values
 
 
 class Purpose(enum.IntEnum):
@@ -42,50 +64,3 @@ def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
 @lru_cache(maxsize=64)
 def _stream(seed: int, purpose: Purpose) -> int:
     return mix64(mix64(seed & MASK) ^ int(purpose))
-
-
-def seed_device(device: torch.device, seed: int) -> None:
-    """Seed the generators that a forward pass may use: the device's and the CPU's.
-
-    `torch.manual_seed` would seed every backend and take a hundred times as long.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
-
-
-class StepSeeding:
-    """Seeds the device for one purpose in every step."""
-
-    def __init__(self, device: torch.device, seed: int, purpose: Purpose) -> None:
-        self._device = device
-        self._stream = _stream(seed, purpose)
-
-    def __call__(self, *numbers: int) -> None:
-        """Seed for the use that step and micro-batch identify, as `derive_seed`."""
-        state = self._stream
-        for number in numbers:
-            state = mix64(state ^ number)
-        seed_device(self._device, state >> 1)
-
-
-class HostRandomness:
-    """Seeds the generators of Python, NumPy and torch on the CPU while samples are read."""
-
-    def seed(self, seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed & 0xFFFFFFFF)
-        torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def host_randomness() -> Iterator[HostRandomness]:
-    """Restores the user's random states at the end of the block."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    torch_state = torch.default_generator.get_state()
-    try:
-        yield HostRandomness()
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.default_generator.set_state(torch_state)

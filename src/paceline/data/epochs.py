@@ -17,7 +17,8 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0
-from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.core.generators import host_randomness
+from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import ended_by_stop_iteration
 from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.sources.base import Indices, Source

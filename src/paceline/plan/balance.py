@@ -1,4 +1,8 @@
-"""Dividing a batch by measured speed: per step over micro-batches (ours), and flodl's chunks of samples."""
+"""Dividing a step's micro-batches by measured speed.
+
+Only operations that IEEE 754 rounds correctly are used, and no logarithm, so that workers on different machines which
+are given the same readings reach the same bits.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,117 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.plan.entries import Estimate, check_entries, check_time, from_entries, to_entries
 from paceline.plan.shares import shares
-from paceline.plan.smoothing import Steady, check_entries, from_entries, to_entries
 
 # A worker whose best share is nothing gets one micro-batch in as many steps, so that it stays measured.
 _TURN = 10
 
-_LEAST_RATIO = 0.05
-_EMA_FACTOR = 0.3
-_BALANCED_WITHIN = 1e-6
+# Chosen by the simulations in tests/plan/test_balance.py. A reading that is three standard deviations
+# off is probably not noise; a single one counts for no more than that.
+_SIGMAS = 3.0
+# Two readings in a row that are each that far off follow a large change at once; six that are this many standard
+# deviations off in all find one of 20% in 10% noise. With a limit of 7.5 three workers' shares flutter, with 8.0 such
+# changes are missed more often.
+_TWO, _TWO_LIMIT = 2, 2 * _SIGMAS
+_SIX, _SIX_LIMIT = 6, 7.75
+# When six readings speak, the older ones may be from before the change: the mean starts again from the later half.
+_HALF = 3
+# Noise is learned over 256 readings (from half as many, changes of 20% are missed more often), beginning with a guess
+# of 10% that is worth 8 readings. Below 1% it does not matter. A difference of more than five standard deviations is a
+# change rather than noise, and raises the estimate no further.
+_NOISE_MEMORY, _GUESS_WEIGHT, _GUESS, _LEAST_NOISE = 256, 8, 0.1, 0.01
+_LARGEST_DIFFERENCE = 5.0
+
+
+@dataclass(frozen=True)
+class Steady(Estimate):
+    """The level of noisy readings: it rests until they contradict it, and then moves at once.
+
+    `level` is set to the mean of the readings since the last change whenever the two are further apart than that
+    mean's standard error, so it settles in ever rarer and smaller moves. A change is two readings in a row that are
+    each three standard deviations off, or six that are off in all; then the mean starts again from the latest. The very
+    first reading counts until there is a second: a worker's first step allocates, connects and compiles.
+
+    The noise is estimated from the readings, relative to them: `variance` from successive differences, and the
+    `covariance` of neighbours, since noise that outlasts a reading moves a mean further. `recent` are the readings, at
+    most six, that are not yet known to be no change; the covariance is learned from those that leave.
+    """
+
+    level: float
+    mean: float
+    count: int
+    recent: tuple[float, ...]
+    variance: float = _GUESS**2
+    covariance: float = 0.0
+    num_readings: int = 1
+
+    def check(self) -> None:
+        for name in ("level", "mean", "variance"):
+            check_time(name, getattr(self, name))
+        for name in ("count", "num_readings"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} of a steady time is not a number of readings: it must be >= 1")
+        if not (isinstance(self.covariance, int | float) and math.isfinite(self.covariance)):
+            raise ValueError(f"covariance={self.covariance!r} of a steady time is not a finite number")
+        if not (isinstance(self.recent, tuple) and 1 <= len(self.recent) <= _SIX):
+            raise ValueError(f"recent={self.recent!r} of a steady time are not its last 1 to {_SIX} readings")
+        for reading in self.recent:
+            check_time("recent reading", reading)
+
+    @classmethod
+    def first(cls, reading: float) -> Steady:
+        return cls(level=reading, mean=reading, count=1, recent=(reading,))
+
+    def after(self, reading: float) -> Steady:
+        if self.num_readings == 1:
+            return Steady(reading, reading, 1, (reading,), num_readings=2)
+        variance, covariance = self._noise(reading)
+        # The mean of neighbours that are correlated by r varies (1 + r) / (1 - r) times as much.
+        lasting = max(covariance, 0.0)
+        sigma = math.sqrt((variance + lasting) * (variance + 2 * lasting) / variance)
+        count = self.count + 1
+        mean = self.mean + _clamp(reading - self.mean, _SIGMAS * sigma * self.mean) / count
+        level = mean if abs(mean - self.level) > sigma * self.level / math.sqrt(count) else self.level
+        recent = (*self.recent, reading)[-_SIX:]
+        if _contradiction(recent, _TWO, level, sigma, count) >= _TWO_LIMIT:
+            count = _TWO
+        elif _contradiction(recent, _SIX, level, sigma, count) >= _SIX_LIMIT:
+            count = _HALF
+        else:
+            return Steady(level, mean, count, recent, variance, covariance, self.num_readings + 1)
+        recent = recent[-count:]
+        mean = math.fsum(recent) / count
+        return Steady(mean, mean, count, recent, variance, covariance, self.num_readings + 1)
+
+    def _noise(self, reading: float) -> tuple[float, float]:
+        """Variance and covariance with this reading."""
+        gain = 1 / min(self.num_readings + _GUESS_WEIGHT, _NOISE_MEMORY)
+        square = min(_deviation(reading, self.recent[-1]) ** 2 / 2, _LARGEST_DIFFERENCE**2 * self.variance)
+        variance = max(self.variance + gain * (square - self.variance), _LEAST_NOISE**2)
+        if len(self.recent) < _SIX:
+            return variance, self.covariance
+        bound = _SIGMAS * math.sqrt(variance)
+        leaving, following = (_clamp(_deviation(recent, self.level), bound) for recent in self.recent[:2])
+        return variance, self.covariance + gain * (leaving * following - self.covariance)
+
+
+def _deviation(reading: float, level: float) -> float:
+    """How far off a reading is, relatively and the same in both directions: close to log(reading / level)."""
+    return math.sqrt(reading / level) - math.sqrt(level / reading)
+
+
+def _clamp(value: float, bound: float) -> float:
+    return min(max(value, -bound), bound)
+
+
+def _contradiction(recent: Sequence[float], window: int, level: float, sigma: float, count: int) -> float:
+    """By how many standard deviations in all the last readings are off a level that rests on `count` readings."""
+    if count <= window or len(recent) < window:
+        return 0.0
+    scale = sigma * math.sqrt(1 + window / count)
+    return abs(math.fsum(_clamp(_deviation(reading, level) / scale, _SIGMAS) for reading in recent[-window:]))
 
 
 class Balancer:
@@ -35,8 +141,8 @@ class Balancer:
         for rank, hint in enumerate(self._hints):
             if not (isinstance(hint, int | float) and 0 < hint < math.inf):
                 raise ValueError(f"the hint {hint!r} of worker {rank} is not a speed: choose a finite number > 0")
-        self._times: tuple[Steady | None, ...] = (None,) * num_workers
-        self._delays: tuple[Steady | None, ...] = (None,) * num_workers
+        self._times: list[Steady | None] = [None] * num_workers
+        self._delays: list[Steady | None] = [None] * num_workers
         self._num_steps = 0
 
     def observe(self, seconds_per_micro_batch: Sequence[float], delays: Sequence[float] | None = None) -> None:
@@ -49,31 +155,33 @@ class Balancer:
             self._delays = self._after(self._delays, delays)
         self._num_steps += 1
 
-    def _after(self, levels: tuple[Steady | None, ...], readings: Sequence[float]) -> tuple[Steady | None, ...]:
+    def _after(self, levels: list[Steady | None], readings: Sequence[float]) -> list[Steady | None]:
         if len(readings) != len(levels):
             raise ValueError(f"{len(readings)} readings for {len(levels)} workers: give one per worker, 0.0 for none")
+        levels = levels.copy()
         for rank, seconds in enumerate(readings):
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"the reading {seconds} of worker {rank} is not a time: give seconds, 0.0 for none")
-        return tuple(
-            level if not seconds else Steady.first(seconds) if level is None else level.after(seconds)
-            for level, seconds in zip(levels, readings, strict=True)
-        )
+            if seconds:
+                level = levels[rank]
+                levels[rank] = Steady.first(seconds) if level is None else level.after(seconds)
+        return levels
 
     @property
     def speeds(self) -> tuple[float, ...]:
         """Micro-batches per second by which the next step is divided; the hints as long as nobody was measured."""
-        measured = [(1 / time.level, hint) for time, hint in zip(self._times, self._hints, strict=True) if time]
-        # Hints are relative: those still in use are put on the scale of the measured workers.
-        scale = math.fsum(s for s, _ in measured) / math.fsum(h for _, h in measured) if measured else 1.0
-        return tuple(
-            1 / time.level if time else hint * scale for time, hint in zip(self._times, self._hints, strict=True)
-        )
+        speeds = [1 / time.level if time else 0.0 for time in self._times]
+        if not all(speeds):
+            # Hints are relative: those still in use are put on the scale of the measured workers.
+            of_measured = math.fsum(hint for hint, speed in zip(self._hints, speeds, strict=True) if speed)
+            scale = math.fsum(speeds) / of_measured if of_measured else 1.0
+            speeds = [speed or hint * scale for hint, speed in zip(self._hints, speeds, strict=True)]
+        return tuple(speeds)
 
     @property
     def delays(self) -> tuple[float, ...]:
         """Seconds per step that a worker is busy beside its micro-batches."""
-        return tuple(delay.level if delay else 0.0 for delay in self._delays)
+        return tuple([delay.level if delay else 0.0 for delay in self._delays])
 
     def shares(self, num_micro_batches: int) -> tuple[int, ...]:
         """The next step's shares, for any number of micro-batches; asking changes nothing."""
@@ -104,8 +212,8 @@ class Balancer:
                 )
         balancer = cls(len(hints), hints)
         balancer._num_steps = num_steps
-        balancer._times = tuple(from_entries(Steady, time) for time in values["times"])
-        balancer._delays = tuple(from_entries(Steady, delay) for delay in values["delays"])
+        balancer._times = [from_entries(Steady, time) for time in values["times"]]
+        balancer._delays = [from_entries(Steady, delay) for delay in values["delays"]]
         return balancer
 
 
@@ -137,71 +245,3 @@ def hinted_speeds(num_workers: int, slow_rank: int, ratio: float) -> tuple[float
     if ratio < 1:
         warnings.warn(f"the speed hint's ratio={ratio} counts as 1: slow_rank names the slowest worker", stacklevel=2)
     return tuple(1.0 if rank == slow_rank else max(float(ratio), 1.0) for rank in range(num_workers))
-
-
-def chunk_ratios(throughputs: Sequence[float]) -> tuple[float, ...]:
-    """The parts of a batch by throughput, none below 5%: what that takes comes from the others in proportion."""
-    if not all(0 <= throughput < math.inf for throughput in throughputs) or not any(throughputs):
-        raise ValueError(
-            f"throughputs {tuple(throughputs)} divide nothing: choose finite numbers >= 0, one of them above 0"
-        )
-    least = min(_LEAST_RATIO, 1 / len(throughputs))
-    by_throughput = sorted(range(len(throughputs)), key=lambda rank: throughputs[rank])
-    # The slowest first: who is below the least part gets it, and the others divide what that leaves.
-    for num_least in range(len(by_throughput)):
-        others = math.fsum(throughputs[rank] for rank in by_throughput[num_least:])
-        left = 1 - num_least * least
-        if left * throughputs[by_throughput[num_least]] >= least * others:
-            break
-    floored = set(by_throughput[:num_least])
-    return tuple(
-        least if rank in floored else left * throughput / others for rank, throughput in enumerate(throughputs)
-    )
-
-
-def chunk_sizes(batch_size: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Samples per worker in these proportions, as whole numbers of at least 1 that sum to the batch."""
-    if batch_size < len(ratios):
-        raise ValueError(
-            f"batch_size={batch_size} leaves one of {len(ratios)} workers without a sample: "
-            f"choose batch_size >= {len(ratios)}"
-        )
-    return _with_idle(shares(batch_size, ratios), ratios)
-
-
-def is_balanced(ratios: Sequence[float]) -> bool:
-    """Whether the parts are equal, so that a plain mean of the workers' gradients is right."""
-    return all(abs(ratio - ratios[0]) < _BALANCED_WITHIN for ratio in ratios)
-
-
-def smoothed_throughput(previous: float, reading: float) -> float:
-    """The moving average with factor 0.3; the first reading (`previous` 0) is taken as it is, reading 0 is none."""
-    if not previous or not reading:
-        return reading or previous
-    return _EMA_FACTOR * reading + (1 - _EMA_FACTOR) * previous
-
-
-def gradient_weights(chunk_sizes: Sequence[int]) -> tuple[float, ...]:
-    """What each worker's mean gradient counts in the mean over the batch."""
-    total = sum(chunk_sizes)
-    if total <= 0 or min(chunk_sizes) < 0:
-        raise ValueError(f"chunk sizes {tuple(chunk_sizes)} have no mean: choose sizes >= 0, one of them above 0")
-    return tuple(size / total for size in chunk_sizes)
-
-
-@dataclass(frozen=True)
-class RebalanceSchedule:
-    """flodl's schedule for chunks: first after so many steps, then at an interval. (`Balancer` plans every step.)"""
-
-    first: int = 10
-    interval: int = 50
-
-    def __post_init__(self) -> None:
-        for name in ("first", "interval"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} is not a number of steps: choose {name} >= 1")
-
-    def is_due(self, num_steps: int) -> bool:
-        """Whether to rebalance once `num_steps` steps are done."""
-        return num_steps >= self.first and (num_steps - self.first) % self.interval == 0

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.plan.balance import hinted_speeds
+from paceline.plan.entries import Estimate, check_entries, check_time, from_entries, to_entries
 from paceline.plan.shares import shares
-from paceline.plan.smoothing import Smoothed, check_entries, from_entries, to_entries
 
 _LEAST_TARGET, _LARGEST_TARGET = 0.01, 0.5
 # Counts that would move by less stay as they are.
@@ -18,8 +18,36 @@ _DEAD_BAND = 0.1
 # By how much the workers' mean may be faster than the slowest of them before syncs become more frequent for it.
 _LARGEST_RATIO = 4
 
+# How fast a reading is followed, and which one is far off (DESIGN.md §4).
+_LEAST_FACTOR, _LARGEST_FACTOR = 0.1, 0.8
+_JUMP = 1.5
+
 _KNOBS = ("num_workers", "initial_anchor", "overhead_target", "max_anchor", "max_batch_diff", "speed_hint")
 _STATE = ("anchor", "ceiling", "batch_counts", "ms_per_batch")
+
+
+@dataclass(frozen=True)
+class Smoothed(Estimate):
+    """El Che's smoothing: the further off a reading, the faster it is followed; the first one is taken as it is.
+
+    A second reading in a row that is more than 1.5 times off, either way, replaces the value at once.
+    """
+
+    value: float
+    was_off: bool = False
+
+    def check(self) -> None:
+        check_time("smoothed value", self.value)
+        if not isinstance(self.was_off, bool):
+            raise ValueError(f"was_off={self.was_off!r} of a smoothed value is neither true nor false")
+
+    def after(self, reading: float) -> Smoothed:
+        is_off = reading > _JUMP * self.value or self.value > _JUMP * reading
+        if is_off and self.was_off:
+            return Smoothed(reading)
+        difference = reading - self.value
+        factor = min(max(abs(difference) / self.value, _LEAST_FACTOR), _LARGEST_FACTOR)
+        return Smoothed(self.value + factor * difference, is_off)
 
 
 @dataclass(frozen=True)

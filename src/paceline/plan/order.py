@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from paceline.core.mixing import GOLDEN, MASK, Words, mix64_each
+from paceline.core.seeding import GOLDEN, MASK, Words, mix64_each
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 

@@ -32,11 +32,12 @@ from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.resuming import ResumeOptions
 from paceline.run.saving.state import plain_model
-from paceline.run.step.ema import NoAverage, WeightAverage
+from paceline.run.step.build import watch_replacement
+from paceline.run.step.ema import WeightAverage
 from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
-from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, watch_replacement
+from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory
 from paceline.sync.averaging.gradients_first import GradientsFirst
 from paceline.sync.averaging.strategy import AveragedReplicas, Averaging
 from paceline.sync.buffers import Buffers, statistics_of
@@ -107,8 +108,8 @@ def assemble(
         # Loads the weights, before the exchange reads them.
         checkpointer = Checkpointer(checkpoints, _resume_options(checkpoints, init_from), parts)
         stack.callback(checkpointer.close)
-        average = NoAverage() if ema is None else WeightAverage(replica, ema)
-        if isinstance(average, WeightAverage) and checkpoints is not None:
+        average = None if ema is None else WeightAverage(replica, ema)
+        if average is not None and checkpoints is not None:
             checkpointer.register("ema", average, Pattern.REPLICATED)
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)

@@ -18,7 +18,7 @@ from paceline.plan.steps import Steps
 from paceline.run.capture.step import Stepping
 from paceline.run.config import RunConfig
 from paceline.run.saving.checkpointer import Checkpointer
-from paceline.run.step.ema import Average
+from paceline.run.step.ema import WeightAverage
 from paceline.run.step.loop import Loop
 
 
@@ -34,7 +34,7 @@ class Run:
     communicator: Communicator
     events: Events
     checkpointer: Checkpointer
-    average: Average
+    average: WeightAverage | None
     timeline: Recorder
     stepping: Stepping
     weight_fn: Callable[[Any], int] | None
@@ -54,6 +54,12 @@ class Run:
             return nullcontext()
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float16
         return torch.autocast(self.world.device.type, dtype=dtype)
+
+    def ema_weights(self) -> AbstractContextManager[None]:
+        """See `Trainer.ema_weights`."""
+        if self.average is None:
+            raise MisuseError("the run has no average of its weights: set a decay, such as ema=0.999")
+        return self.average.in_model()
 
     def check_open(self) -> None:
         if self.loop.is_closed:

@@ -47,7 +47,7 @@ class SharedBuffer(ABC):
         self.is_busy = False
         self.turn = 0  # alternates between 0 and 1
 
-    def publish(self) -> None:
+    def publish(self) -> None:  # noqa: B027 - most kinds have nothing to do
         """Called before the peers are told that this worker's part is complete."""
 
     @abstractmethod

@@ -198,4 +198,3 @@ class _ScratchExchange:
             tensor, copy = self.copy_to
             tensor.copy_(copy.view(tensor.shape))
         self._view = None
-

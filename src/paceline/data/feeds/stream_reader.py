@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.core.generators import host_randomness
+from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import ended_by_stop_iteration
 from paceline.data.feeds.base import DataSettings
 from paceline.data.sources.base import Read

@@ -8,7 +8,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
-from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.core.generators import host_randomness
+from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import naming_sample, suggestion
 from paceline.data.fingerprint import Facts, file_facts
 from paceline.data.sources.arrow_files import DataFile, FileBatches, index_files

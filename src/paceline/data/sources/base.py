@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
-from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.core.generators import host_randomness
+from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import ended_by_stop_iteration
 from paceline.data.fingerprint import Facts, facts_of, is_hf_dataset, tensor_facts
 from paceline.data.sources.collate import Pair as Pair

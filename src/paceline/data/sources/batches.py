@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from paceline.core.seeding import Purpose, derive_seed, host_randomness
+from paceline.core.generators import host_randomness
+from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import ended_by_stop_iteration
 from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.rows import count_rows

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
 
-from paceline.core.mixing import mix64
-from paceline.core.seeding import HostRandomness, Purpose, derive_seed
+from paceline.core.generators import HostRandomness
+from paceline.core.seeding import Purpose, derive_seed, mix64
 from paceline.data.errors import ended_by_stop_iteration
 from paceline.data.fingerprint import Facts, facts_of_several
 

@@ -13,8 +13,7 @@ import torch
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.run.capture.graphs import CaptureFailed, Graph, Graphs
-from paceline.run.step.replica import Replica
-from paceline.run.step.update import Number, Update
+from paceline.run.step.replica import Number, Replica, Update
 
 STEPS_BEFORE_CAPTURE = 3
 # Report the reason after this many steps without capture; give up after this many captures.

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from paceline.core.seeding import Purpose, derive_seed, seed_device
+from paceline.core.generators import seed_device
+from paceline.core.seeding import Purpose, derive_seed
 from paceline.core.world import World
 from paceline.data.epochs import seeded_epoch
 from paceline.data.feeds.sharded import reader_of

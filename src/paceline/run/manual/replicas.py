@@ -19,7 +19,7 @@ from paceline.core.world import World, choose_device
 from paceline.plan.shares import Plan, ranges
 from paceline.run.determinism import process_settings
 from paceline.run.settings import Runtime
-from paceline.run.step.replica import build_model, named_parameters, refuse_wrapped
+from paceline.run.step.build import build_model, named_parameters, refuse_wrapped
 from paceline.sync.replica_gradients import ReplicaGradients
 
 

@@ -15,7 +15,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import MisuseError
-from paceline.core.seeding import Purpose, derive_seed, seed_device
+from paceline.core.generators import seed_device
+from paceline.core.seeding import Purpose, derive_seed
 from paceline.core.world import World, choose_device
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import adopt_for_evaluation
@@ -27,8 +28,9 @@ from paceline.run.manual.halving import FittingBackward
 from paceline.run.manual.peer_access import report_missing_peer_access
 from paceline.run.manual.step_loader import DeviceFeed, Reading, StepLoader
 from paceline.run.settings import Optimization, Runtime
+from paceline.run.step.build import only_or_all
 from paceline.run.step.checks import FiniteWatch
-from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, only_or_all
+from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory
 from paceline.sync.averaging.replica_steps import BufferWatch, Offer, ReplicaSteps
 from paceline.sync.numbers import Numbers
 from paceline.sync.replica_gradients import Reduce

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.run.step.replica import Replica, named_parameters, only_or_all
+from paceline.run.step.build import named_parameters, only_or_all
+from paceline.run.step.replica import Replica
 
 
 class HasState(Protocol):

@@ -15,7 +15,8 @@ import torch
 
 from paceline.plan.steps import Position
 from paceline.run.saving.state import listed, model_differences, python_state, shown
-from paceline.run.step.replica import Replica, only_or_all
+from paceline.run.step.build import only_or_all
+from paceline.run.step.replica import Replica
 
 # What torch's own optimizers keep in tensors of their parameter's shape.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")

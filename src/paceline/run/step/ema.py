@@ -3,41 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import MisuseError
 from paceline.run.saving.state import model_differences
-from paceline.run.step.replica import Replica, named_parameters, plain_name
-
-
-class Average(Protocol):
-    """The average of a run, or the absence of one."""
-
-    def update(self) -> None:
-        """Called after every optimizer step."""
-
-    def set_parameters(self, replica: Replica) -> None:
-        """The set of trained parameters changed."""
-
-    def in_model(self) -> AbstractContextManager[None]:
-        """The model has the averaged weights inside the block."""
-
-
-class NoAverage:
-    """A run without an average."""
-
-    def update(self) -> None:
-        return
-
-    def set_parameters(self, replica: Replica) -> None:
-        return
-
-    def in_model(self) -> AbstractContextManager[None]:
-        raise MisuseError("the run has no average of its weights: set a decay, such as ema=0.999")
+from paceline.run.step.build import named_parameters, plain_name
+from paceline.run.step.replica import Replica
 
 
 class WeightAverage:
@@ -57,6 +31,7 @@ class WeightAverage:
         self._is_in_use = False
 
     def set_parameters(self, replica: Replica) -> None:
+        """The set of trained parameters changed."""
         self._add(replica.parameters)
 
     def _add(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -70,6 +45,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
+        """Called after every optimizer step."""
         if self._is_in_use:
             raise MisuseError("a step was taken inside ema_weights(), where the model has the averaged weights")
         new = [p.to(average.dtype) for p, average in zip(self._parameters, self._averages, strict=True)]
@@ -77,6 +53,7 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
+        """The model has the averaged weights inside the block."""
         if self._is_in_use:
             raise MisuseError(
                 "ema_weights() was called inside ema_weights(): the model has the averaged weights already"

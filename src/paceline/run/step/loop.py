@@ -18,7 +18,8 @@ from paceline.checkpoint.policy import Decision
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError, NonFiniteError
 from paceline.core.events import Events
-from paceline.core.seeding import Purpose, StepSeeding
+from paceline.core.generators import generators_of
+from paceline.core.seeding import Purpose, derive_seed
 from paceline.core.timing import Timing
 from paceline.data.feeds.base import Feed, Step
 from paceline.data.feeds.sharded import passes
@@ -29,14 +30,14 @@ from paceline.run.config import RunConfig
 from paceline.run.report import Report
 from paceline.run.saving.stopping import Stopped
 from paceline.run.step import gc_policy
+from paceline.run.step.build import share_weights
 from paceline.run.step.checks import Agreement, FiniteWatch, ReplicaCheck
-from paceline.run.step.ema import Average
+from paceline.run.step.ema import WeightAverage
 from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.out_of_memory import explain_out_of_memory
 from paceline.run.step.planner import Planner
-from paceline.run.step.replica import Replica, share_weights
+from paceline.run.step.replica import Number, Replica, Update
 from paceline.run.step.stopwatch import Account, stopwatch_for
-from paceline.run.step.update import Number, Update
 from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.loss_scale import LossScale
@@ -64,7 +65,7 @@ class Loop:
         planner: Planner,
         events: Events,
         checkpointer: Checkpointer,
-        average: Average,
+        average: WeightAverage | None,
         timeline: Recorder,
         collections: GcPolicy,
     ) -> None:
@@ -81,8 +82,7 @@ class Loop:
         self._at_once = config.micro_batches_at_once(world.rank)
         self._exchange = exchange
         self._feed = feed
-        self._seed_micro_batch = StepSeeding(world.device, config.seed, Purpose.MICRO_BATCH)
-        self._seed_after_step = StepSeeding(world.device, config.seed, Purpose.AFTER_STEP)
+        self._generators = generators_of(world.device)
         self._step_to_seed: int | None = None  # the step whose seed for all workers was not used yet
         self._watch = FiniteWatch()
         # One worker needs no times for its plan.
@@ -413,7 +413,7 @@ class Loop:
         # The last of several represents all of them, so that the step's last micro-batch is recognized.
         self._exchange.begin_micro_batch(numbers[-1], self.weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
-        self._seed_micro_batch(self.position.step, numbers[0])
+        self._seed(Purpose.MICRO_BATCH, self.position.step, numbers[0])
         self._loss = None
         self._is_last = is_last
         self._is_open = True
@@ -453,7 +453,8 @@ class Loop:
         if self._is_step_valid(numbers, norm):
             if not early:
                 self.update.step()
-            self._average.update()
+            if self._average is not None:
+                self._average.update()
             if self.replica.schedulers and self._config.optimization.scheduler_every == "step":
                 self.replica.step_schedulers(lambda: self._told_loss(numbers))
             is_skipped = False
@@ -526,7 +527,8 @@ class Loop:
         if added:
             share_weights(self.replica.model, self.replica.parameters, self._communicator)
         self._exchange.set_parameters(self.replica.parameters, Buffers(self.replica.model, self._communicator))
-        self._average.set_parameters(self.replica)
+        if self._average is not None:
+            self._average.set_parameters(self.replica)
         for hook in self._parameter_hooks:
             hook()
 
@@ -575,10 +577,15 @@ class Loop:
             )
         return True
 
+    def _seed(self, purpose: Purpose, *numbers: int) -> None:
+        seed = derive_seed(self._config.seed, purpose, *numbers)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
     def _seed_for_all(self) -> None:
         """Seed for what all workers do after the exchange, once per step."""
         if self._step_to_seed is not None:
-            self._seed_after_step(self._step_to_seed)
+            self._seed(Purpose.AFTER_STEP, self._step_to_seed)
             self._step_to_seed = None
 
     def _run_hook(self, hook: Callable[[Any], object], subject: Any) -> None:

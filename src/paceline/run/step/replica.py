@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import math
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError
-from paceline.core.seeding import Purpose, derive_seed, host_randomness, seed_device
+from paceline.run.step.build import (
+    as_list,
+    build_model,
+    check_modules,
+    check_optimizers,
+    named_parameters,
+    only_or_all,
+    plain_name,
+    refuse_closures,
+    schedulers_of,
+    share_weights,
+)
 from paceline.run.step.fused_optimizers import fuse, step_sgd
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -44,14 +52,14 @@ class Replica:
         self._device = device
         self._note_parameters(parameters)
         self._check_parameters(device)
-        _check_modules(self.model)
+        check_modules(self.model)
         if train_mode and isinstance(self.model, nn.Module) and not self.model.training:
             self.model.train()  # a model in training mode may have single layers in eval mode: they stay
         share_weights(self.model, self.parameters, communicator)
         made = optimizer(list(self.parameters.values())) if callable(optimizer) else optimizer
-        self.optimizers: list[torch.optim.Optimizer] = _as_list(made)
-        _check_optimizers(self.optimizers, [*parameters.values()])
-        _refuse_closures(self.optimizers)
+        self.optimizers: list[torch.optim.Optimizer] = as_list(made)
+        check_optimizers(self.optimizers, [*parameters.values()])
+        refuse_closures(self.optimizers)
         if fused and callable(optimizer):
             fuse(self.optimizers)
         self._num_parameters = _count_parameters(self.optimizers)
@@ -59,7 +67,7 @@ class Replica:
         self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
         seen = only_or_all(self.optimizers)
         self.schedulers: list[Any] = (
-            [] if scheduler is None else _as_list(_schedulers_of(scheduler, self.optimizers, seen))
+            [] if scheduler is None else as_list(schedulers_of(scheduler, self.optimizers, seen))
         )
         self.note_schedulers()
         # Whether an update may draw random numbers. Torch's own optimizers draw none.
@@ -140,8 +148,8 @@ class Replica:
         """Update the set of trained parameters. Returns those that are new to the run."""
         known = {id(p) for p in (*self._trained, *self._frozen)}
         parameters = named_parameters(self.model)
-        _check_optimizers(self.optimizers, [*parameters.values()])
-        _check_modules(self.model)
+        check_optimizers(self.optimizers, [*parameters.values()])
+        check_modules(self.model)
         self._note_parameters(parameters)
         self._num_parameters = _count_parameters(self.optimizers)
         self._check_parameters(self._device)
@@ -198,11 +206,6 @@ class Replica:
                 raise ValueError(f"parameter {name!r} is {parameter.dtype}: only real floating point can be averaged")
 
 
-def plain_name(name: str) -> str:
-    """The name of a parameter without the prefix of torch.compile's wrapper."""
-    return name.removeprefix("_orig_mod.")
-
-
 def _count_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """The number of parameters in all groups."""
     count = 0
@@ -212,243 +215,49 @@ def _count_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     return count
 
 
-def only_or_all(things: list[Any]) -> Any:
-    """The only item, or the list if there are several."""
-    return things[0] if len(things) == 1 else things
+class Number(Protocol):
+    """A tensor with one number, or a number on its way to the host."""
+
+    def item(self) -> float: ...
 
 
-def _as_list(one_or_several: Any) -> list[Any]:
-    return list(one_or_several) if isinstance(one_or_several, Sequence) else [one_or_several]
+class Update:
+    """Clips the mean gradient and steps the optimizers. max_norm: None disables clipping, inf only measures."""
 
+    def __init__(self, replica: Replica, max_norm: float | None) -> None:
+        self._replica = replica
+        self._max_norm = max_norm
 
-def _check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> None:
-    own = {id(parameter) for parameter in parameters}
-    if not optimizers:
-        raise ValueError("optimizer is an empty list: give at least one optimizer")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer made a {type(optimizer).__name__}: pass a function from parameters to a torch "
-                "optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3), or a list of optimizers"
-            )
-        for number, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in own:
-                    raise MisuseError(
-                        f"a parameter of shape {tuple(parameter.shape)} in group {number} of the "
-                        f"{type(optimizer).__name__} optimizer is not one of the model's, and would not be trained: "
-                        "build the optimizer over the model that is given to the trainer, or pass a function from "
-                        "parameters to an optimizer"
-                    )
+    def clip(self) -> Number | None:
+        """Returns the norm before clipping."""
+        return self._clip()
 
+    def _clip(self) -> torch.Tensor | None:
+        if self._max_norm is None:
+            return None
+        parameters = [p for p in self._replica.parameters.values() if p.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
 
-def _refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """An optimizer that evaluates the loss itself would need all micro-batches of the step each time."""
-    for optimizer in optimizers:
-        closure = inspect.signature(optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
-            raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}, whose step(closure) computes the loss several times: here "
-                "a step has one gradient, the mean over its micro-batches. Choose an optimizer that needs no closure, "
-                "such as torch.optim.AdamW"
-            )
+    def step(self) -> None:
+        self._replica.step_optimizers()
 
-
-def _schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen: Any) -> Any:
-    """The schedulers of `scheduler=`: a function is called with `seen`, the optimizer or the list of them."""
-    if not callable(scheduler):
-        given = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
-        for each in given:
-            _check_scheduler(each, "scheduler is")
-            if not any(getattr(each, "optimizer", None) is optimizer for optimizer in optimizers):
-                raise TypeError(
-                    f"scheduler is a {type(each).__name__} over another optimizer than the run's: pass a function, "
-                    f"such as lambda optimizer: {type(each).__name__}(optimizer, ...), or the optimizer that it was "
-                    "made with"
-                )
-        return scheduler
-    made = scheduler(seen)
-    for each in made if isinstance(made, Sequence) else [made]:
-        _check_scheduler(each, "scheduler made")
-    return made
-
-
-def _check_scheduler(scheduler: Any, what: str) -> None:
-    if not callable(getattr(scheduler, "step", None)):
-        raise TypeError(
-            f"{what} a {type(scheduler).__name__} without step(): pass a function from the optimizer to a torch "
-            "scheduler, such as lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)"
+    @property
+    def can_be_voided(self) -> bool:
+        """Whether `clip_and_step_unless` is available: fused Adam and AdamW take a flag on the device."""
+        return all(
+            type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(g["fused"] for g in optimizer.param_groups)
+            for optimizer in self._replica.optimizers
         )
 
-
-def named_parameters(model: Any) -> dict[str, torch.Tensor]:
-    """The parameters of a module, or of any object whose `parameters()` gives tensors or a dict of them.
-
-    Tied parameters appear once, under their first name.
-    """
-    if isinstance(model, nn.Module):
-        return dict(model.named_parameters())
-    if not callable(getattr(model, "parameters", None)):
-        raise TypeError(
-            f"the model is a {type(model).__name__} without a parameters() method: "
-            "return an nn.Module, or an object with forward(x) and parameters()"
-        )
-    found: Mapping[str, torch.Tensor] | Iterable[torch.Tensor] = model.parameters()
-    items = found.items() if isinstance(found, Mapping) else ((str(i), p) for i, p in enumerate(found))
-    unique: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, parameter in items:
-        if not isinstance(parameter, torch.Tensor):
-            raise TypeError(f"parameters() gave {type(parameter).__name__} for {name!r}: it must give tensors")
-        unique.setdefault(id(parameter), (name, parameter))
-    return dict(unique.values())
-
-
-def build_model(model: Any, device: torch.device, seed: int) -> Any:
-    """Move a model that exists; call a factory with the generators seeded, so that every worker builds the same."""
-    is_factory = isinstance(model, type) or (callable(model) and not hasattr(model, "parameters"))
-    if not is_factory:
-        return _move(model, device)
-    with host_randomness() as randomness:
-        model_seed = derive_seed(seed, Purpose.MODEL_INIT)
-        randomness.seed(model_seed)
-        seed_device(device, model_seed)
-        built = model()
-    return _move(built, device)
-
-
-def _move(model: Any, device: torch.device) -> Any:
-    for name, parameter in named_parameters(model).items():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(
-                f"parameter {name!r} belongs to a lazy module and is uninitialized: run the model on one batch before "
-                "the set-up"
-            )
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on meta, without values: build the model on a real device, or give it values "
-                "first (model.to_empty(device=...), then initialise it or load a state_dict)"
-            )
-    if isinstance(model, nn.Module):
-        return model.to(device)
-    for parameter in named_parameters(model).values():
-        parameter.data = parameter.data.to(device)
-    return model
-
-
-def _check_modules(model: Any) -> None:
-    """Refuse layers whose gradients or forward passes depend on other workers, or cannot be averaged."""
-    refuse_wrapped(model)
-    for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise MisuseError(
-                f"{name!r} is a SyncBatchNorm, which exchanges inside forward; micro-batches are independent here. "
-                "Use BatchNorm: its statistics do not depend on the number of workers"
-            )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise MisuseError(
-                f"{name!r} is built with sparse=True; sparse gradients cannot be averaged in a flat buffer: "
-                "build it with sparse=False"
-            )
-
-
-def refuse_wrapped(model: Any) -> None:
-    """Refuse a model that another library already divides or replicates: DDP, FSDP, DataParallel."""
-    if not isinstance(model, nn.Module):
-        return
-    kinds = (
-        nn.parallel.DistributedDataParallel,
-        nn.DataParallel,
-        *_loaded("torch.distributed.fsdp", "FullyShardedDataParallel"),
-    )
-    for name, module in model.named_modules():
-        if isinstance(module, kinds):
-            what = f"its module {name!r}" if name else "the model"
-            raise MisuseError(
-                f"{what} is a {type(module).__name__}, which exchanges or divides by itself, at times that depend on "
-                "the worker's share: give the model that it wraps (its .module). Paceline does the exchange"
-            )
-    sharded = _loaded("torch.distributed.tensor", "DTensor")
-    for name, parameter in model.named_parameters() if sharded else ():
-        if isinstance(parameter, sharded):
-            raise MisuseError(
-                f"parameter {name!r} is a {type(parameter).__name__}, sharded over devices by fully_shard or "
-                "parallelize_module: give the plain model. Every worker holds a whole copy here"
-            )
-
-
-def _loaded(module: str, name: str) -> tuple[type, ...]:
-    """The class, where its module has been imported: a model can only be one then, and importing it takes long."""
-    kind = getattr(sys.modules.get(module), name, None)
-    return (kind,) if isinstance(kind, type) else ()
-
-
-class ReplacementWatch:
-    """Called by torch when a state was loaded: `load_state_dict(assign=True)` puts other parameters into the model.
-
-    A model with it can be copied and pickled; nobody watches the copy.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> None:
-        self._parameters = dict(parameters)
-        self._model = model
-
-    def __reduce__(self) -> tuple[type[ReplacementWatch], tuple[Any, ...]]:
-        return ReplacementWatch, ({}, None)
-
-    def __call__(self, *_: object) -> None:
-        if self._model is None:
-            return
-        now = {id(parameter) for parameter in self._model.parameters()}
-        for name, parameter in self._parameters.items():
-            if id(parameter) not in now:
-                raise MisuseError(
-                    f"load_state_dict(assign=True) replaced parameter {name!r} of the model that is trained; the "
-                    "optimizer still updates the old one. Load without assign=True, which copies the values in, or "
-                    "load before Trainer.setup"
-                )
-
-
-def watch_replacement(model: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-    """From now on a load that replaces parameters is an error; returns what ends that."""
-    if not isinstance(model, nn.Module):
-        return lambda: None
-    watch = ReplacementWatch(parameters, model)
-    handles = [module.register_load_state_dict_post_hook(watch) for module in model.modules()]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
-
-
-@torch.no_grad()
-def share_weights(model: Any, parameters: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
-    """Every worker gets rank 0's parameters and buffers, frozen ones too, once their shapes are known to agree."""
-    if communicator.world.size == 1:
-        return
-    if isinstance(model, nn.Module):
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    else:
-        tensors = dict(parameters)
-    _check_agreement(tensors, communicator)
-    for tensor in tensors.values():
-        carrier = tensor.detach().to(torch.uint8) if tensor.dtype == torch.bool else tensor.detach().contiguous()
-        communicator.broadcast(carrier, 0).wait()
-        tensor.copy_(carrier)
-
-
-def _check_agreement(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
-    """Exchanging tensors of different shapes would hang or corrupt: compare a digest of all shapes first."""
-    world = communicator.world
-    text = ";".join(f"{name}:{tuple(t.shape)}:{t.dtype}" for name, t in tensors.items())
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64
-    digests = torch.zeros(world.size, dtype=torch.float64, device=world.device)
-    digests[world.rank] = digest
-    communicator.all_reduce(digests).wait()
-    different = [rank for rank, other in enumerate(digests.tolist()) if other != digests[0].item()]
-    if different:
-        raise MisuseError(
-            f"ranks {different} built a model whose parameters or buffers differ from rank 0's in name, shape or "
-            f"dtype (rank {world.rank} has {len(tensors)}): every worker must build the same model"
-        )
+    def clip_and_step_unless(self, is_void: torch.Tensor) -> Number | None:
+        """Queue the whole update before the host knows whether the step counts: 1.0 in `is_void` makes it a no-op."""
+        norm = self._clip()
+        optimizers = self._replica.optimizers
+        for optimizer in optimizers:
+            optimizer.found_inf = is_void  # type: ignore[attr-defined]  # as torch.amp.GradScaler does
+        try:
+            self._replica.step_optimizers()
+        finally:
+            for optimizer in optimizers:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        return norm

@@ -1,9 +1,9 @@
 """Measures where a worker's time goes in a step: micro-batches, exchange, rest.
 
 The moments of a step: it begins; its plan is known; for each pass over micro-batches: it begins, its data has arrived,
-backward is done; then the exchange begins, its result has arrived, the optimizer is done, replicas are averaged (if they
-are). The loop calls `begin_step` at the first, `send` where the exchange begins, `completed` at the last, and `mark` at
-all others. A recorder gets the moments of completed steps.
+backward is done; then the exchange begins, its result has arrived, the optimizer is done, replicas are averaged (where
+they are). The loop calls `begin_step` at the first, `send` where the exchange begins, `completed` at the last, and
+`mark` at all others. A recorder gets the moments of completed steps.
 """
 
 from __future__ import annotations
