@@ -21,7 +21,7 @@ X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
 def train(steps: int, every: int = 2, **settings: Any) -> int:
     """In step 1 the worker with a share changes a weight. Returns how many steps were completed."""
     with pytest.MonkeyPatch.context() as patch:  # workers serve other tests too
-        patch.setattr(replica_check, "EVERY_STEPS", every)
+        patch.setattr(replica_check, "REPLICA_CHECK_STEPS", every)
         patch.setattr(replica_check, "MAX_COST", 1e9)
         return train_patched(steps, **settings)
 

@@ -104,7 +104,8 @@ class Steady(Estimate):
         if len(self.recent) < _SIX:
             return variance, self.covariance
         bound = _SIGMAS * math.sqrt(variance)
-        leaving, following = (_clamp(_deviation(recent, self.level), bound) for recent in self.recent[:2])
+        leaving = _clamp(_deviation(self.recent[0], self.level), bound)
+        following = _clamp(_deviation(self.recent[1], self.level), bound)
         return variance, self.covariance + gain * (leaving * following - self.covariance)
 
 
@@ -122,7 +123,7 @@ def _contradiction(recent: Sequence[float], window: int, level: float, sigma: fl
     if count <= window or len(recent) < window:
         return 0.0
     scale = sigma * math.sqrt(1 + window / count)
-    return abs(math.fsum(_clamp(_deviation(reading, level) / scale, _SIGMAS) for reading in recent[-window:]))
+    return abs(math.fsum([_clamp(_deviation(reading, level) / scale, _SIGMAS) for reading in recent[-window:]]))
 
 
 class Balancer:
@@ -178,15 +179,11 @@ class Balancer:
             speeds = [speed or hint * scale for hint, speed in zip(self._hints, speeds, strict=True)]
         return tuple(speeds)
 
-    @property
-    def delays(self) -> tuple[float, ...]:
-        """Seconds per step that a worker is busy beside its micro-batches."""
-        return tuple([delay.level if delay else 0.0 for delay in self._delays])
-
     def shares(self, num_micro_batches: int) -> tuple[int, ...]:
         """The next step's shares, for any number of micro-batches; asking changes nothing."""
         speeds = self.speeds
-        counts = shares(num_micro_batches, speeds, self.delays)
+        delays = tuple([delay.level if delay else 0.0 for delay in self._delays])
+        counts = shares(num_micro_batches, speeds, delays)
         turn, position = divmod(self._num_steps, _TURN)
         return _with_idle(counts, speeds, turn) if position == _TURN - 1 else counts
 

@@ -23,8 +23,10 @@ from paceline.sync.numbers import Floats, HostCopy, WorkerMessage
 # Numbers are exchanged as float32 if gradients are: larger ones are split into parts that float32 holds.
 _DIGEST_BITS = 24
 _RATE_PARTS = 3
-# Of each worker: its request, and the learning rate that it asks for.
-_REQUEST_PARTS = 2 + _RATE_PARTS
+# A worker's message: timing, digest in two parts, request, and the learning rate that it asks for (group, parts).
+_DIGEST, _REQUEST, _GROUP = 3, 5, 6
+_MESSAGE = _GROUP + 1 + _RATE_PARTS
+_NO_RATE = [0.0] * (1 + _RATE_PARTS)
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,7 @@ class Layout:
             "peaks": workers * self.num_grids,  # by worker and tensor: the largest of the worker's terms
             "weights": m,
             "untold": 1,  # micro-batches without a known loss: the user called loss.backward()
-            "timings": len(Timing._fields) * workers,
-            "requests": _REQUEST_PARTS * workers,
-            "digests": 2 * workers,
+            "messages": _MESSAGE * workers,
             "used": self.num_parameters,
             "changed_buffers": self.num_buffers,
         }
@@ -77,11 +77,7 @@ class Layout:
         return {name: slice(start, stop) for name, (start, stop) in zip(self.counts, borders, strict=True)}
 
 
-def digest_parts(digest: int) -> tuple[float, float]:
-    return float(digest >> _DIGEST_BITS), float(digest & ((1 << _DIGEST_BITS) - 1))
-
-
-def rate_parts(learning_rate: tuple[float, int]) -> list[float]:
+def _rate_parts(learning_rate: tuple[float, int]) -> list[float]:
     """The group, counted from 2 (1: all groups), and the rate in parts that float32 holds, whose sum is the rate."""
     rest, group = learning_rate
     parts = [float(group + 2)]
@@ -101,7 +97,6 @@ class StepNumbersWriter:
     def __init__(self, layout: Layout, space: torch.Tensor, rank: int) -> None:
         self._layout = layout
         self._space = space
-        self._rank = rank
         self._on_host = space.numpy() if space.is_cpu else None  # the same memory
         parts = layout.parts
         self._largest = space[parts["largest"]]
@@ -113,6 +108,8 @@ class StepNumbersWriter:
         # Assigning single numbers to a memoryview is five times as fast.
         self._numbers = cast("memoryview[float]", self._written.data)
         self._first_weight = parts["weights"].start
+        first = parts["messages"].start + _MESSAGE * rank
+        self._own_message = slice(first, first + _MESSAGE)
         self._all_used = np.ones(layout.num_parameters, self._written.dtype).data
 
     @property
@@ -159,11 +156,10 @@ class StepNumbersWriter:
         """
         parts = self._layout.parts
         self._numbers[parts["untold"].start] = num_untold
-        self._put(parts["timings"], message.timing)
-        self._put(parts["digests"], digest_parts(message.digest))
-        if message.wish or message.learning_rate is not None:
-            rate = rate_parts(message.learning_rate) if message.learning_rate else [0.0] * (1 + _RATE_PARTS)
-            self._put(parts["requests"], [message.wish, *rate])
+        timing, request, digest, learning_rate = message
+        rate = _rate_parts(learning_rate) if learning_rate is not None else _NO_RATE
+        low = digest & ((1 << _DIGEST_BITS) - 1)
+        self._written[self._own_message] = *timing, digest >> _DIGEST_BITS, low, request, *rate
         if min(used) == 1:
             self._numbers[parts["used"]] = self._all_used
         else:
@@ -189,11 +185,6 @@ class StepNumbersWriter:
         """The weight of all workers' micro-batches, on the device, after the exchange."""
         return self._space[self._layout.parts["weights"]].sum()
 
-    def _put(self, part: slice, values: Sequence[float]) -> None:
-        """Write this worker's slots of a kind of which each worker has equally many."""
-        for place, value in enumerate(values, part.start + self._rank * len(values)):
-            self._numbers[place] = value
-
 
 class StepNumbers:
     """The numbers of one step after the exchange."""
@@ -214,12 +205,14 @@ class StepNumbers:
     def is_ordinary(self) -> bool:
         if isinstance(self._source, HostCopy):
             return False
-        digests = self._values("digests")
-        return (
-            digests == digests[:2] * self._layout.num_workers
-            and not any(self._values("requests"))
-            and all(map(math.isfinite, self._source[: self._layout.num_checked]))
-        )
+        messages = self._values("messages")
+        # What follows the timing is the same on all workers, and nothing follows the digest.
+        first = messages[_DIGEST:_MESSAGE]
+        for start in range(_MESSAGE, len(messages), _MESSAGE):
+            if messages[start + _DIGEST : start + _MESSAGE] != first:
+                return False
+        has_requests = any(first[_REQUEST - _DIGEST :])
+        return not has_requests and all(map(math.isfinite, self._source[: self._layout.num_checked]))
 
     def _values(self, name: str) -> list[float]:
         source = self._source
@@ -243,23 +236,24 @@ class StepNumbers:
 
     @cached_property
     def timings(self) -> Sequence[Timing]:
-        values, width = self._values("timings"), len(Timing._fields)
-        return [Timing(*values[start : start + width]) for start in range(0, len(values), width)]
+        values = self._values("messages")
+        return [Timing(*values[start : start + _DIGEST]) for start in range(0, len(values), _MESSAGE)]
 
     @property
     def wishes(self) -> Sequence[float]:
-        return self._values("requests")[::_REQUEST_PARTS]
+        return self._values("messages")[_REQUEST::_MESSAGE]
 
     @property
     def digests(self) -> Sequence[int]:
-        values = self._values("digests")
-        return [(int(high) << _DIGEST_BITS) | int(low) for high, low in zip(values[::2], values[1::2], strict=True)]
+        values = self._values("messages")
+        parts = zip(values[_DIGEST::_MESSAGE], values[_DIGEST + 1 :: _MESSAGE], strict=True)
+        return [(int(high) << _DIGEST_BITS) | int(low) for high, low in parts]
 
     @property
     def learning_rates(self) -> Sequence[tuple[float, int] | None]:
-        values = self._values("requests")
-        rows = [values[start : start + _REQUEST_PARTS] for start in range(0, len(values), _REQUEST_PARTS)]
-        return [(sum(parts), int(group) - 2) if group else None for _, group, *parts in rows]
+        values = self._values("messages")
+        rows = (values[start : start + 1 + _RATE_PARTS] for start in range(_GROUP, len(values), _MESSAGE))
+        return [(sum(parts), int(group) - 2) if group else None for group, *parts in rows]
 
     @property
     def used(self) -> list[float]:

@@ -125,8 +125,7 @@ class Bridge:
                 raise _Stopped
             return peer.num_calls > call.number
 
-        self._peers.wait_for_all(has_called, call.text, "did not call it")
-        self._peers.check_same_call(call.number, call.text)
+        self._peers.wait_for_calls(call.number, call.text, has_called)
         pieces = call.buffer.pieces
         for piece in pieces:
             if call.source is None:

@@ -146,16 +146,6 @@ class SharedMemoryCommunicator:
         user = self._scratch_users[scratch] = _ScratchExchange(self._start(scratch, operation, source), view, part)
         return user
 
-    def complete(self, buffer: SharedBuffer, number: int, call: str, source: int | None) -> None:
-        """Wait for the call of this number on the buffer."""
-        self._peers.check_usable()
-        try:
-            buffer.complete(number, call, source)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        buffer.is_busy, buffer.turn = False, 1 - buffer.turn
-
     def _fail(self, error: BaseException) -> None:
         self._peers.fail(error)
         if self._bridge is not None:
@@ -174,9 +164,16 @@ class _Exchange:
     is_done: bool = False
 
     def wait(self) -> None:
-        if not self.is_done:
-            self.communicator.complete(self.buffer, self.number, self.call, self.source)
-            self.is_done = True
+        if self.is_done:
+            return
+        self.communicator._peers.check_usable()
+        try:
+            self.buffer.complete(self.number, self.call, self.source)
+        except BaseException as error:
+            self.communicator._fail(error)
+            raise
+        self.buffer.is_busy, self.buffer.turn = False, 1 - self.buffer.turn
+        self.is_done = True
 
 
 class _ScratchExchange:

@@ -124,10 +124,19 @@ class LocalPeers:
         """Return when `is_ready` is true of every peer. `omission`: what a peer has not done otherwise."""
         self._wait(self._peers, is_ready, call, omission, self.timeout_s)
 
-    def wait_for_calls(self, number: int, call: str) -> None:
-        """Return when all peers have made call `number`, and it is the same."""
-        self._wait(self._peers, lambda peer: peer.num_calls > number, call, "did not call it", self.timeout_s)
-        self.check_same_call(number, call)
+    def wait_for_calls(self, number: int, call: str, has_called: IsReady | None = None) -> None:
+        """Return when `has_called` is true of every peer (default: it has made call `number`) and the calls agree."""
+        has_called = has_called or (lambda peer: peer.num_calls > number)
+        self._wait(self._peers, has_called, call, "did not call it", self.timeout_s)
+        own = encode_record(call)
+        for rank, peer in self._peers.items():
+            theirs = peer.record(number)
+            # A peer that is many calls ahead has overwritten the record.
+            if theirs != own and peer.num_calls < number + NUM_RECORDS:
+                raise CommunicationError(
+                    f"exchange {number}: rank {self.world.rank} calls {call}, rank {rank} calls "
+                    f"{decode_record(theirs)}: all workers must make the same calls in the same order"
+                )
 
     def wait_for_leader(self, number: int, call: str) -> None:
         """Return when the host's leader has completed exchange `number` with the other hosts."""
@@ -186,18 +195,6 @@ class LocalPeers:
         """Which worker of this host will never make call `number`, and why."""
         lost = ((self.segments[self.ranks.index(rank)], f"rank {rank} {loss}") for rank, loss in self.lost().items())
         return next((text for segment, text in lost if segment.num_calls <= number), None)
-
-    def check_same_call(self, number: int, call: str) -> None:
-        """Compare the calls of all workers, after all have made call `number`."""
-        own = encode_record(call)
-        for rank, peer in self._peers.items():
-            theirs = peer.record(number)
-            # A peer that is many calls ahead has overwritten the record.
-            if theirs != own and peer.num_calls < number + NUM_RECORDS:
-                raise CommunicationError(
-                    f"exchange {number}: rank {self.world.rank} calls {call}, rank {rank} calls "
-                    f"{decode_record(theirs)}: all workers must make the same calls in the same order"
-                )
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers: after a failed exchange the content of the buffers is unknown."""

@@ -199,7 +199,9 @@ class OwnSegment(Segment):
         number = self._words[_NUM_CALLS]
         start = number % NUM_RECORDS * RECORD_BYTES
         self._records[start : start + RECORD_BYTES] = encode_record(call)
-        self._set(_NUM_CALLS, number + 1)
+        with self._lock:
+            self._words[_NUM_CALLS] = number + 1
+            self.signal.increment()
         return number
 
     def begin_blocks(self, number: int) -> None:

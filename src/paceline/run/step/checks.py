@@ -23,7 +23,7 @@ from paceline.plan.shares import Plan, owner
 from paceline.run.step.replica import Replica
 from paceline.sync.numbers import LocalNumbers, Numbers
 
-EVERY_STEPS = 100
+REPLICA_CHECK_STEPS = 100
 # The largest fraction of the time to spend on it.
 MAX_COST = 1e-3
 # Relative difference of norms that is allowed on different kinds of devices, which round differently.
@@ -172,9 +172,9 @@ class ReplicaCheck:
         self._are_alike: bool | None = None  # whether all devices are of one kind; None: unknown
 
     def after_step(self, num_micro_batches: int, numbers: Numbers, step: int) -> None:
-        """num_micro_batches: those of rank 0 in this step."""
-        self._num_steps += 1
-        if self._num_steps % EVERY_STEPS or self._communicator is None:
+        """Called every REPLICA_CHECK_STEPS steps. num_micro_batches: those of rank 0 in this step."""
+        self._num_steps += REPLICA_CHECK_STEPS
+        if self._communicator is None:
             return
         if self._communicator.world.device.type == "cpu":
             # By a time that all workers know. On a GPU it may not have arrived; steps are long enough there.

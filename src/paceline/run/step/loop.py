@@ -29,7 +29,7 @@ from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
 from paceline.run.report import Report
 from paceline.run.saving.stopping import Stopped
-from paceline.run.step import gc_policy
+from paceline.run.step import checks, gc_policy
 from paceline.run.step.build import share_weights
 from paceline.run.step.checks import Agreement, FiniteWatch, ReplicaCheck
 from paceline.run.step.ema import WeightAverage
@@ -392,9 +392,9 @@ class Loop:
             ended, self.position = self.position.epoch, self.position.next_epoch()
             self._end_epoch(ended)
             return None
-        if step is not self._step:
-            self._step = step
+        if step.plan is not self._step.plan:
             self._note_plan(step)
+        self._step = step
         self._is_loss_known = True
         if self.replica.has_changed():
             self._take_parameter_changes()
@@ -477,7 +477,7 @@ class Loop:
         )
         self.last_record = record
         self.position = self._feed.after_step(position)
-        if self._world.size > 1:
+        if record.step % checks.REPLICA_CHECK_STEPS == 0 and self._world.size > 1:
             self._replica_check.after_step(len(plan[0]), numbers, record.step)
         self._may_end_epoch = True
         for steps, hook in self._hooks:

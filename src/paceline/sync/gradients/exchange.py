@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -173,8 +175,12 @@ class MeanGradients:
                 self._writer.set_loss(self._number, loss)
         elif not self._is_calibrated:
             self._calibrate([], None)
-        self._note_use(gradients)
-        self._expected = list(map(max, self._expected, self._fired))
+        if self._factor and all(map(is_not, gradients, repeat(None))):
+            self._used = [1.0] * len(gradients)
+        else:
+            self._note_use(gradients)
+        if self._hooks:
+            self._expected = list(map(max, self._expected, self._fired))
         if change is not None and (peaks := self._buffers.add(change)) is not None:
             self._writer.note_peaks(self._number, len(self._names), peaks)
 
@@ -249,7 +255,7 @@ class MeanGradients:
             self._writer.note_largest(self._number, sums.largest())
 
     def _refuse(self, first: int, gradients: list[torch.Tensor | None]) -> None:
-        """Raise if a gradient cannot be summed. first: the index of the first one's parameter."""
+        """Raise for a gradient that cannot be summed. first: the index of the first one's parameter."""
         for index, gradient in enumerate(gradients, first):
             if gradient is None:
                 continue
@@ -265,12 +271,10 @@ class MeanGradients:
                 )
 
     def _note_use(self, gradients: list[torch.Tensor | None]) -> None:
-        is_present = [gradient is not None for gradient in gradients]
+        """Note which parameters this micro-batch used."""
         use = 1.0 if self._factor else WITHOUT_WEIGHT
-        if all(is_present):
-            self._used = [use] * len(is_present) if use == 1.0 else [max(u, use) for u in self._used]
-        else:
-            self._used = [max(u, use) if here else u for u, here in zip(self._used, is_present, strict=True)]
+        pairs = zip(self._used, gradients, strict=True)
+        self._used = [used if gradient is None else max(used, use) for used, gradient in pairs]
 
     def _publish(self, numbers: StepNumbers) -> None:
         # Only for parameters that this worker did not use must the host read the exchanged numbers.

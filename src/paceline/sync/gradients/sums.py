@@ -6,8 +6,9 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from itertools import repeat
+from operator import is_not
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class Sums(Protocol):
     flat: torch.Tensor
     tail: torch.Tensor
 
-    def add(self, gradients: Sequence[torch.Tensor | None], weight: float, *, first: bool) -> None:
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
         """sums += weight * gradients; `first` overwrites the sums of the previous step."""
 
     def clear(self) -> None:
@@ -56,7 +57,7 @@ class PlainSums:
         is_small = layout.device.type == "cpu" and layout.numel <= SMALL_NUMEL
         self._small = self._payload.numpy() if is_small else None
 
-    def add(self, gradients: Sequence[torch.Tensor | None], weight: float, *, first: bool) -> None:
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
         views, present = _present(self._views, gradients, clear_missing=first)
         if not present:
             return
@@ -110,11 +111,11 @@ class ExactSums:
         """By parameter: the largest magnitude of the last `add`."""
         return self._rounded.peaks
 
-    def add(self, gradients: Sequence[torch.Tensor | None], weight: float, *, first: bool) -> None:
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
         self._collect(gradients)
         self._rounded.add(self._own, self._payload, weight, first=first)
 
-    def peaks_of(self, gradients: Sequence[torch.Tensor | None], weight: float) -> torch.Tensor:
+    def peaks_of(self, gradients: list[torch.Tensor | None], weight: float) -> torch.Tensor:
         """The peaks of these gradients, without adding them."""
         self._collect(gradients)
         return self._rounded.peaks_of(self._own, weight)
@@ -126,21 +127,21 @@ class ExactSums:
         self._own.copy_(self._payload if divisor is None else self._payload / divisor)
         return self._views
 
-    def _collect(self, gradients: Sequence[torch.Tensor | None]) -> None:
+    def _collect(self, gradients: list[torch.Tensor | None]) -> None:
         views, present = _present(self._views, gradients, clear_missing=True)
         if present:
             torch._foreach_copy_(views, present)
 
 
 def _present(
-    views: list[torch.Tensor], gradients: Sequence[torch.Tensor | None], *, clear_missing: bool
+    views: list[torch.Tensor], gradients: list[torch.Tensor | None], *, clear_missing: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The gradients that are not None, with their views. clear_missing: zero the views of the others."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if len(present) == len(views):
-        return views, present
+    if all(map(is_not, gradients, repeat(None))):
+        return views, cast("list[torch.Tensor]", gradients)
+    pairs = list(zip(views, gradients, strict=True))
     if clear_missing:
-        for view, gradient in zip(views, gradients, strict=True):
+        for view, gradient in pairs:
             if gradient is None:
                 view.zero_()
-    return [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None], present
+    return [view for view, g in pairs if g is not None], [g for _, g in pairs if g is not None]
