@@ -123,7 +123,10 @@ def _contradiction(recent: Sequence[float], window: int, level: float, sigma: fl
     if count <= window or len(recent) < window:
         return 0.0
     scale = sigma * math.sqrt(1 + window / count)
-    return abs(math.fsum([_clamp(_deviation(reading, level) / scale, _SIGMAS) for reading in recent[-window:]]))
+    deviations = []
+    for reading in recent[-window:]:
+        deviations.append(_clamp(_deviation(reading, level) / scale, _SIGMAS))
+    return abs(math.fsum(deviations))
 
 
 class Balancer:

@@ -237,7 +237,7 @@ class StepNumbers:
     @cached_property
     def timings(self) -> Sequence[Timing]:
         values = self._values("messages")
-        return [Timing(*values[start : start + _DIGEST]) for start in range(0, len(values), _MESSAGE)]
+        return list(map(Timing, values[::_MESSAGE], values[1::_MESSAGE], values[2::_MESSAGE]))
 
     @property
     def wishes(self) -> Sequence[float]:

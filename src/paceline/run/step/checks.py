@@ -49,9 +49,10 @@ class Agreement:
         """The digest of this worker."""
         if self._is_alone:
             return 0
-        values = [
-            value for optimizer in self._replica.optimizers for g in optimizer.param_groups for value in g.values()
-        ]
+        values: list[Any] = []
+        for optimizer in self._replica.optimizers:
+            for group in optimizer.param_groups:
+                values += group.values()
         trained = self._replica.trained_names
         if trained is not self._trained or not _are_unchanged(values, self._values):
             self._values, self._trained = values, trained

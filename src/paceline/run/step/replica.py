@@ -188,7 +188,11 @@ class Replica:
         for parameter in self._frozen:
             if parameter.requires_grad:
                 return True
-        return _count_parameters(self.optimizers) != self._num_parameters
+        count = 0
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                count += len(group["params"])
+        return count != self._num_parameters
 
     def _note_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -208,11 +212,7 @@ class Replica:
 
 def _count_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """The number of parameters in all groups."""
-    count = 0
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            count += len(group["params"])
-    return count
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 class Number(Protocol):

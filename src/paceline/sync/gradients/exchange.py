@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from operator import is_not
+from operator import attrgetter, is_not
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from paceline.sync.strategy import Accept, UpdateUnless
 WITHOUT_WEIGHT = 2.0**-10
 # Give up on a step that does not fit its grids after this many repetitions.
 MAX_REPETITIONS = 8
+_gradient = attrgetter("grad")
 
 
 class MeanGradients:
@@ -158,7 +159,7 @@ class MeanGradients:
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         self._may_send = self._is_open = False
-        gradients = [parameter.grad for parameter in self._parameters]
+        gradients = list(map(_gradient, self._parameters))
         self._watch.check()
         self._watch.forget()
         self._refuse(0, gradients)
@@ -319,7 +320,7 @@ class MeanGradients:
             own = sums.layout.slice
             if not all(0 < n <= fired for n, fired in zip(self._expected[own], self._fired[own], strict=True)):
                 return
-            gradients = [parameter.grad for parameter in sums.layout.parameters]
+            gradients = list(map(_gradient, sums.layout.parameters))
             self._refuse(sums.layout.first, gradients)
             self._add(sums, gradients)
             self._send_next()
