@@ -102,7 +102,7 @@ def test_nothing_is_left_of_the_step_before() -> None:
     for tail in workers:
         tail.set_weight(1, 5)
         tail.set_loss(1, torch.tensor(3.0))
-        tail.note_peaks(1, 0, torch.tensor([7.0, 8.0], dtype=torch.float64))
+        tail.note_peaks([1], 0, torch.tensor([[7.0, 8.0]], dtype=torch.float64))
         tail.write(MESSAGES[0], [True] * 4, (True, True))
         tail.clear()
         tail.write(WorkerMessage(), [False] * 4, (False, False))
@@ -112,9 +112,9 @@ def test_nothing_is_left_of_the_step_before() -> None:
 
 def test_peaks_are_the_largest_of_any_micro_batch_and_worker() -> None:
     first, second = tails()
-    first.note_peaks(0, 0, torch.tensor([1.0, 5.0], dtype=torch.float64))
-    first.note_peaks(2, 0, torch.tensor([3.0], dtype=torch.float64))
-    second.note_peaks(1, 1, torch.tensor([6.0], dtype=torch.float64))
+    first.note_peaks([0], 0, torch.tensor([[1.0, 5.0]], dtype=torch.float64))
+    first.note_peaks([2], 0, torch.tensor([[3.0]], dtype=torch.float64))
+    second.note_peaks([1], 1, torch.tensor([[6.0]], dtype=torch.float64))
     numbers = exchanged([first, second])
     assert numbers.peaks.tolist() == [3, 6]
     assert numbers.non_finite() is None
@@ -122,8 +122,8 @@ def test_peaks_are_the_largest_of_any_micro_batch_and_worker() -> None:
 
 def test_not_a_number_names_its_micro_batch() -> None:
     first, second = tails()
-    second.note_peaks(1, 0, torch.tensor([2.0, math.nan], dtype=torch.float64))
-    second.note_peaks(2, 0, torch.tensor([2.0, 1.0], dtype=torch.float64))
+    second.note_peaks([1], 0, torch.tensor([[2.0, math.nan]], dtype=torch.float64))
+    second.note_peaks([2], 0, torch.tensor([[2.0, 1.0]], dtype=torch.float64))
     numbers = exchanged([first, second])
     what, value, number = numbers.non_finite()
     assert (what, number) == ("gradient", 1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -102,12 +102,11 @@ class StepNumbersWriter:
         self._largest = space[parts["largest"]]
         # By tensor with a grid: the largest magnitude of this worker's terms.
         self.peaks = space[parts["peaks"]].view(layout.num_workers, -1)[rank]
-        if self._on_host is not None:
-            self._host_peaks, self._host_largest = self.peaks.numpy(), self._largest.numpy()
         self._written = np.zeros(layout.total) if self._on_host is None else self._on_host
         # Assigning single numbers to a memoryview is five times as fast.
         self._numbers = cast("memoryview[float]", self._written.data)
-        self._first_weight = parts["weights"].start
+        self._host_peaks = self.peaks.numpy() if self._on_host is not None else np.empty(0)
+        self._first_largest, self._first_weight = parts["largest"].start, parts["weights"].start
         first = parts["messages"].start + _MESSAGE * rank
         self._own_message = slice(first, first + _MESSAGE)
         self._all_used = np.ones(layout.num_parameters, self._written.dtype).data
@@ -130,21 +129,26 @@ class StepNumbersWriter:
         else:
             self._numbers[number] = loss.item()
 
-    def note_peaks(self, number: int, first: int, peaks: torch.Tensor) -> None:
-        """The largest magnitudes of a micro-batch's terms, for the tensors from index `first` on."""
-        if self._on_host is not None:
-            own, added = self._host_peaks[first : first + len(peaks)], peaks.numpy()
-            np.maximum(own, added, out=own)
-            self._host_largest[number] = np.maximum(self._host_largest[number], added.max())
-            return
-        own_on_device = self.peaks[first : first + len(peaks)]
-        torch.maximum(own_on_device, peaks, out=own_on_device)
-        self.note_largest(number, peaks.amax())
+    def note_peaks(self, numbers: Sequence[int], first: int, peaks: torch.Tensor) -> None:
+        """The largest magnitudes of some micro-batches' terms (rows), for the tensors from index `first` on."""
+        own = slice(first, first + peaks.shape[1])
+        if peaks.is_cpu:  # NumPy is faster for few numbers
+            rows = peaks.numpy()
+            np.maximum(self._host_peaks[own], rows.max(0), out=self._host_peaks[own])
+            for number, magnitude in zip(numbers, rows.max(1).tolist(), strict=True):
+                self.note_largest(number, magnitude)
+        else:
+            torch.maximum(self.peaks[own], peaks.amax(0), out=self.peaks[own])
+            for number, largest in zip(numbers, peaks.amax(1), strict=True):
+                self.note_largest(number, largest)
 
-    def note_largest(self, number: int, magnitude: torch.Tensor) -> None:
+    def note_largest(self, number: int, magnitude: torch.Tensor | float) -> None:
         """The largest magnitude of a micro-batch's terms."""
-        largest = self._largest[number]
-        torch.maximum(largest, magnitude, out=largest)
+        if isinstance(magnitude, torch.Tensor):
+            largest = self._largest[number]
+            torch.maximum(largest, magnitude, out=largest)
+        elif magnitude > self._numbers[self._first_largest + number] or math.isnan(magnitude):
+            self._numbers[self._first_largest + number] = magnitude
 
     def write(
         self, message: WorkerMessage, used: Sequence[float], changed: Sequence[bool], *, num_untold: int = 0
@@ -265,10 +269,10 @@ class StepNumbers:
         return self._values("changed_buffers")
 
     @property
-    def peaks(self) -> Floats:
+    def peaks(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """By tensor with a grid: the largest magnitude of any micro-batch's weighted term."""
-        peaks: Floats = self._part("peaks").reshape(self._layout.num_workers, -1).max(0)
-        return peaks
+        peaks = self._part("peaks").reshape(self._layout.num_workers, -1).max(0)
+        return np.asarray(peaks, np.float64)
 
     def non_finite(self) -> tuple[str, float, int] | None:
         for what, part in (("loss", "losses"), ("gradient", "largest")):

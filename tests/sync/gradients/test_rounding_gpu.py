@@ -24,16 +24,16 @@ def totals(device: str, dtype: torch.dtype, weight: float) -> tuple[torch.Tensor
     generator = torch.Generator().manual_seed(0)
     parameters = {f"p{i}": torch.zeros(n, dtype=dtype, device=device) for i, n in enumerate(SIZES)}
     layout = BucketLayout(parameters, 0)
-    addition = RoundedAddition(layout)
-    addition.set_anchors(3.0 * 2.0 ** np.round(np.log2(SCALES) + 6))
+    gradient = torch.zeros(layout.numel, dtype=dtype, device=device)
     total = torch.zeros(layout.numel, dtype=torch.float64, device=device)
+    addition = RoundedAddition(layout, gradient, total)
+    addition.set_anchors(3.0 * 2.0 ** np.round(np.log2(SCALES) + 6))
     peaks = []
     for number in range(3):
-        gradient = torch.zeros(layout.numel, dtype=dtype, device=device)
         for view, scale in zip(layout.views(gradient), SCALES, strict=True):
             view.copy_((torch.randn(view.numel(), generator=generator) * scale).to(dtype))
-        addition.add(gradient, total, weight, first=number == 0)
-        peaks.append(addition.peaks.clone().cpu())
+        addition.add(weight, first=number == 0)
+        peaks.append(addition.take_peaks()[0].clone().cpu())
     return total.cpu(), peaks
 
 
@@ -56,8 +56,8 @@ def test_kernel_torch_and_cpu_have_the_same_bits(
 
 def test_not_a_number_is_the_largest_of_all() -> None:
     layout = BucketLayout({"p": torch.zeros(1000, device="cuda"), "q": torch.zeros(3, device="cuda")}, 0)
-    addition = RoundedAddition(layout)
     gradient = torch.ones(layout.numel, device="cuda")
     gradient[700] = torch.nan
-    addition.add(gradient, torch.zeros(layout.numel, dtype=torch.float64, device="cuda"), 1.0, first=True)
-    assert addition.peaks.isnan().tolist() == [True, False]
+    addition = RoundedAddition(layout, gradient, torch.zeros(layout.numel, dtype=torch.float64, device="cuda"))
+    addition.add(1.0, first=True)
+    assert addition.take_peaks().isnan().tolist() == [[True, False]]

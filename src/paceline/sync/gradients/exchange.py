@@ -9,7 +9,6 @@ from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -112,6 +111,8 @@ class MeanGradients:
         self._is_open = self._may_send = False
         self._used = [0.0] * len(self._names)
         self._num_untold = 0
+        # By bucket: the micro-batches whose peaks are not in the step's numbers yet.
+        self._with_peaks: dict[ExactSums, list[int]] = {}
 
     @property
     def hooks_per_parameter(self) -> int:
@@ -133,6 +134,7 @@ class MeanGradients:
         self._is_first = True  # nothing was added yet
         self._used = [0.0] * len(self._names)
         self._num_untold = 0
+        self._with_peaks.clear()
         self._writer.clear()
         if self._has_buffers:
             self._buffers.begin_step(plan[-1].stop)
@@ -183,7 +185,7 @@ class MeanGradients:
         if self._hooks:
             self._expected = list(map(max, self._expected, self._fired))
         if change is not None and (peaks := self._buffers.add(change)) is not None:
-            self._writer.note_peaks(self._number, len(self._names), peaks)
+            self._writer.note_peaks([self._number], len(self._names), peaks[None])
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
         if not self._is_calibrated:
@@ -191,6 +193,8 @@ class MeanGradients:
         if self._is_first:
             for sums in self._sums:
                 sums.clear()
+        if self._with_peaks:
+            self._note_peaks()
         changed = self._buffers.changed_unmanaged() if self._has_buffers else ()
         self._writer.write(message, self._used, changed, num_untold=self._num_untold)
         while len(self._pending) < len(self._sums):
@@ -251,9 +255,17 @@ class MeanGradients:
     def _add(self, sums: ExactSums | PlainSums, gradients: list[torch.Tensor | None]) -> None:
         sums.add(gradients, self._factor, first=self._is_first)
         if isinstance(sums, ExactSums):
-            self._writer.note_peaks(self._number, sums.layout.first, sums.peaks)
+            numbers = [*self._with_peaks.get(sums, ()), self._number]
+            self._with_peaks[sums] = numbers
+            if len(numbers) == sums.peaks_capacity:
+                self._note_peaks()
         elif self._is_one_term:
             self._writer.note_largest(self._number, sums.largest())
+
+    def _note_peaks(self) -> None:
+        for sums, numbers in self._with_peaks.items():
+            self._writer.note_peaks(numbers, sums.layout.first, sums.take_peaks())
+        self._with_peaks.clear()
 
     def _refuse(self, first: int, gradients: list[torch.Tensor | None]) -> None:
         """Raise for a gradient that cannot be summed. first: the index of the first one's parameter."""
@@ -354,7 +366,7 @@ class MeanGradients:
 
     def _fits(self, numbers: StepNumbers) -> bool:
         """Whether every sum stayed on its grid. Moves the grids, for a repetition or for the next step."""
-        peaks, num_terms = numbers.peaks.astype(np.float64), self._plan[-1].stop
+        peaks, num_terms = numbers.peaks, self._plan[-1].stop
         if self._grids.are_comfortable(peaks, num_terms):
             return True
         fits = self._grids.fit(peaks, num_terms)

@@ -21,6 +21,7 @@ CALIBRATION_HEADROOM_BITS = 11
 # A grid stays while the largest sum is this many bits below its limit, since moving it changes the rounding. Below that
 # range it shrinks by one bit per step: a gradient of rounding errors only (a bias before BatchNorm) varies widely.
 COMFORT_BITS = (2, 12)
+_LEAST_COMFORTABLE = 2.0 ** (COMFORT_BITS[0] - COMFORT_BITS[1])  # relative to the largest
 # If the largest term is this many bits below the limit, it keeps the 24 bits of float32. Below, the grid is too coarse.
 COARSEST_BITS = 27
 # For tensors that the calibrating micro-batch did not use.
@@ -99,9 +100,9 @@ class Grids:
 
     def are_comfortable(self, peaks: Floats, num_terms: int) -> bool:
         """A fast check: True if all fit and none would move."""
-        low, high = self._comfort()
-        reach = peaks * num_terms
-        return bool(((reach >= low) & (reach <= high)).all())
+        _, high = self._comfort()
+        relative = peaks * (num_terms / high)
+        return bool(relative.max() <= 1 and relative.min() >= _LEAST_COMFORTABLE)  # False if there is a NaN
 
     def _comfort(self) -> tuple[Floats, Floats]:
         if self._limits is None:

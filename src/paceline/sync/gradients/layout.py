@@ -50,10 +50,14 @@ class BucketLayout:
             for p, offset in zip(self.parameters, self._offsets, strict=True)
         ]
 
-    def peaks(self, peak_of_block: np.ndarray, out: np.ndarray) -> None:
-        """Writes each parameter's maximum over its blocks to `out`; NaN if there is a NaN."""
-        if self.num_blocks:
-            out[self._has_blocks] = np.maximum.reduceat(peak_of_block, self._first_blocks)
+    def peaks(self, peak_of_block: np.ndarray) -> np.ndarray:
+        """Each parameter's maximum over its blocks, which are the last dimension; NaN if there is a NaN."""
+        peaks = np.maximum.reduceat(peak_of_block, self._first_blocks, axis=-1, dtype=np.float64)
+        if len(self._first_blocks) == len(self):
+            return peaks
+        with_empty = np.zeros((*peaks.shape[:-1], len(self)))
+        with_empty[..., self._has_blocks] = peaks
+        return with_empty
 
 
 def cut_into_buckets(parameters: Mapping[str, torch.Tensor], bucket_bytes: float) -> list[BucketLayout]:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import struct
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,28 +17,40 @@ from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout
 logger = logging.getLogger("paceline")
 
 SWITCH = "PACELINE_TRITON"
-# Blocks per pass on a CPU: the intermediate values stay in the cache.
+# Blocks per chunk on a CPU: the intermediate values stay in the cache.
 CPU_BLOCKS = 1024
+# Micro-batches whose peaks are computed together on a CPU, where small operations cost more than their work.
+CPU_PEAKS = 8
 _GPU_ROWS = 32  # blocks per program of the kernel
 
 
 class RoundedAddition:
     """total += round(weight * gradient) over the flat buffers of one bucket, each block on its parameter's grid.
 
-    After `add`, `peaks` holds each parameter's largest |weight * gradient| of that call.
+    `take_peaks` returns each parameter's largest |weight * gradient| in the calls of `add` since the last time; it must
+    be called after `capacity` of them.
     """
 
-    def __init__(self, layout: BucketLayout) -> None:
+    def __init__(self, layout: BucketLayout, gradient: torch.Tensor, total: torch.Tensor) -> None:
         self._layout = layout
+        self._gradient = gradient.view(-1, BLOCK_NUMEL)
+        self._total = total.view(-1, BLOCK_NUMEL)
         self._anchors = torch.ones(len(layout), dtype=torch.float64, device=layout.device)
-        self.peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
+        self._peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
+        self._weights: list[float] = []  # of the calls whose peaks were not taken yet
         self._kernel = _kernel_on(layout.device)
         self._owners = torch.from_numpy(layout.owner_of_block.astype(np.int32)).to(layout.device)
+        self.capacity = CPU_PEAKS if layout.device.type == "cpu" else 1
         if layout.device.type == "cpu":
             self._anchor_of_block = torch.ones(layout.num_blocks, 1, dtype=torch.float64)
-            rows = min(CPU_BLOCKS, layout.num_blocks)
-            self._scratch = torch.empty(rows, BLOCK_NUMEL, dtype=torch.float64)
-            self._ends_of_block = torch.zeros(2, layout.num_blocks, dtype=layout.dtype)  # its least and largest
+            scratch = torch.empty(CPU_BLOCKS, BLOCK_NUMEL, dtype=torch.float64)
+            whole = self._gradient, self._total, self._anchor_of_block
+            chunks = zip(*(each.split(CPU_BLOCKS) for each in whole), strict=True)
+            self._chunks = [(*chunk, scratch[: len(chunk[0])]) for chunk in chunks]
+            # By call and block: the least and the largest number of its gradient.
+            self._ends = torch.zeros(self.capacity, 2, layout.num_blocks, dtype=layout.dtype)
+            self._host_ends = self._ends.numpy() if self._ends.itemsize >= 4 else None  # NumPy has no bfloat16
+            self._ends_of_chunks = [[chunk.unbind() for chunk in ends.split(CPU_BLOCKS, 1)] for ends in self._ends]
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """One per parameter of the bucket."""
@@ -46,35 +58,50 @@ class RoundedAddition:
         if self._layout.device.type == "cpu":
             np.take(anchors, self._layout.owner_of_block, out=self._anchor_of_block.numpy()[:, 0])
 
-    def add(self, gradient: torch.Tensor, total: torch.Tensor, weight: float, *, first: bool) -> None:
+    def add(self, weight: float, *, first: bool) -> None:
         """`first` overwrites the total instead of adding to it."""
+        if first:
+            self._weights.clear()
+        self._weights.append(weight)
         if not self._layout.num_blocks:
             return
         if self._kernel is not None:
-            self._add_by_kernel(gradient, total, weight, first=first)
+            self._add_by_kernel(weight, first=first)
         elif self._layout.device.type == "cpu":
-            self._add_on_host(gradient.view(-1, BLOCK_NUMEL), total.view(-1, BLOCK_NUMEL), weight, first=first)
+            self._add_on_host(weight, first=first)
         else:
-            term = gradient.view(-1, BLOCK_NUMEL).to(torch.float64).mul_(weight)
+            term = self._gradient.to(torch.float64).mul_(weight)
             self._gather_peaks(term.abs().amax(1))
             anchors = self._anchors[self._owners][:, None]
             term.add_(anchors).sub_(anchors)
-            whole = total.view(-1, BLOCK_NUMEL)
-            whole.copy_(term) if first else whole.add_(term)
+            self._total.copy_(term) if first else self._total.add_(term)
 
-    def peaks_of(self, gradient: torch.Tensor, weight: float) -> torch.Tensor:
-        """The peaks of this gradient, without adding it."""
+    def peaks_of_gradient(self, weight: float) -> torch.Tensor:
+        """The peaks of the gradient, without adding it."""
         if self._layout.num_blocks:
-            self._gather_peaks(gradient.view(-1, BLOCK_NUMEL).to(torch.float64).mul_(weight).abs_().amax(1))
-        return self.peaks
+            self._gather_peaks(self._gradient.to(torch.float64).mul_(weight).abs_().amax(1))
+        return self._peaks
 
-    def _add_on_host(self, gradient: torch.Tensor, total: torch.Tensor, weight: float, *, first: bool) -> None:
-        is_one_pass = gradient.dtype != torch.float64 and _fits_29_bits(weight)
-        for start in range(0, len(gradient), CPU_BLOCKS):
-            rows = slice(start, start + CPU_BLOCKS)
-            source, sums, anchors = gradient[rows], total[rows], self._anchor_of_block[rows]
-            term = sums if first else self._scratch[: len(source)]
-            term.copy_(source)
+    def take_peaks(self) -> torch.Tensor:
+        """By call of `add` since the last time, and by parameter."""
+        weights, self._weights = self._weights, []
+        if self._layout.device.type != "cpu":
+            return self._peaks[None]
+        ends = self._host_ends if self._host_ends is not None else self._ends.float().numpy()
+        peaks = self._layout.peaks(np.abs(ends[: len(weights)]).max(1))
+        for own, weight in zip(peaks, weights, strict=True):
+            own *= abs(weight)
+        return torch.from_numpy(peaks)
+
+    def forget_peaks(self) -> None:
+        self._weights.clear()
+
+    def _add_on_host(self, weight: float, *, first: bool) -> None:
+        is_one_pass = self._layout.dtype != torch.float64 and _fits_29_bits(weight)
+        ends_of_chunks = self._ends_of_chunks[len(self._weights) - 1]
+        for (gradient, total, anchors, scratch), (lowest, highest) in zip(self._chunks, ends_of_chunks, strict=True):
+            term = total if first else scratch
+            term.copy_(gradient)
             if is_one_pass:
                 # The product is exact in float64, so fused and separate rounding agree.
                 torch.add(anchors, term, alpha=weight, out=term)
@@ -82,28 +109,23 @@ class RoundedAddition:
                 term.mul_(weight).add_(anchors)
             term.sub_(anchors)
             if not first:
-                sums.add_(term)
-            torch.amin(source, 1, out=self._ends_of_block[0, rows])
-            torch.amax(source, 1, out=self._ends_of_block[1, rows])
-        peaks = self.peaks.numpy()
-        self._layout.peaks(self._ends_of_block.abs().amax(0).double().numpy(), peaks)
-        peaks *= abs(weight)
+                total.add_(term)
+            torch.amin(gradient, 1, out=lowest)
+            torch.amax(gradient, 1, out=highest)
 
     def _gather_peaks(self, peak_of_block: torch.Tensor) -> None:
-        peaks = np.zeros(len(self._layout))
-        self._layout.peaks(peak_of_block.double().cpu().numpy(), peaks)
-        self.peaks.copy_(torch.from_numpy(peaks))
+        self._peaks.copy_(torch.from_numpy(self._layout.peaks(peak_of_block.double().cpu().numpy())))
 
-    def _add_by_kernel(self, gradient: torch.Tensor, total: torch.Tensor, weight: float, *, first: bool) -> None:
-        self.peaks.zero_()
+    def _add_by_kernel(self, weight: float, *, first: bool) -> None:
+        self._peaks.zero_()
         num_blocks = self._layout.num_blocks
-        with torch.cuda.device(gradient.device):
+        with torch.cuda.device(self._layout.device):
             self._kernel[(-(-num_blocks // _GPU_ROWS),)](
-                gradient,
-                total,
+                self._gradient,
+                self._total,
                 self._owners,
                 self._anchors,
-                self.peaks.view(torch.int64),
+                self._peaks.view(torch.int64),
                 num_blocks,
                 _bits(weight),
                 IS_FIRST=first,
@@ -144,6 +166,7 @@ def _tried_kernel(device: torch.device) -> Any:
     return add_rounded
 
 
+@lru_cache(maxsize=64)
 def _fits_29_bits(number: float) -> bool:
     return math.ldexp(math.frexp(number)[0], 29).is_integer()
 

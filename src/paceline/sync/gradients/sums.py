@@ -100,28 +100,33 @@ class ExactSums:
         # In the parameters' dtype: the gradients of a micro-batch while they are added, and finally the means.
         self._own = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
         self._views = layout.views(self._own)
-        self._rounded = RoundedAddition(layout)
+        self._rounded = RoundedAddition(layout, self._own, self._payload)
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The anchors of the grids, one per parameter of the bucket."""
         self._rounded.set_anchors(anchors)
 
-    @property
-    def peaks(self) -> torch.Tensor:
-        """By parameter: the largest magnitude of the last `add`."""
-        return self._rounded.peaks
-
     def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
         self._collect(gradients)
-        self._rounded.add(self._own, self._payload, weight, first=first)
+        self._rounded.add(weight, first=first)
+
+    @property
+    def peaks_capacity(self) -> int:
+        """After this many calls of `add`, `take_peaks` must be called."""
+        return self._rounded.capacity
+
+    def take_peaks(self) -> torch.Tensor:
+        """By call of `add` since the last time, and by parameter: the largest magnitude."""
+        return self._rounded.take_peaks()
 
     def peaks_of(self, gradients: list[torch.Tensor | None], weight: float) -> torch.Tensor:
         """The peaks of these gradients, without adding them."""
         self._collect(gradients)
-        return self._rounded.peaks_of(self._own, weight)
+        return self._rounded.peaks_of_gradient(weight)
 
     def clear(self) -> None:
         self._payload.zero_()
+        self._rounded.forget_peaks()
 
     def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
         self._own.copy_(self._payload if divisor is None else self._payload / divisor)
