@@ -24,8 +24,7 @@ from torch.utils.data import Dataset
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.data.feeds.readers import ReaderDied, ReaderProcesses, ReaderThread
-from paceline.data.feeds.sharded import Prefetcher
+from paceline.data.feeds.readers import Prefetcher, ReaderDied, ReaderProcesses, ReaderThread
 from paceline.data.sources.base import as_source
 from paceline.data.sources.skip_bad import SkipBad
 

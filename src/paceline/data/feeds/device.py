@@ -15,11 +15,11 @@ class DeviceCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_noop = device.type == "cpu" and not torch.cuda.is_available()  # tensors can only be on the CPU
+        self.is_noop = device.type == "cpu" and not torch.cuda.is_available()  # tensors can only be on the CPU
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
-        if self._is_noop:
+        if self.is_noop:
             return batch
         if self._stream is None:
             return to_device(batch, self._device)

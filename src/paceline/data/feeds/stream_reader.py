@@ -8,18 +8,20 @@ micro-batches missing.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
-from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.errors import UserCode
 from paceline.data.feeds.base import DataSettings
+from paceline.data.feeds.sharded import Epoch
 from paceline.data.sources.base import Read
 from paceline.data.sources.batches import BatchStream
 from paceline.data.sources.collate import collate, counted, join
 from paceline.data.sources.streams import IterableStream, shuffled
-from paceline.plan.steps import Steps
+from paceline.plan.steps import Position, Steps
 
 
 class StreamRequest(NamedTuple):
@@ -27,6 +29,23 @@ class StreamRequest(NamedTuple):
 
     epoch: int
     number: int
+
+
+class StreamEpoch(Epoch):
+    """An epoch of unknown length. A step without micro-batches ends it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def request(self, first: int, count: int = 1) -> StreamRequest:
+        assert count == 1
+        return StreamRequest(self.number, first)
+
+    def num_left(self, position: Position) -> int:
+        return sys.maxsize  # more than any step has
+
+    def after(self, position: Position, num_micro_batches: int) -> Position:
+        return Position(position.epoch, position.micro_batch + num_micro_batches, position.step + 1)
 
 
 class StreamReader:
@@ -39,10 +58,10 @@ class StreamReader:
         self._stream = stream
         self._settings = settings
         self._is_weighed = settings.weight_fn is not None
-        self._has_batches = isinstance(stream, BatchStream)
-        self._micro_batch = 1 if self._has_batches else steps.micro_batch
+        has_batches = isinstance(stream, BatchStream)
+        self._micro_batch = 1 if has_batches else steps.micro_batch
         self._num_shards = _num_shards(stream, settings.num_shards, steps)
-        self._in_a_row = steps.max_micro_batches // self._num_shards if self._has_batches else 1
+        self._in_a_row = steps.max_micro_batches // self._num_shards if has_batches else 1
         self._epoch = -1
         self._open_shards: dict[int, tuple[Iterator[Any], int]] = {}  # with the number of the next micro-batch
 
@@ -54,14 +73,13 @@ class StreamReader:
                 return Read(None, 0, exists=False)
             randomness.seed(derive_seed(self._settings.seed, Purpose.SAMPLE_BLOCK, *request))
             if isinstance(self._stream, BatchStream):
-                return _converted(self._stream, samples[0], request, is_weighed=self._is_weighed)
+                with UserCode("converting micro-batch {} of epoch {}", request.number, request.epoch):
+                    return self._stream.as_read(samples[0], is_weighed=self._is_weighed)
             collate_fn, first = self._settings.collate_fn, ordinal * self._micro_batch
-            batch = join(collate_fn or collate, samples, range(first, first + len(samples)))
-            return (
-                Read(batch, len(samples))
-                if collate_fn is None
-                else counted(batch, samples, is_weighed=self._is_weighed)
-            )
+            batch = join(collate_fn or collate, samples, [*range(first, first + len(samples))])
+            if collate_fn is None:
+                return Read(batch, len(samples))
+            return counted(batch, samples, is_weighed=self._is_weighed)
 
     def reader_of(self, request: StreamRequest, num_readers: int) -> int:
         """The reader process for a request. A shard stays with one process, so that none has to skip samples."""
@@ -78,28 +96,14 @@ class StreamReader:
             self._epoch, self._open_shards = epoch, {}
         samples, upcoming = self._open_shards.get(shard, (iter(()), ordinal + 1))
         if upcoming > ordinal:
-            samples, upcoming = self._open(shard), 0
+            samples, upcoming = self._stream.open(shard, self._num_shards, epoch), 0
+            if self._settings.shuffle_buffer:
+                seed = derive_seed(self._settings.seed, Purpose.SHUFFLE_BUFFER, epoch, shard)
+                samples = shuffled(samples, self._settings.shuffle_buffer, seed)
         for _ in islice(samples, (ordinal - upcoming) * self._micro_batch):
             pass  # micro-batches that other workers took, or that were trained before a resume
         self._open_shards[shard] = samples, ordinal + 1
         return list(islice(samples, self._micro_batch))
-
-    def _open(self, shard: int) -> Iterator[Any]:
-        samples = self._stream.open(shard, self._num_shards, self._epoch)
-        if not self._settings.shuffle_buffer:
-            return samples
-        seed = derive_seed(self._settings.seed, Purpose.SHUFFLE_BUFFER, self._epoch, shard)
-        return shuffled(samples, self._settings.shuffle_buffer, seed)
-
-
-def _converted(stream: BatchStream, batch: Any, request: StreamRequest, *, is_weighed: bool) -> Read:
-    try:
-        return stream.as_read(batch, is_weighed=is_weighed)
-    except StopIteration as error:
-        raise ended_by_stop_iteration(f"converting micro-batch {request.number} of epoch {request.epoch}") from error
-    except Exception as error:
-        error.add_note(f"in micro-batch {request.number} of epoch {request.epoch}")
-        raise
 
 
 def _num_shards(stream: IterableStream, num_shards: int | None, steps: Steps) -> int:
@@ -113,10 +117,9 @@ def _num_shards(stream: IterableStream, num_shards: int | None, steps: Steps) ->
         return stream.num_shards
     if num_shards is None:
         return math.gcd(per_step, stream.num_own_shards)
-    if num_shards < 1 or per_step % num_shards:
-        divisors = [d for d in range(1, per_step + 1) if per_step % d == 0]
+    if per_step % num_shards:
+        divisors = ", ".join(str(d) for d in range(1, per_step + 1) if per_step % d == 0)
         raise ValueError(
-            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of "
-            f"{', '.join(map(str, divisors))}"
+            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of {divisors}"
         )
     return num_shards

@@ -12,14 +12,13 @@ from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.errors import naming_sample, suggestion
 from paceline.data.fingerprint import Facts, file_facts
 from paceline.data.sources.arrow_files import DataFile, FileBatches, index_files
-from paceline.data.sources.base import Indices, Read, Seeded
-from paceline.data.sources.collate import collate, counted, join
+from paceline.data.sources.base import CollatingSource, Indices
 
 StrPath = str | os.PathLike[str]
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".pq")
 
 
-class ArrowSource(Seeded):
+class ArrowSource(CollatingSource):
     """Rows of Arrow files (file or stream format, such as those of HF datasets) and Parquet files.
 
     A micro-batch is a dict of columns: a tensor (samples, ...) for numbers and for lists of numbers of equal length,
@@ -55,22 +54,17 @@ class ArrowSource(Seeded):
         seed: int | None = None,
         max_decoded_bytes: int = 256 << 20,
     ) -> None:
-        super().__init__(seed)
+        super().__init__(collate_fn, seed)
         files = index_files(_find_files([paths] if isinstance(paths, str | os.PathLike) else paths))
         self.columns = _choose_columns(files, columns)
         self._batches = FileBatches(files, self.columns, max_decoded_bytes)
         if not len(self):
             raise ValueError(f"{paths} has no rows: give files with at least one row")
         self._transform = transform
-        self._collate = collate_fn
 
     @property
     def may_read_in_thread(self) -> bool:
-        return self._transform is None and self._collate is None
-
-    @property
-    def counts_samples(self) -> bool:
-        return self._collate is not None
+        return self._transform is None and self._collate_fn is None
 
     @property
     def batch_starts(self) -> Indices:
@@ -88,13 +82,9 @@ class ArrowSource(Seeded):
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         if self.may_read_in_thread:
             return self._batches.read_columns(indices, indices)
-        return self._joined(indices, epoch, position)[0]
+        return super().read(indices, epoch, position)
 
-    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
-        return counted(*self._joined(indices, epoch, position), is_weighed=is_weighed)
-
-    def _joined(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
-        """The micro-batch, and the samples it was made of."""
+    def _fetch_and_join(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
         samples: list[Any] = self._batches.read_rows(indices)
         wanted = indices.tolist()
         with host_randomness() as randomness:
@@ -104,20 +94,18 @@ class ArrowSource(Seeded):
                     with naming_sample(index, self._batches.file_of(index)):
                         samples[place] = self._transform(samples[place])
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position))
-            return join(self._collate or collate, samples, wanted), samples
+            return self._join(samples, wanted)
 
 
 def _find_files(paths: Sequence[StrPath]) -> list[str]:
     found: list[str] = []
     for path in [os.fspath(path) for path in paths]:
-        missing = f"no file matches {path}"
+        matches, missing = [path], f"no file matches {path}"
         if Path(path).is_dir():
             matches = sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(_SUFFIXES))
             missing = f"folder {path} has no file that ends with {', '.join(_SUFFIXES)}"
         elif has_magic(path) and not Path(path).exists():
             matches = sorted(glob(path, recursive=True))  # noqa: PTH207 - the pattern may be absolute
-        else:
-            matches = [path]
         if not matches:
             raise FileNotFoundError(f"{missing}: check the path")
         found += map(os.path.abspath, matches)

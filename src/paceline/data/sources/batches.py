@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
-from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.errors import UserCode
 from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.rows import count_rows
 from paceline.data.sources.base import Indices, Read
@@ -99,16 +99,10 @@ class WholeBatches:
 
     def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
         (index,) = indices.tolist()
-        with host_randomness() as randomness:
+        with host_randomness() as randomness, UserCode("reading batch {} of the data set", index):
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
-            try:
-                batch = as_pair(self._convert(self._items[index]))
-                return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
-            except StopIteration as error:
-                raise ended_by_stop_iteration(f"reading batch {index} of the data set") from error
-            except Exception as error:
-                error.add_note(f"while reading batch {index} of the data set")
-                raise
+            batch = as_pair(self._convert(self._items[index]))
+            return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
 
 
 def num_samples_of(batch: Any, *, is_weighed: bool = False) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.errors import UserCode
 from paceline.data.rows import count_rows
 
 
@@ -34,7 +34,7 @@ class Read(NamedTuple):
 def collate(samples: list[Any]) -> Any:
     """torch's default collation; pairs become a `Pair`."""
     batch = default_collate(samples)
-    return as_pair(batch) if type(samples[0]) in (list, tuple) and len(samples[0]) == 2 else batch
+    return as_pair(batch) if type(samples[0]) in (list, tuple) else batch
 
 
 def as_pair(batch: Any) -> Any:
@@ -44,66 +44,55 @@ def as_pair(batch: Any) -> Any:
 
 def counted(batch: Any, samples: Sequence[Any], *, is_weighed: bool) -> Read:
     """The result of a user's collate function on these samples. It may leave samples out, even all of them."""
-    if batch is not None:
-        if is_weighed:
-            return Read(batch, len(samples))
-        if num_rows := count_rows(batch, samples):
-            return Read(batch, num_rows)
+    if batch is not None and (num_rows := len(samples) if is_weighed else count_rows(batch, samples)):
+        return Read(batch, num_rows)
     warnings.warn("collate_fn left no sample of a micro-batch: the step continues without it", stacklevel=2)
     return Read(None, 0)
 
 
 def join(collate: Callable[[list[Any]], Any], samples: list[Any], indices: Sequence[int]) -> Any:
     """The samples as one micro-batch. If `collate` fails because shapes differ, the error names two such samples."""
-    try:
-        return collate(samples)
-    except StopIteration as error:
-        raise ended_by_stop_iteration(f"joining samples {list(indices)} of the data set to a micro-batch") from error
-    except Exception as error:
-        missing = [index for index, sample in zip(indices, samples, strict=False) if sample is None]
-        if missing:
-            raise ValueError(
-                f"sample {missing[0]} of the data set is None, which cannot be joined to a micro-batch: return a "
-                "sample, give a collate_fn that leaves None out, or raise an error in the data set and set "
+    with UserCode("joining samples {} of the data set to a micro-batch", indices):
+        try:
+            return collate(samples)
+        except Exception as error:
+            if isinstance(error, StopIteration) or (problem := _problem(samples, indices)) is None:
+                raise
+            raise ValueError(problem) from error
+
+
+def _problem(samples: Sequence[Any], indices: Sequence[int]) -> str | None:
+    for index, sample in zip(indices, samples, strict=True):
+        if sample is None:
+            return (
+                f"sample {index} of the data set is None, which cannot be joined to a micro-batch: return a sample, "
+                "give a collate_fn that leaves None out, or raise an error in the data set and set "
                 "skip_bad_samples=True"
-            ) from error
-        mismatch = find_mismatch(samples)
-        if mismatch is None:
-            error.add_note(f"while joining samples {list(indices)} of the data set to a micro-batch")
-            raise
-        raise ValueError(
-            f"samples {indices[0]} and {indices[mismatch.other]} do not fit into one micro-batch: their "
-            f"shapes{mismatch.where} are {mismatch.shape} and {mismatch.other_shape}: make all samples the same shape, "
-            "or give a collate_fn that pads them"
-        ) from error
+            )
+    mismatch = _mismatch(samples, indices)
+    return mismatch and f"{mismatch}: make all samples the same shape, or give a collate_fn that pads them"
 
 
-class Mismatch(NamedTuple):
-    """A sample, by its place in the micro-batch, whose shape differs from that of the first one somewhere inside."""
-
-    other: int
-    where: str
-    shape: tuple[int, ...]
-    other_shape: tuple[int, ...]
-
-
-def find_mismatch(samples: Sequence[Any], where: str = "") -> Mismatch | None:
+def _mismatch(samples: Sequence[Any], indices: Sequence[int], where: str = "") -> str | None:
     """The first place inside nested samples where shapes differ."""
     first = samples[0]
     is_sequence = isinstance(first, Sequence) and not isinstance(first, str | bytes)
     if isinstance(first, torch.Tensor | np.ndarray) or is_sequence:
         shapes = [_shape(sample) for sample in samples]
-        for other, shape in enumerate(shapes):
+        for index, shape in zip(indices, shapes, strict=True):
             if shape != shapes[0]:
-                return Mismatch(other, where, shapes[0], shape)
+                return (
+                    f"samples {indices[0]} and {index} do not fit into one micro-batch: their shapes{where} are "
+                    f"{shapes[0]} and {shape}"
+                )
     parts: list[tuple[str, list[Any]]] = []
     if isinstance(first, Mapping):
         keys = [key for key in first if all(isinstance(s, Mapping) and key in s for s in samples)]
         parts = [(f" of {key!r}", [sample[key] for sample in samples]) for key in keys]
     elif isinstance(first, list | tuple):
         parts = [(f" of item {i}", [sample[i] for sample in samples]) for i in range(len(first))]
-    found = (find_mismatch(values, f"{name}{where}") for name, values in parts)
-    return next((mismatch for mismatch in found if mismatch is not None), None)
+    found = (_mismatch(values, indices, f"{name}{where}") for name, values in parts)
+    return next(filter(None, found), None)
 
 
 def _shape(sample: Any) -> tuple[int, ...]:

@@ -29,7 +29,8 @@ class HfTable:
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
         self._is_torch = dataset.format["type"] == "torch"
-        self._batches = RecordBatches(dataset.data.table.select(dataset.format["columns"]).to_batches())
+        batches = dataset.data.table.select(dataset.format["columns"]).to_batches()
+        self._batches = RecordBatches([batch.num_rows for batch in batches], batches)
         # Made by shuffle, filter and select: the table row of each sample.
         mapping = dataset._indices
         self._rows = None if mapping is None else mapping.table.column(0).to_numpy()
@@ -46,7 +47,7 @@ class HfTable:
     def read(self, indices: Indices, epoch: int, position: int) -> dict[str, Any]:
         rows = indices if self._rows is None else self._rows[indices].astype(np.int64)
         columns = self._batches.read_columns(rows, indices)
-        return {name: _as_hf_torch(c) for name, c in columns.items()} if self._is_torch else columns
+        return {name: _as_hf_torch(column) for name, column in columns.items()} if self._is_torch else columns
 
 
 def _as_hf_torch(column: Any) -> Any:
@@ -57,12 +58,9 @@ def _as_hf_torch(column: Any) -> Any:
 
 def _is_plain(dataset: Any) -> bool:
     format = dataset.format
-    return (
-        format["type"] in (None, "torch")
-        and not format["format_kwargs"]
-        and not format["output_all_columns"]
-        and not any(_is_decoded(dataset.features[name]) for name in format["columns"])
-    )
+    has_settings = format["format_kwargs"] or format["output_all_columns"]
+    is_decoded = any(_is_decoded(dataset.features[name]) for name in format["columns"])
+    return format["type"] in (None, "torch") and not has_settings and not is_decoded
 
 
 def _is_decoded(feature: Any) -> bool:

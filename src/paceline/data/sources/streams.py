@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from paceline.core.mixing import mix64
 from paceline.core.seeding import HostRandomness, Purpose, derive_seed
-from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.errors import UserCode
 from paceline.data.fingerprint import Facts, facts_of_several
 
 
@@ -68,21 +68,17 @@ def stream_facts(iterables: Sequence[Iterable[Any]]) -> Facts:
 
 def seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
     """The samples, each produced with the random generators seeded for it. Use inside `host_randomness`."""
-    randomness = HostRandomness()
+    randomness, end = HostRandomness(), object()
     randomness.seed(derive_seed(seed, Purpose.SAMPLE, epoch, -1))
-    try:
+    with UserCode("starting the stream in epoch {}", epoch):
         iterator = iter(samples)
-    except StopIteration as error:
-        raise ended_by_stop_iteration(f"starting the stream in epoch {epoch}") from error
     for position in count():
         randomness.seed(derive_seed(seed, Purpose.SAMPLE, epoch, position))
-        try:
-            yield next(iterator)
-        except StopIteration:
+        with UserCode("reading {} {} of the stream in epoch {}", what, position, epoch):
+            sample = next(iterator, end)
+        if sample is end:
             return
-        except Exception as error:
-            error.add_note(f"while reading {what} {position} of the stream in epoch {epoch}")
-            raise
+        yield sample
 
 
 def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
