@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -218,7 +218,8 @@ class _LoaderBatches(NamedTuple):
                 )
         if batches is not None and type(batches) is not BatchSampler:
             return cls(batches, True, None, False, None)
-        sampler, dataset = (loader if batches is None else batches).sampler, cast(Sized, loader.dataset)
+        sampler: Any = (loader if batches is None else batches).sampler
+        dataset: Any = loader.dataset
         is_sequential, is_random = type(sampler) is SequentialSampler, type(sampler) is RandomSampler
         is_complete = (is_sequential or (is_random and not sampler.replacement)) and len(sampler) == len(dataset)
         size, drop_last = (None, False) if batches is None else (batches.batch_size, batches.drop_last)

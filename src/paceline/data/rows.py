@@ -22,14 +22,13 @@ _MAX_PARTS = 64  # a sample with more items is a list of numbers, such as tokens
 class _Part(NamedTuple):
     """A part of a batch that has rows.
 
-    `or_items`: for a list whose items have the same number of rows, the number of items: each may itself be a row.
+    `sizes`: its number of rows. A list whose items have the same number of rows has two: each item may itself be a row.
     `num_columns`: the second dimension of a tensor or array, if it has one.
     """
 
     where: str
     shown: str
-    num_rows: int
-    or_items: int | None = None
+    sizes: frozenset[int]
     num_columns: int | None = None
 
 
@@ -46,21 +45,22 @@ def count_rows(batch: Any, samples: Sequence[Any] | None = None) -> int:
         return asked
     if len(sizes) == 1 and not (asked > 1 and all(part.num_columns == asked for part in parts)):
         (size,) = sizes
-        if not _is_list_of(asked, batch):
+        is_list_of_samples = type(batch) in (list, tuple) and 1 < len(batch) == asked and _is_of_one_kind(batch)
+        if not is_list_of_samples:
             return size
-        if size > asked:
-            return asked  # a list of samples, each of which has rows
+        if size > asked:  # each sample has rows
+            return asked
     raise TypeError(
         f"{_problem(batch, parts, asked)}: set weight_fn, which maps a batch to the number that its loss is a mean over"
     )
 
 
-def _sizes(parts: Sequence[_Part]) -> set[int]:
-    """The different numbers of rows. A list's items count as rows if they match another part, else both counts do."""
-    sizes = {part.num_rows for part in parts if part.or_items is None}
+def _sizes(parts: Sequence[_Part]) -> frozenset[int]:
+    """The different numbers of rows. Of a part with two, the one that matches another part counts, else both do."""
+    sizes = frozenset[int]().union(*(part.sizes for part in parts if len(part.sizes) == 1))
     for part in parts:
-        if part.or_items is not None and not {part.num_rows, part.or_items} & sizes:
-            sizes |= {part.num_rows, part.or_items}
+        if not part.sizes & sizes:
+            sizes |= part.sizes
     return sizes
 
 
@@ -68,9 +68,9 @@ def _parts(value: Any, where: str, samples: frozenset[int], depth: int = 0) -> I
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim:
             num_columns = value.shape[1] if value.ndim > 1 else None
-            yield _Part(where, f"shape {tuple(value.shape)}", len(value), num_columns=num_columns)
+            yield _Part(where, f"shape {tuple(value.shape)}", frozenset([len(value)]), num_columns)
     elif isinstance(value, PackedSequence):
-        yield _Part(where, "a PackedSequence", int(value.batch_sizes[0]))
+        yield _Part(where, "a PackedSequence", frozenset([int(value.batch_sizes[0])]))
     elif type(value) in (list, tuple):
         yield from _parts_of_sequence(value, where, samples, depth + 1)
     elif depth < _MAX_DEPTH:
@@ -78,20 +78,17 @@ def _parts(value: Any, where: str, samples: frozenset[int], depth: int = 0) -> I
             yield from _parts(item, f"{where}{name}", samples, depth + 1)
 
 
-def _items(value: Any) -> Iterator[tuple[str, Any]]:
+def _items(value: Any) -> list[tuple[str, Any]]:
     """The items of a dict, a named tuple, a data class, or a user object."""
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield f"[{key!r}]", item
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        for name, item in zip(value._fields, value, strict=True):
-            yield f".{name}", item
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield f".{field.name}", getattr(value, field.name)
-    elif not callable(value):
-        for name, item in getattr(value, "__dict__", {}).items():
-            yield f".{name}", item
+        return [(f"[{key!r}]", item) for key, item in value.items()]
+    if callable(value):
+        return []
+    if dataclasses.is_dataclass(value):
+        names: Sequence[str] = [field.name for field in dataclasses.fields(value)]
+    else:
+        names = getattr(value, "_fields" if isinstance(value, tuple) else "__dict__", ())
+    return [(f".{name}", getattr(value, name)) for name in names]
 
 
 def _parts_of_sequence(
@@ -100,7 +97,7 @@ def _parts_of_sequence(
     """A list either consists of rows, or holds parts that have rows, as a pair of inputs and targets does."""
     if id(value) in samples:
         samples = frozenset()  # a sample itself: its parts are not rows
-    as_rows = _Part(where, f"{type(value).__name__} of {len(value)}", len(value))
+    as_rows = _Part(where, f"{type(value).__name__} of {len(value)}", frozenset([len(value)]))
     if any(id(item) in samples for item in value):
         yield as_rows  # the samples were only put into a list
         return
@@ -111,20 +108,13 @@ def _parts_of_sequence(
         # Plain values: a list of texts or labels. A tuple of numbers may be a size.
         if value and (isinstance(value, list) or all(isinstance(item, str) for item in value)):
             yield as_rows
-    elif where and _is_of_one_kind(value):  # a batch that is a list holds parts
-        sizes = _sizes(parts)
-        if len(sizes) > 1:
-            yield as_rows  # such as sequences without padding
-        else:
-            (num_rows,) = sizes
-            yield _Part(where, f"{as_rows.shown} with {num_rows} rows each", num_rows, len(value))
-    else:
+    elif not where or not _is_of_one_kind(value):  # a batch that is a list holds parts
         yield from parts
-
-
-def _is_list_of(count: int, batch: Any) -> bool:
-    """Whether a batch is a list of `count` items of one kind, each of which may be a sample."""
-    return type(batch) in (list, tuple) and 1 < len(batch) == count and _is_of_one_kind(batch)
+    elif len(sizes := _sizes(parts)) > 1:
+        yield as_rows  # such as sequences without padding
+    else:
+        shown = f"{as_rows.shown} with {next(iter(sizes))} rows each"
+        yield _Part(where, shown, sizes | as_rows.sizes)
 
 
 def _identities(samples: Sequence[Any] | None) -> frozenset[int]:
@@ -140,11 +130,10 @@ def _identities(samples: Sequence[Any] | None) -> frozenset[int]:
 
 
 def _is_of_one_kind(items: Sequence[Any]) -> bool:
-    return len({_kind(item) for item in items}) == 1
+    def kind(item: Any) -> Any:
+        return (type(item), item.dtype, item.ndim) if isinstance(item, torch.Tensor | np.ndarray) else type(item)
 
-
-def _kind(item: Any) -> Any:
-    return (type(item), item.dtype, item.ndim) if isinstance(item, torch.Tensor | np.ndarray) else type(item)
+    return len(set(map(kind, items))) == 1
 
 
 def _problem(batch: Any, parts: Sequence[_Part], asked: int) -> str:

@@ -190,7 +190,7 @@ class _ReaderProcess:
         future: Future[Any] = Future()
         self.open.append(weakref.ref(future))
         try:
-            self._connection.send_bytes(pickle.dumps(request))
+            self._connection.send(request)
         except OSError as error:
             raise self._died() from error
         return partial(self._answer, future)
@@ -206,17 +206,15 @@ class _ReaderProcess:
             # Without a limit, poll would compute a deadline from it.
             if self._timeout_s != math.inf and not self._connection.poll(self._timeout_s):
                 raise ReaderTimeout.in_processes(self._timeout_s, self.stack())
-            message = self._connection.recv_bytes()
-            has_descriptor, message = message[:1] == b"\x01", message[1:]
-            descriptor = recv_handle(self._connection) if has_descriptor else None
+            sizes, descriptor = self._connection.recv(), recv_handle(self._connection)
         except (OSError, EOFError) as error:
             raise self._died() from error
         future = self.open.popleft()()
-        if future is not None:
-            value, failure = unpack(message, descriptor)
-            future.set_result(value) if failure is None else future.set_exception(failure)
-        elif descriptor is not None:
+        if future is None:
             os.close(descriptor)
+            return
+        value, failure = unpack(sizes, descriptor)
+        future.set_result(value) if failure is None else future.set_exception(failure)
 
     def stack(self) -> str:
         """Where the process is, as a sentence."""
@@ -289,15 +287,14 @@ def _serve(connection: Connection, read: Callable[[Any], Any], stack_file: int) 
     faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
     with contextlib.suppress(OSError, EOFError):  # the worker has closed the connection
         while True:
-            request = pickle.loads(connection.recv_bytes())
+            request = connection.recv()
             try:
-                message, descriptor = pack((read(request), None))
+                sizes, descriptor = pack((read(request), None))
             except BaseException as error:
-                message, descriptor = pack((None, _picklable(error)))
-            connection.send_bytes((b"\x00" if descriptor is None else b"\x01") + message)
-            if descriptor is not None:
-                send_handle(connection, descriptor, None)
-                os.close(descriptor)
+                sizes, descriptor = pack((None, _picklable(error)))
+            connection.send(sizes)
+            send_handle(connection, descriptor, None)
+            os.close(descriptor)
 
 
 def _close_sockets(kept: int) -> None:
