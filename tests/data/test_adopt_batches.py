@@ -211,7 +211,7 @@ def test_an_error_in_an_iterable_names_the_batch() -> None:
     ("make", "settings", "error", "text"),
     [
         (lambda: pl.Batches(iter([])), {}, TypeError, "Batches got a list_iterator, which can be read only once"),
-        (lambda: pl.Batches(3), {}, TypeError, "Batches got a int, which is not iterable: pass an iterable of batches"),
+        (lambda: pl.Batches(3), {}, TypeError, "Batches got a int, which is not iterable: pass a function that"),
         (lambda: pl.PerWorker([]), {}, ValueError, "PerWorker got no iterables: give one per worker"),
         (lambda: pl.PerWorker([[], (i for i in [])]), {}, TypeError, "PerWorker got a generator, which can be read"),
         (lambda: pl.PerWorker([[], []]), {"batches_per_step": 5}, ValueError,

@@ -22,9 +22,9 @@ from paceline.data.array_loader import ArrayLoader
 from paceline.data.epochs import NumberedData, Ordered, source_of
 from paceline.data.feeds.make_feed import FeedKind, as_data, check_columns
 from paceline.data.sources.base import Columns, Samples, Source, as_source
-from paceline.data.sources.batches import Batches, BatchStream, PerWorker, WholeBatches
+from paceline.data.sources.batches import Batches, PerWorker, WholeBatches
 from paceline.data.sources.skip_bad import SkipBad, Skipped
-from paceline.data.sources.streams import IterableStream
+from paceline.data.sources.streams import BatchStream, IterableStream
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from paceline.core.world import World
 from paceline.data.feeds.base import DataSettings, PlanStep, Step
 from paceline.data.feeds.readers import ReaderProcesses, ReaderThread, ReaderTimeout
 from paceline.data.feeds.sharded import Delivery, Epoch, Epochs
-from paceline.data.feeds.stream_reader import StreamReader
 from paceline.data.sources.base import Read, reads_in_thread
+from paceline.data.sources.streams import StreamReader
 from paceline.plan.shares import Plan, ranges
 from paceline.plan.steps import Position
 

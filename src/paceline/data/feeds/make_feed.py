@@ -16,9 +16,8 @@ from paceline.data.feeds.base import Feed, PlanStep
 from paceline.data.feeds.base import FeedKind as FeedKind
 from paceline.data.feeds.coordinated import Connect, CoordinatedFeed
 from paceline.data.feeds.sharded import Epochs, ShardedFeed, reader_of
-from paceline.data.feeds.stream_reader import StreamEpoch, StreamReader
 from paceline.data.sources.base import Columns, Source, as_source
-from paceline.data.sources.streams import IterableStream
+from paceline.data.sources.streams import IterableStream, StreamEpoch, StreamReader
 from paceline.plan.steps import Steps
 
 

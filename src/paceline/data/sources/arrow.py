@@ -1,4 +1,4 @@
-"""Arrow and Parquet files as one source."""
+"""Tables as sources: Arrow and Parquet files, and map-style HF `datasets`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.errors import naming_sample, suggestion
-from paceline.data.fingerprint import Facts, file_facts
+from paceline.data.fingerprint import Facts, facts_of, file_facts
 from paceline.data.sources.arrow_files import DataFile, FileBatches, index_files
-from paceline.data.sources.base import CollatingSource, Indices
+from paceline.data.sources.arrow_rows import RecordBatches
+from paceline.data.sources.base import CollatingSource, Indices, Samples, Source
 
 StrPath = str | os.PathLike[str]
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".pq")
@@ -65,12 +69,6 @@ class ArrowSource(CollatingSource):
     @property
     def may_read_in_thread(self) -> bool:
         return self._transform is None and self._collate_fn is None
-
-    @property
-    def batch_starts(self) -> Indices:
-        """The first row of each record batch or row group, and the number of rows. An order that reads each row group
-        once keeps these together."""
-        return self._batches.starts
 
     def __len__(self) -> int:
         return int(self._batches.starts[-1])
@@ -134,3 +132,61 @@ def _choose_columns(files: Sequence[DataFile], wanted: Sequence[str] | None) -> 
                 "choose those they share with columns=[...], or read the files as separate sources"
             )
     return names
+
+
+def hf_source(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source:
+    """The source for a `datasets.Dataset`.
+
+    Micro-batches are read from its table, as in `ArrowSource`, if the data set has no format or a plain
+    `with_format("torch")` (numbers become int64 and float32) and there is no collate function. Otherwise samples are
+    read through the data set.
+    """
+    return HfTable(dataset) if collate_fn is None and _is_plain(dataset) else Samples(dataset, collate_fn, seed)
+
+
+class HfTable:
+    """A data set's rows as micro-batches of columns. It is pickled as the data set is: by path if it is in files."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._is_torch = dataset.format["type"] == "torch"
+        batches = dataset.data.table.select(dataset.format["columns"]).to_batches()
+        self._batches = RecordBatches([batch.num_rows for batch in batches], batches)
+        # Made by shuffle, filter and select: the table row of each sample.
+        mapping = dataset._indices
+        self._rows = None if mapping is None else mapping.table.column(0).to_numpy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HfTable, (self._dataset,)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._dataset)
+
+    def read(self, indices: Indices, epoch: int, position: int) -> dict[str, Any]:
+        rows = indices if self._rows is None else self._rows[indices].astype(np.int64)
+        columns = self._batches.read_columns(rows, indices)
+        return {name: _as_hf_torch(column) for name, column in columns.items()} if self._is_torch else columns
+
+
+def _as_hf_torch(column: Any) -> Any:
+    if not isinstance(column, torch.Tensor) or column.dtype == torch.bool:
+        return column
+    return column.to(torch.float32 if column.is_floating_point() else torch.int64)
+
+
+def _is_plain(dataset: Any) -> bool:
+    format = dataset.format
+    has_settings = format["format_kwargs"] or format["output_all_columns"]
+    is_decoded = any(_is_decoded(dataset.features[name]) for name in format["columns"])
+    return format["type"] in (None, "torch") and not has_settings and not is_decoded
+
+
+def _is_decoded(feature: Any) -> bool:
+    """Whether a feature, such as an image, is stored in another form than it is used in."""
+    if isinstance(feature, dict | list | tuple):
+        return any(map(_is_decoded, feature.values() if isinstance(feature, dict) else feature))
+    inner = getattr(feature, "feature", None)
+    return hasattr(feature, "decode_example") or (inner is not None and _is_decoded(inner))

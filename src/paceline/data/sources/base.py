@@ -103,46 +103,44 @@ class Columns:
     """Tensors or arrays with one row per sample: a tensor, or a tuple or dict of them. Reading is one gather each."""
 
     def __init__(self, columns: Any) -> None:
-        named = columns if isinstance(columns, Mapping) else dict(enumerate(_as_tuple(columns)))
-        self._tensors = {name: _as_tensor(column) for name, column in named.items()}
-        tensors = list(self._tensors.values())
-        lengths = [len(tensor) for tensor in tensors]
+        self._pack: Callable[[list[torch.Tensor]], Any]
+        if isinstance(columns, Mapping):
+            names, arrays = list(columns), list(columns.values())
+            self._pack = lambda parts: dict(zip(names, parts, strict=True))
+        else:
+            arrays = list(columns) if isinstance(columns, tuple) else [columns]
+            names = [*map(str, range(len(arrays)))]
+            is_pair = isinstance(columns, tuple) and len(columns) == 2
+            self._pack = Pair._make if is_pair else tuple if isinstance(columns, tuple) else itemgetter(0)
+        self._names, self._tensors = names, [*map(_as_tensor, arrays)]
+        lengths = [*map(len, self._tensors)]
         if len(set(lengths)) > 1:
             raise ValueError(f"the columns of data have {lengths} rows: all columns need the same number of rows")
         # `index_select` takes half the time of indexing, but would undo channels_last.
-        self._gathers = [partial(t.index_select, 0) if t.is_contiguous() else t.__getitem__ for t in tensors]
-        self._other_devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-        self._pack: Callable[[list[torch.Tensor]], Any]
-        if isinstance(columns, Mapping):
-            self._pack = lambda parts: dict(zip(self._tensors, parts, strict=True))
-        elif not isinstance(columns, tuple):
-            self._pack = itemgetter(0)
-        else:
-            self._pack = tuple if len(tensors) != 2 else Pair._make
+        self._gathers = [partial(t.index_select, 0) if t.is_contiguous() else t.__getitem__ for t in self._tensors]
+        self._is_on_host = all(tensor.is_cpu for tensor in self._tensors)
 
     def __len__(self) -> int:
-        return len(next(iter(self._tensors.values())))
+        return len(self._tensors[0])
 
     def fingerprint(self) -> Facts:
-        return tensor_facts({str(name): tensor for name, tensor in self._tensors.items()})
+        return tensor_facts(dict(zip(self._names, self._tensors, strict=True)))
 
     def on(self, device: torch.device) -> Columns:
         """The same columns on this device."""
-        return Columns(self._pack([tensor.to(device) for tensor in self._tensors.values()]))
+        return Columns(self._pack([tensor.to(device) for tensor in self._tensors]))
 
     def num_bytes_missing_on(self, device: torch.device) -> int:
         """The memory that `on` allocates there."""
-        return sum(tensor.nbytes for tensor in self._tensors.values() if tensor.device != device)
+        return sum(tensor.nbytes for tensor in self._tensors if tensor.device != device)
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         index = torch.from_numpy(indices)
-        if not self._other_devices:
+        if self._is_on_host:
             return self._pack([gather(index) for gather in self._gathers])
         pinned = index.pin_memory()  # a copy from pageable memory would wait for the device
-        index_on = {device: pinned.to(device, non_blocking=True) for device in self._other_devices}
-        devices = (tensor.device for tensor in self._tensors.values())
-        gathered = zip(self._gathers, devices, strict=True)
-        return self._pack([gather(index_on.get(device, index)) for gather, device in gathered])
+        index_on = {device: pinned.to(device, non_blocking=True) for device in {t.device for t in self._tensors}}
+        return self._pack([gather(index_on[t.device]) for gather, t in zip(self._gathers, self._tensors, strict=True)])
 
 
 class CollatingSource(Seeded):
@@ -245,7 +243,7 @@ class Cycle:
 def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) -> Source:
     """The source for `data` with numbered samples, in any of the forms that `Trainer.setup` takes."""
     if is_hf_dataset(data):
-        from paceline.data.sources.hf import hf_source  # not at the top: it builds on this module
+        from paceline.data.sources.arrow import hf_source  # not at the top: it builds on this module
 
         return hf_source(data, collate_fn, seed)
     # A data set with items may have a method `read` too.
@@ -280,10 +278,6 @@ def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) ->
 def _is_plain(samples: Any) -> bool:
     """Whether indexing runs no user code, so that no random numbers are drawn."""
     return type(samples) in (list, tuple, torch.Tensor, np.ndarray)
-
-
-def _as_tuple(columns: Any) -> tuple[Any, ...]:
-    return columns if isinstance(columns, tuple) else (columns,)
 
 
 def _is_columns(data: Any) -> bool:

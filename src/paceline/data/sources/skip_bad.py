@@ -59,10 +59,12 @@ class SkipBad:
     def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
         """The good samples, how many they are, and the bad ones, which are not reported here."""
 
+        source = self._source
+
         def read(wanted: Indices) -> Read:
-            if isinstance(self._source, CountedSource) and self._source.counts_samples:
-                return self._source.read_counted(wanted, epoch, position, is_weighed=is_weighed)
-            return Read(self._source.read(wanted, epoch, position), len(wanted))
+            if isinstance(source, CountedSource) and source.counts_samples:
+                return source.read_counted(wanted, epoch, position, is_weighed=is_weighed)
+            return Read(source.read(wanted, epoch, position), len(wanted))
 
         try:
             return read(indices)
