@@ -268,7 +268,7 @@ def test_data_that_does_not_fit_says_what_it_needs_and_what_is_free(monkeypatch:
         (set(range(5)), {}, "not a set"),
         ((X, Y), {"readers": 1}, "readers has no effect with resident=True"),
         ((X, Y), {"skip_bad_samples": True}, "skip_bad_samples has no effect with resident=True"),
-        ((X, Y), {"feed": "dispatched"}, "feed='dispatched' contradicts resident=True"),
+        ((X, Y), {"feed": "dispatched"}, "feed has no effect with resident=True"),
     ],
 )
 def test_what_cannot_be_resident(data: Any, settings: dict[str, Any], text: str) -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from paceline.data.array_loader import ArrayLoader
 from paceline.data.epochs import NumberedData, Ordered, source_of
-from paceline.data.feeds.make_feed import FeedKind, as_data, check_columns
+from paceline.data.feeds.make_feed import FeedKind, as_data
 from paceline.data.sources.base import Columns, Samples, Source, as_source
 from paceline.data.sources.batches import Batches, PerWorker, WholeBatches
 from paceline.data.sources.skip_bad import SkipBad, Skipped
@@ -152,14 +152,18 @@ def _without_bad(data: NumberedData | IterableStream, options: LoadingOptions) -
 
 
 def _check_resident(adopted: Adopted, name: str, options: LoadingOptions) -> None:
-    check_columns(adopted.data if isinstance(adopted.data, IterableStream) else source_of(adopted.data), name)
-    for setting, value in (("readers", adopted.readers), ("skip_bad_samples", options.skip_bad_samples)):
-        if value:
+    if isinstance(adopted.data, IterableStream) or not isinstance(source_of(adopted.data), Columns):
+        raise ValueError(
+            f"resident=True needs data as whole columns (tensors, arrays, a TensorDataset), not a {name}: leave it "
+            "out, or pass the samples as tensors"
+        )
+    is_dispatched = adopted.feed == "dispatched"
+    reading = {"readers": adopted.readers, "skip_bad_samples": options.skip_bad_samples, "feed": is_dispatched}
+    for setting, is_set in reading.items():
+        if is_set:
             raise ValueError(
-                f"{setting} has no effect with resident=True, which keeps the data on the device: drop one"
+                f"{setting} has no effect with resident=True, which keeps all data on every worker's device: drop one"
             )
-    if adopted.feed == "dispatched":
-        raise ValueError("feed='dispatched' contradicts resident=True, where every worker has all the data: drop one")
 
 
 def _agreed(name: str, given: Any, loader_name: str, implied: Any, loader: str = "DataLoader") -> Any:

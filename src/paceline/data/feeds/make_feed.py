@@ -56,6 +56,7 @@ def make_feed(
         return CoordinatedFeed(data, reader, Epochs(StreamEpoch), settings, plan_step, communicator, connect)
     source = source_of(data)
     if settings.resident:
+        assert isinstance(source, Columns), "checked when the data was adopted"
         source = resident(source, communicator.world.device)
     epochs = epochs_of(data, steps, communicator, seed=settings.seed, shuffle=settings.shuffle)
     if settings.feed == "sharded":
@@ -64,9 +65,8 @@ def make_feed(
     return CoordinatedFeed(source, read, epochs, settings, plan_step, communicator, connect)
 
 
-def resident(source: Source, device: torch.device) -> Columns:
+def resident(columns: Columns, device: torch.device) -> Columns:
     """The columns on the device. Raises MemoryError before copying if they do not fit."""
-    columns = check_columns(source, type(source).__name__)
     needed = columns.num_bytes_missing_on(device)
     if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
         raise MemoryError(
@@ -74,13 +74,3 @@ def resident(source: Source, device: torch.device) -> Columns:
             "are free: leave it out, or use smaller data"
         )
     return columns.on(device)
-
-
-def check_columns(source: object, name: str) -> Columns:
-    """The source, if it can be resident; `name` is the type that the user passed."""
-    if not isinstance(source, Columns):
-        raise ValueError(
-            f"resident=True needs data as whole columns (tensors, arrays, a TensorDataset), not a {name}: leave it "
-            "out, or pass the samples as tensors"
-        )
-    return source

@@ -14,15 +14,8 @@ from paceline.data.errors import UserCode, ended_by_stop_iteration
 from paceline.data.feeds.base import DataSettings, PlanStep, Step
 from paceline.data.feeds.device import DeviceCopier
 from paceline.data.feeds.readers import Prefetcher, ReaderProcesses, ReaderThread
-from paceline.data.sources.base import (
-    CountedSource,
-    Indices,
-    Read,
-    ReportsSkipped,
-    Source,
-    counts_samples,
-    reads_in_thread,
-)
+from paceline.data.sources.base import CountedSource, Read, ReportsSkipped, Source, counts_samples, reads_in_thread
+from paceline.plan.order import Indices
 from paceline.plan.shares import Plan
 from paceline.plan.steps import Position, Steps
 

@@ -20,8 +20,8 @@ from paceline.data.fingerprint import Facts, facts_of, is_hf_dataset, tensor_fac
 from paceline.data.sources.collate import Pair as Pair
 from paceline.data.sources.collate import Read as Read
 from paceline.data.sources.collate import collate, counted, join
+from paceline.plan.order import Indices as Indices
 
-Indices = npt.NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]
 
 

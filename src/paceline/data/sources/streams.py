@@ -50,21 +50,25 @@ class IterableStream:
                 f"data is a {type(samples).__name__}, which can be read only once: pass an object that restarts when "
                 "it is iterated over, such as a torch IterableDataset or a list"
             )
-        self._samples = samples
+        self._iterables: Sequence[Iterable[Any]] = [samples]
         self._seed = seed
 
     def fingerprint(self) -> Facts:
-        return _stream_facts([self._samples])
+        """No sample is read, since that could take any time."""
+        facts = facts_of_several(self._iterables)
+        is_unknown = all(key.rpartition(".")[2] == "type" for key in facts)
+        return facts | {"unchecked": "a stream without a fingerprint"} if is_unknown else facts
 
     @property
     def num_own_shards(self) -> int:
         """The number of parts that the iterable can be divided into; 1 if it cannot be divided."""
-        own = self._samples.num_shards if isinstance(self._samples, ShardableStream) else 1
+        (samples,) = self._iterables
+        own = samples.num_shards if isinstance(samples, ShardableStream) else 1
         return own if isinstance(own, int) and own > 0 else 1
 
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         """A shard's samples from the start. Every sample of the epoch is in exactly one shard."""
-        samples = self._samples
+        (samples,) = self._iterables
         if hasattr(samples, "set_epoch"):
             samples.set_epoch(epoch)
         if num_shards > 1 and self.num_own_shards % num_shards == 0 and isinstance(samples, ShardableStream):
@@ -83,9 +87,6 @@ class BatchStream(IterableStream):
     @property
     def num_shards(self) -> int:
         return len(self._iterables)
-
-    def fingerprint(self) -> Facts:
-        return _stream_facts(self._iterables)
 
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         assert num_shards == self.num_shards
@@ -181,13 +182,6 @@ class StreamReader:
             pass  # micro-batches that other workers took, or that were trained before a resume
         self._open_shards[shard] = samples, ordinal + 1
         return list(islice(samples, self._micro_batch))
-
-
-def _stream_facts(iterables: Sequence[Iterable[Any]]) -> Facts:
-    """The fingerprint of streams. No sample is read, since that could take any time."""
-    facts = facts_of_several(iterables)
-    is_unknown = all(key.rpartition(".")[2] == "type" for key in facts)
-    return facts | {"unchecked": "a stream without a fingerprint"} if is_unknown else facts
 
 
 def _seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
