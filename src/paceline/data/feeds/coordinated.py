@@ -137,17 +137,13 @@ class CoordinatedFeed:
         if self._in_flight and self._in_flight[0][0].position[:2] != position[:2]:
             self._drop_planned()  # the run went elsewhere
         self._epochs.begin(position.epoch)
-        self._plan_ahead(position)
+        upcoming = self._in_flight[-1][0].after if self._in_flight else position
+        while len(self._in_flight) <= self._num_ahead and (epoch := self._epochs.known(upcoming.epoch)) is not None:
+            planned = _PlannedStep(upcoming, epoch, self._plan_step(epoch.num_left(upcoming)))
+            self._in_flight.append((planned, self._submit(planned)))
+            upcoming = planned.after
         planned, answer = self._in_flight.popleft()
         return planned._replace(position=position), answer()
-
-    def _plan_ahead(self, position: Position) -> None:
-        if self._in_flight:
-            position = self._in_flight[-1][0].after
-        while len(self._in_flight) <= self._num_ahead and (epoch := self._epochs.known(position.epoch)) is not None:
-            planned = _PlannedStep(position, epoch, self._plan_step(epoch.num_left(position)))
-            self._in_flight.append((planned, self._submit(planned)))
-            position = planned.after
 
     def _drop_planned(self) -> None:
         """All workers do this at the same step. What is in flight is completed first."""
@@ -181,7 +177,7 @@ class CoordinatedFeed:
         else:
             answers = []
             for request in requests:
-                reader = read.reader_of(request, self._settings.readers) if isinstance(read, StreamReader) else None
+                reader = read.process_of(request, self._settings.readers) if isinstance(read, StreamReader) else None
                 answers.append(self._processes.submit(request, reader))
             reads = [answer() for answer in answers]
         return [each.num_samples if each.exists else _MISSING for each in reads], reads

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from paceline.comm.base import Communicator, Link
@@ -57,20 +56,9 @@ def make_feed(
     source = source_of(data)
     if settings.resident:
         assert isinstance(source, Columns), "checked when the data was adopted"
-        source = resident(source, communicator.world.device)
+        source = source.on(communicator.world.device)
     epochs = epochs_of(data, steps, communicator, seed=settings.seed, shuffle=settings.shuffle)
     if settings.feed == "sharded":
         return ShardedFeed(source, epochs, settings, plan_step, communicator)
     read = reader_of(source, is_weighed=settings.weight_fn is not None)
     return CoordinatedFeed(source, read, epochs, settings, plan_step, communicator, connect)
-
-
-def resident(columns: Columns, device: torch.device) -> Columns:
-    """The columns on the device. Raises MemoryError before copying if they do not fit."""
-    needed = columns.num_bytes_missing_on(device)
-    if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
-        raise MemoryError(
-            f"resident=True needs {needed / 2**30:.2f} GiB on {device} for the data, but only {free / 2**30:.2f} GiB "
-            "are free: leave it out, or use smaller data"
-        )
-    return columns.on(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -201,11 +201,10 @@ def reader_of(source: Source, *, is_weighed: bool = False) -> Callable[[Request]
     return read
 
 
-def passes(numbers: range, at_once: int) -> Iterable[range]:
+def passes(numbers: range, at_once: int) -> Iterator[range]:
     """A share's micro-batches, grouped into forward passes of at most `at_once`."""
-    if 0 < len(numbers) <= at_once:
-        return (numbers,)
-    return [numbers[start : start + at_once] for start in range(0, len(numbers), at_once)]
+    for start in range(0, len(numbers), at_once):
+        yield numbers[start : start + at_once]
 
 
 def weight_of(batch: Any, weight_fn: Callable[[Any], int]) -> int:

@@ -127,12 +127,14 @@ class Columns:
         return tensor_facts(dict(zip(self._names, self._tensors, strict=True)))
 
     def on(self, device: torch.device) -> Columns:
-        """The same columns on this device."""
+        """The same columns on this device. Raises MemoryError before copying if they do not fit."""
+        needed = sum(tensor.nbytes for tensor in self._tensors if tensor.device != device)
+        if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
+            raise MemoryError(
+                f"resident=True needs {needed / 2**30:.2f} GiB on {device} for the data, but only "
+                f"{free / 2**30:.2f} GiB are free: leave it out, or use smaller data"
+            )
         return Columns(self._pack([tensor.to(device) for tensor in self._tensors]))
-
-    def num_bytes_missing_on(self, device: torch.device) -> int:
-        """The memory that `on` allocates there."""
-        return sum(tensor.nbytes for tensor in self._tensors if tensor.device != device)
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         index = torch.from_numpy(indices)

@@ -159,7 +159,7 @@ class StreamReader:
                 return Read(batch, len(samples))
             return counted(batch, samples, is_weighed=self._is_weighed)
 
-    def reader_of(self, request: StreamRequest, num_readers: int) -> int:
+    def process_of(self, request: StreamRequest, num_readers: int) -> int:
         """The reader process for a request. A shard stays with one process, so that none has to skip samples."""
         return self._place(request.number)[1] % num_readers
 
