@@ -13,10 +13,10 @@ import torch
 
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.errors import naming_sample, suggestion
-from paceline.data.fingerprint import Facts, facts_of, file_facts
+from paceline.data.fingerprint import Facts, file_facts
 from paceline.data.sources.arrow_files import DataFile, FileBatches, index_files
 from paceline.data.sources.arrow_rows import RecordBatches
-from paceline.data.sources.base import CollatingSource, Indices, Samples, Source
+from paceline.data.sources.base import CollatingSource, Indices, Samples, Source, WrappedData
 
 StrPath = str | os.PathLike[str]
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".pq")
@@ -144,11 +144,11 @@ def hf_source(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed:
     return HfTable(dataset) if collate_fn is None and _is_plain(dataset) else Samples(dataset, collate_fn, seed)
 
 
-class HfTable:
+class HfTable(WrappedData):
     """A data set's rows as micro-batches of columns. It is pickled as the data set is: by path if it is in files."""
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
+        self._data = dataset
         self._is_torch = dataset.format["type"] == "torch"
         batches = dataset.data.table.select(dataset.format["columns"]).to_batches()
         self._batches = RecordBatches([batch.num_rows for batch in batches], batches)
@@ -157,13 +157,7 @@ class HfTable:
         self._rows = None if mapping is None else mapping.table.column(0).to_numpy()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HfTable, (self._dataset,)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def fingerprint(self) -> Facts:
-        return facts_of(self._dataset)
+        return HfTable, (self._data,)
 
     def read(self, indices: Indices, epoch: int, position: int) -> dict[str, Any]:
         rows = indices if self._rows is None else self._rows[indices].astype(np.int64)

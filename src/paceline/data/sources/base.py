@@ -99,6 +99,18 @@ class Seeded:
         return twin
 
 
+class WrappedData:
+    """Base of sources that read from other data, which has their length and fingerprint."""
+
+    _data: Any
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._data)
+
+
 class Columns:
     """Tensors or arrays with one row per sample: a tensor, or a tuple or dict of them. Reading is one gather each."""
 
@@ -170,7 +182,7 @@ class CollatingSource(Seeded):
         return join(self._collate_fn or collate, samples, indices), samples
 
 
-class Samples(CollatingSource):
+class Samples(WrappedData, CollatingSource):
     """Samples that are fetched one by one, or together by `__getitems__` if the data set has it, then collated.
 
     User code may draw random numbers: Python's, NumPy's and torch's generators are seeded by (seed, epoch, sample), or
@@ -179,20 +191,14 @@ class Samples(CollatingSource):
 
     def __init__(self, samples: Any, collate_fn: Collate | None, seed: int) -> None:
         super().__init__(collate_fn, seed)
-        self._samples = samples
+        self._data = samples
         self._runs_UserCode = collate_fn is not None or not _is_plain(samples)
         self._fetch_together = getattr(samples, "__getitems__", None)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def fingerprint(self) -> Facts:
-        return facts_of(self._samples)
 
     def _fetch_and_join(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
         wanted = indices.tolist()
         if not self._runs_UserCode:
-            return self._join([self._samples[i] for i in wanted], wanted)
+            return self._join([self._data[i] for i in wanted], wanted)
         block_seed = derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position)
         with host_randomness() as randomness:
             if self._fetch_together is not None:
@@ -209,37 +215,34 @@ class Samples(CollatingSource):
             for i in wanted:
                 randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, i))
                 with UserCode("reading sample {} of the data set", i):
-                    fetched.append(self._samples[i])
+                    fetched.append(self._data[i])
             randomness.seed(block_seed)
             return self._join(fetched, wanted)
 
 
-class Cycle:
+class Cycle(WrappedData):
     """Batches, or single samples, in a fixed order, repeated up to `length`; they are not collated.
 
     Random numbers are seeded as in `Samples`; every pass over the items counts as an epoch.
     """
 
     def __init__(self, items: Sequence[Any], length: int, seed: int) -> None:
-        self._items = items
+        self._data = items
         self._length = length
         self._seed = seed
 
     def __len__(self) -> int:
         return self._length
 
-    def fingerprint(self) -> Facts:
-        return facts_of(self._items)
-
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         (index,) = indices.tolist()
-        pass_number, item = divmod(index, len(self._items))
-        if _is_plain(self._items):
-            return self._items[item]
+        pass_number, item = divmod(index, len(self._data))
+        if _is_plain(self._data):
+            return self._data[item]
         with host_randomness() as randomness:
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, pass_number, item))
             with UserCode("reading sample {} of the data set", item):
-                return self._items[item]
+                return self._data[item]
 
 
 def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) -> Source:

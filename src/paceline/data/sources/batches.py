@@ -8,7 +8,7 @@ from typing import Any
 from paceline.core.seeding import Purpose, derive_seed, host_randomness
 from paceline.data.errors import UserCode
 from paceline.data.fingerprint import Facts, facts_of
-from paceline.data.sources.base import Indices, Read
+from paceline.data.sources.base import Indices, Read, WrappedData
 from paceline.data.sources.collate import as_pair, count_rows
 
 
@@ -47,21 +47,15 @@ class PerWorker:
         self.iterables: Sequence[Any] = tuple(_restartable(iterable, "PerWorker") for iterable in iterables)
 
 
-class WholeBatches:
+class WholeBatches(WrappedData):
     """A data set whose items are already batches: each index is one micro-batch."""
 
     counts_samples = True
 
     def __init__(self, items: Any, convert: Callable[[Any], Any], seed: int) -> None:
-        self._items = items
+        self._data = items
         self._convert = convert
         self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def fingerprint(self) -> Facts:
-        return facts_of(self._items)
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         return self.read_counted(indices, epoch, position, is_weighed=True).batch
@@ -70,7 +64,7 @@ class WholeBatches:
         (index,) = indices.tolist()
         with host_randomness() as randomness, UserCode("reading batch {} of the data set", index):
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
-            batch = as_pair(self._convert(self._items[index]))
+            batch = as_pair(self._convert(self._data[index]))
             return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
 
 
