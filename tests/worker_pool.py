@@ -119,6 +119,7 @@ def _in_world(payload: bytes, rank: int, size: int, store: str) -> bytes:
     timeout = timedelta(seconds=GROUP_TIMEOUT_S)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     try:
+        dist.barrier()  # else a quick function ends, and closes its connections, while another worker still connects
         fn, args = cloudpickle.loads(payload)
         return cloudpickle.dumps(fn(*args))
     finally:

@@ -33,7 +33,7 @@ import paceline as pl
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.adopt import LoadingOptions, adopt
-from paceline.data.epochs import Sampled, Truncated, epochs_of
+from paceline.data.epochs import Ordered, epochs_of
 from paceline.data.feeds.make_feed import DataSettings, make_feed
 from paceline.data.sources.base import Columns, as_source
 from paceline.plan.shares import ranges
@@ -203,8 +203,8 @@ def test_only_rank_0_draws(pool: WorkerPool) -> None:
     lambda: BatchSampler(SubsetRandomSampler(range(5), generator=torch.Generator()), 3, False),
 ])  # fmt: skip
 def test_an_epochs_order_depends_on_seed_and_epoch_alone(sampler: Any) -> None:
-    fresh = Sampled(as_source(TENS), sampler(), seed=3)
-    used = Sampled(as_source(TENS), sampler(), seed=3)
+    fresh = Ordered(as_source(TENS), sampler(), seed=3)
+    used = Ordered(as_source(TENS), sampler(), seed=3)
     torch.manual_seed(0)
     expected = [fresh.draw(epoch) for epoch in range(3)]
     torch.manual_seed(1)
@@ -212,14 +212,14 @@ def test_an_epochs_order_depends_on_seed_and_epoch_alone(sampler: Any) -> None:
     assert [drawn[epoch] for epoch in range(3)] == expected
     assert expected[0] != expected[1]
     assert torch.equal(torch.get_rng_state(), state), "the user's generators go on as if nothing had been drawn"
-    assert Sampled(as_source(TENS), sampler(), seed=4).draw(0) != expected[0]
+    assert Ordered(as_source(TENS), sampler(), seed=4).draw(0) != expected[0]
 
 
 @pytest.mark.parametrize("feed_kind", ["sharded", "dispatched"])
 @pytest.mark.parametrize("readers", [0, 1])
 def test_a_drawn_order_goes_on_where_it_was(readers: int, feed_kind: Any) -> None:
     def steps_from(position: Position, limit: int) -> tuple[list[Any], Position]:
-        data = Sampled(as_source(TENS), WeightedRandomSampler([1.0] * 10, 13), seed=1)
+        data = Ordered(as_source(TENS), WeightedRandomSampler([1.0] * 10, 13), seed=1)
         feed = make_feed(
             data, DataSettings(seed=1, shuffle=True, feed=feed_kind, readers=readers), Steps(13, 4, 2),
             lambda left: ranges((min(left, 2),)), SingleCommunicator(World()),
@@ -312,7 +312,7 @@ def test_settings_are_taken_over() -> None:
     loader = DataLoader(Noisy(), batch_size=8, num_workers=2, shuffle=True, drop_last=True)
     adopted = adopt(loader, LoadingOptions(global_batch=16), seed=0)
     assert (adopted.micro_batch, adopted.readers, adopted.shuffle, adopted.feed) == (8, 2, True, "sharded")
-    assert isinstance(adopted.data, Truncated)
+    assert isinstance(adopted.data, Ordered)
     assert len(adopted.data) == 48
     in_memory = adopt(DataLoader(TensorDataset(X, Y), batch_size=8, num_workers=2), LoadingOptions(), seed=0)
     assert isinstance(in_memory.data, Columns)
@@ -330,7 +330,7 @@ def test_settings_are_taken_over() -> None:
 )
 def test_samplers_that_do_not_visit_every_sample_once_decide_themselves(sampler: Any) -> None:
     data = adopt(DataLoader(TENS, batch_size=2, sampler=sampler), LoadingOptions(global_batch=4), seed=0).data
-    assert isinstance(data, Sampled)
+    assert isinstance(data, Ordered)
     assert data.sampler is sampler
 
 
@@ -411,7 +411,7 @@ def test_a_loader_with_an_iteration_of_its_own_is_refused() -> None:
     ],
 )
 def test_what_a_sampler_must_not_give(sampler: Any, in_batches: bool, text: str) -> None:
-    data = Sampled(as_source(TENS), sampler, seed=0, in_batches=in_batches)
+    data = Ordered(as_source(TENS), sampler, seed=0, in_batches=in_batches)
     with pytest.raises(ValueError, match=text):
         epochs_of(data, Steps(2, 2, 1), SingleCommunicator(World()), seed=0, shuffle=False).begin(0)
 

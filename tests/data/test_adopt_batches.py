@@ -20,8 +20,6 @@ from training import train
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.data.feeds import make_feed as make_feed_module
-from paceline.data.feeds.make_feed import resident
 from paceline.data.sources.base import Columns
 from paceline.data.sources.batches import num_samples_of
 from paceline.data.sources.skip_bad import Skipped
@@ -195,7 +193,7 @@ def test_the_user_may_weigh_batches_that_hold_no_tensor() -> None:
 def test_batches_that_cannot_be_trained(batches: list[Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text) as caught:
         train(pl.Batches(batches), batches_per_step=2)
-    assert not batches or "in micro-batch 0 of epoch 0" in caught.value.__notes__
+    assert not batches or "while converting micro-batch 0 of epoch 0" in caught.value.__notes__
 
 
 def test_an_error_in_an_iterable_names_the_batch() -> None:
@@ -212,7 +210,7 @@ def test_an_error_in_an_iterable_names_the_batch() -> None:
     ("make", "settings", "error", "text"),
     [
         (lambda: pl.Batches(iter([])), {}, TypeError, "Batches got a list_iterator, which can be read only once"),
-        (lambda: pl.Batches(3), {}, TypeError, "Batches got a int, which is not iterable: pass an iterable of batches"),
+        (lambda: pl.Batches(3), {}, TypeError, "Batches got a int, which is not iterable: pass a function that"),
         (lambda: pl.PerWorker([]), {}, ValueError, "PerWorker got no iterables: give one per worker"),
         (lambda: pl.PerWorker([[], (i for i in [])]), {}, TypeError, "PerWorker got a generator, which can be read"),
         (lambda: pl.PerWorker([[], []]), {"batches_per_step": 5}, ValueError,
@@ -243,25 +241,19 @@ def test_resident_data_gives_the_same_weights() -> None:
 
 
 def test_columns_move_to_the_device_and_keep_their_form() -> None:
-    meta = torch.device("meta")
-    assert Columns((X, Y)).num_bytes_missing_on(meta) == 50 * (12 * 4 + 8)
-    assert resident(Columns((X, Y)), meta).num_bytes_missing_on(meta) == 0
     rows = np.arange(3)
     for form in ({"x": X, "y": Y}, (X, Y), (X,), X):
-        before, after = (c.read(rows, 0, 0) for c in (Columns(form), resident(Columns(form), CPU)))
+        before, after = (c.read(rows, 0, 0) for c in (Columns(form), Columns(form).on(CPU)))
         assert digest(before) == digest(after)
         assert type(before) is type(after)
 
 
 def test_data_that_does_not_fit_says_what_it_needs_and_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_feed_module, "_free_bytes", lambda _: 3 << 29)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (3 << 29, 1 << 40))
     rows = torch.empty(1, dtype=torch.float32).expand(1 << 29)
     text = "resident=True needs 2.00 GiB on cuda:0 for the data, but only 1.50 GiB are free: leave it out"
     with pytest.raises(MemoryError, match=re.escape(text)):
-        resident(Columns(rows), GPU)
-    monkeypatch.setattr(make_feed_module, "_free_bytes", lambda _: -1)
-    with pytest.raises(MemoryError, match=re.escape("needs 0.00 GiB on cpu")):
-        train((X, Y), global_batch=16, resident=True)
+        Columns(rows).on(GPU)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +264,7 @@ def test_data_that_does_not_fit_says_what_it_needs_and_what_is_free(monkeypatch:
         (set(range(5)), {}, "not a set"),
         ((X, Y), {"readers": 1}, "readers has no effect with resident=True"),
         ((X, Y), {"skip_bad_samples": True}, "skip_bad_samples has no effect with resident=True"),
-        ((X, Y), {"feed": "dispatched"}, "feed='dispatched' contradicts resident=True"),
+        ((X, Y), {"feed": "dispatched"}, "feed has no effect with resident=True"),
     ],
 )
 def test_what_cannot_be_resident(data: Any, settings: dict[str, Any], text: str) -> None:

@@ -114,7 +114,7 @@ def test_stop_iteration_in_other_code_of_the_user(settings: dict[str, Any]) -> N
         train(torch.zeros(20, 3), weight_fn=stop, **settings)
     with pytest.raises(SampleError, match="starting the stream in epoch 0 raised StopIteration"):
         train(Unready(), **settings)
-    with pytest.raises(SampleError, match="starting the sampler UnreadySampler in epoch 0 raised StopIteration"):
+    with pytest.raises(SampleError, match="drawing from the sampler UnreadySampler in epoch 0 raised StopIteration"):
         train(DataLoader(torch.zeros(20, 3), 2, sampler=UnreadySampler()), **settings | {"micro_batch": None})
 
 

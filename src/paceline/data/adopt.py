@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, IterableDataset, default_convert
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    default_convert,
+)
 
 from paceline.data.array_loader import ArrayLoader
-from paceline.data.epochs import NumberedData, Sampled, Truncated, source_of
-from paceline.data.feeds.make_feed import FeedKind, as_data, check_columns
-from paceline.data.sources.base import Columns, Source, as_source
-from paceline.data.sources.batches import Batches, BatchStream, PerWorker, WholeBatches
+from paceline.data.epochs import NumberedData, Ordered, source_of
+from paceline.data.feeds.make_feed import FeedKind, as_data
+from paceline.data.sources.base import Columns, Samples, Source, as_source
+from paceline.data.sources.batches import Batches, PerWorker, WholeBatches
 from paceline.data.sources.skip_bad import SkipBad, Skipped
-from paceline.data.sources.streams import IterableStream
-from paceline.data.torch_loader import LoaderSettings
+from paceline.data.sources.streams import BatchStream, IterableStream
 
 
 @dataclass(frozen=True)
@@ -59,14 +68,14 @@ def adopt(data: Any, options: LoadingOptions, seed: int) -> Adopted:
         feed: FeedKind = "dispatched" if isinstance(data, Batches) else "sharded"
         return _whole_batches(BatchStream(data.iterables, seed), type(data).__name__, options, feed)
     if isinstance(data, DataLoader):
-        adopted = _adopt_loader(LoaderSettings.of(data), options, seed)
+        adopted = _adopt_loader(data, options, seed)
     elif isinstance(data, ArrayLoader):
         adopted = _adopt_array_loader(data, options)
     else:
         adopted = _adopted(as_data(data, collate_fn=options.collate_fn, seed=seed), options)
     if options.resident:
         _check_resident(adopted, type(getattr(data, "dataset", data)).__name__, options)
-    return replace(adopted, data=_without_bad(adopted.data, options))
+    return replace(adopted, data=_without_bad(adopted.data, options)) if options.skip_bad_samples else adopted
 
 
 def adopt_for_evaluation(
@@ -75,15 +84,14 @@ def adopt_for_evaluation(
     """Data of which every sample is visited once, and its batch size if it has one."""
     if not isinstance(data, DataLoader):
         return as_source(data, collate_fn=collate_fn, seed=seed), None
-    loader = LoaderSettings.of(data)
-    has_order = loader.batch_size is not None and loader.shuffle is not None and not loader.drop_last
-    if isinstance(loader.dataset, IterableDataset) or not has_order:
+    batches = _LoaderBatches.of(data)
+    has_order = batches.size is not None and batches.shuffle is not None and not batches.drop_last
+    if isinstance(data.dataset, IterableDataset) or not has_order:
         raise ValueError(
             "evaluate() and predict() visit every sample of a data set once, so its DataLoader must have a map-style "
             "data set, a batch_size, no custom sampler and drop_last=False: pass the data set itself"
         )
-    collate_fn = _agreed("collate_fn", collate_fn, "collate_fn", loader.collate_fn)
-    return loader.source(collate_fn, seed), loader.batch_size
+    return _loader_source(data, _agreed("collate_fn", collate_fn, "collate_fn", _collate_fn(data)), seed), batches.size
 
 
 def _adopted(data: NumberedData | IterableStream, options: LoadingOptions) -> Adopted:
@@ -109,128 +117,6 @@ def _adopted(data: NumberedData | IterableStream, options: LoadingOptions) -> Ad
     )
 
 
-def _without_bad(data: NumberedData | IterableStream, options: LoadingOptions) -> NumberedData | IterableStream:
-    if not options.skip_bad_samples:
-        return data
-    source = None if isinstance(data, IterableStream) else source_of(data)
-    if source is None or isinstance(source, WholeBatches):
-        raise ValueError("skip_bad_samples needs data with numbered samples: a stream cannot continue after an error")
-    skipping = SkipBad(source, options.skip_bad_samples if callable(options.skip_bad_samples) else None)
-    return replace(data, source=skipping) if isinstance(data, Truncated | Sampled) else skipping
-
-
-def _check_resident(adopted: Adopted, name: str, options: LoadingOptions) -> None:
-    check_columns(adopted.data if isinstance(adopted.data, IterableStream) else source_of(adopted.data), name)
-    for setting, value in (("readers", adopted.readers), ("skip_bad_samples", options.skip_bad_samples)):
-        if value:
-            raise ValueError(
-                f"{setting} has no effect with resident=True, which keeps the data on the device: drop one"
-            )
-    if adopted.feed == "dispatched":
-        raise ValueError("feed='dispatched' contradicts resident=True, where every worker has all the data: drop one")
-
-
-def _adopt_loader(loader: LoaderSettings, options: LoadingOptions, seed: int) -> Adopted:
-    given_readers = options.readers
-    options = replace(
-        options,
-        readers=_agreed("readers", options.readers, "num_workers", loader.num_workers or None),
-        collate_fn=_agreed("collate_fn", options.collate_fn, "collate_fn", loader.collate_fn),
-    )
-    if isinstance(loader.dataset, IterableDataset):
-        return _adopt_stream(loader, options, seed)
-    if loader.shuffle is not None:
-        _agreed("shuffle", options.shuffle, "shuffle", loader.shuffle)
-    elif options.shuffle is not None:
-        sampler = loader.batch_sampler if loader.sampler is None else loader.sampler
-        raise ValueError(
-            f"shuffle={options.shuffle} contradicts the DataLoader's {type(sampler).__name__}, which decides the "
-            "order: leave shuffle out"
-        )
-    if loader.batch_size is None:
-        return _without_batch_size(loader, options, seed)
-    options = _with_batch_size(options, loader.batch_size)
-    source = loader.source(options.collate_fn, seed)
-    # Reader processes that only index tensors would cost time.
-    readers = given_readers if isinstance(source, Columns) else options.readers
-    return _adopted(_ordered(loader, source, seed), replace(options, shuffle=loader.shuffle, readers=readers))
-
-
-def _with_batch_size(options: LoadingOptions, batch_size: int) -> LoadingOptions:
-    """A loader's batch is the global batch, as in a plain loop, or the micro-batch if the step's size is given."""
-    if options.batches_per_step is not None:
-        if options.global_batch is not None:
-            raise ValueError(
-                f"global_batch={options.global_batch} and batches_per_step={options.batches_per_step} both set the "
-                "size of a step: leave one of them out"
-            )
-        if type(options.batches_per_step) is not int or options.batches_per_step < 1:
-            raise ValueError(f"batches_per_step={options.batches_per_step!r} must be an integer >= 1")
-        options = replace(options, global_batch=options.batches_per_step * batch_size, batches_per_step=None)
-    if options.global_batch is None and not options.strategy_sets_step:
-        return replace(options, global_batch=batch_size, micro_batch=options.micro_batch or batch_size)
-    return replace(options, micro_batch=_agreed("micro_batch", options.micro_batch, "batch_size", batch_size))
-
-
-def _ordered(loader: LoaderSettings, source: Source, seed: int) -> NumberedData:
-    """The source in the order of the DataLoader's sampler, without an incomplete last batch if drop_last is set."""
-    multiple_of = loader.batch_size if loader.drop_last and loader.batch_size else 1
-    data: NumberedData = source
-    if loader.sampler is not None:
-        data = Sampled(source, loader.sampler, seed, multiple_of=multiple_of)
-    if multiple_of == 1:
-        return data
-    num_samples = len(data) // multiple_of * multiple_of
-    if not num_samples:
-        raise ValueError(
-            f"the DataLoader's drop_last=True leaves nothing of {len(source)} samples with batch_size={multiple_of}: "
-            "choose a smaller batch_size or drop_last=False"
-        )
-    return Truncated(source, num_samples) if loader.sampler is None else data
-
-
-def _without_batch_size(loader: LoaderSettings, options: LoadingOptions, seed: int) -> Adopted:
-    """Batches that a batch sampler draws, or that are the data set's items."""
-    collate_fn, options = options.collate_fn, replace(options, collate_fn=None)
-    if loader.batch_sampler is not None:
-        data: NumberedData = Sampled(loader.source(collate_fn, seed), loader.batch_sampler, seed, in_batches=True)
-        return _whole_batches(data, f"a DataLoader with a {type(loader.batch_sampler).__name__}", options, "sharded")
-    data = _ordered(loader, WholeBatches(loader.dataset, collate_fn or default_convert, seed), seed)
-    adopted = _whole_batches(data, "a DataLoader with batch_size=None", options, "sharded")
-    return replace(adopted, shuffle=bool(loader.shuffle))
-
-
-def _adopt_stream(loader: LoaderSettings, options: LoadingOptions, seed: int) -> Adopted:
-    if loader.drop_last:
-        raise ValueError(
-            "the DataLoader has drop_last=True over an IterableDataset, but every sample of a stream is trained: set "
-            "drop_last=False"
-        )
-    if loader.batch_size is not None:
-        return _adopted(IterableStream(loader.dataset, seed), _with_batch_size(options, loader.batch_size))
-    stream = BatchStream([loader.dataset], seed, options.collate_fn or default_convert)
-    options = replace(options, collate_fn=None)
-    return _whole_batches(stream, "a DataLoader with batch_size=None", options, "dispatched")
-
-
-def _agreed(name: str, given: Any, loader_name: str, implied: Any, loader: str = "DataLoader") -> Any:
-    """The user's value or the loader's; if both are given, they must be equal."""
-    if given is not None and implied is not None and given != implied:
-        raise ValueError(
-            f"{name}={given!r} contradicts the {loader}'s {loader_name}={implied!r}: leave one of them out, or make "
-            "them equal"
-        )
-    return implied if given is None else given
-
-
-def _adopt_array_loader(loader: ArrayLoader, options: LoadingOptions) -> Adopted:
-    name, columns = "ArrayLoader", loader.columns
-    micro_batch = _agreed("micro_batch", options.micro_batch, "batch_size", loader.batch_size, name)
-    shuffle = _agreed("shuffle", options.shuffle, "shuffle", loader.shuffle, name)
-    num_samples = len(columns) // micro_batch * micro_batch if loader.drop_last else len(columns)
-    return _adopted(Truncated(columns, num_samples), replace(options, micro_batch=micro_batch, shuffle=shuffle))
-
-
 def _whole_batches(data: NumberedData | IterableStream, name: str, options: LoadingOptions, feed: FeedKind) -> Adopted:
     """Data each item of which is one micro-batch."""
     for setting in ("global_batch", "micro_batch", "physical_batch", "collate_fn", "num_shards"):
@@ -253,12 +139,176 @@ def _whole_batches(data: NumberedData | IterableStream, name: str, options: Load
                 f"batches_per_step={per_step} is not a multiple of the {count} iterables of {name}: choose "
                 f"{max(per_step // count, 1) * count} or {(per_step // count + 1) * count}"
             )
-    return Adopted(
-        data,
-        options.batches_per_step,
-        1,
-        shuffle=False,
-        feed=options.feed or feed,
-        readers=options.readers or 0,
-        collate_fn=None,
+    sizes = replace(options, global_batch=options.batches_per_step, micro_batch=1, batches_per_step=None)
+    return _adopted(data, replace(sizes, shuffle=False, feed=options.feed or feed))
+
+
+def _without_bad(data: NumberedData | IterableStream, options: LoadingOptions) -> NumberedData:
+    source = None if isinstance(data, IterableStream) else source_of(data)
+    if source is None or isinstance(source, WholeBatches):
+        raise ValueError("skip_bad_samples needs data with numbered samples: a stream cannot continue after an error")
+    skipping = SkipBad(source, options.skip_bad_samples if callable(options.skip_bad_samples) else None)
+    return replace(data, source=skipping) if isinstance(data, Ordered) else skipping
+
+
+def _check_resident(adopted: Adopted, name: str, options: LoadingOptions) -> None:
+    if isinstance(adopted.data, IterableStream) or not isinstance(source_of(adopted.data), Columns):
+        raise ValueError(
+            f"resident=True needs data as whole columns (tensors, arrays, a TensorDataset), not a {name}: leave it "
+            "out, or pass the samples as tensors"
+        )
+    is_dispatched = adopted.feed == "dispatched"
+    reading = {"readers": adopted.readers, "skip_bad_samples": options.skip_bad_samples, "feed": is_dispatched}
+    for setting, is_set in reading.items():
+        if is_set:
+            raise ValueError(
+                f"{setting} has no effect with resident=True, which keeps all data on every worker's device: drop one"
+            )
+
+
+def _agreed(name: str, given: Any, loader_name: str, implied: Any, loader: str = "DataLoader") -> Any:
+    """The user's value or the loader's; if both are given, they must be equal."""
+    if given is not None and implied is not None and given != implied:
+        raise ValueError(
+            f"{name}={given!r} contradicts the {loader}'s {loader_name}={implied!r}: leave one of them out, or make "
+            "them equal"
+        )
+    return implied if given is None else given
+
+
+def _adopt_array_loader(loader: ArrayLoader, options: LoadingOptions) -> Adopted:
+    micro_batch = _agreed("micro_batch", options.micro_batch, "batch_size", loader.batch_size, "ArrayLoader")
+    shuffle = _agreed("shuffle", options.shuffle, "shuffle", loader.shuffle, "ArrayLoader")
+    data = Ordered(loader.columns, multiple_of=micro_batch if loader.drop_last else 1)
+    return _adopted(data, replace(options, micro_batch=micro_batch, shuffle=shuffle))
+
+
+class _LoaderBatches(NamedTuple):
+    """How a DataLoader makes its batches.
+
+    `sampler`: of samples; of whole batches if `in_batches`. `size`: None if batches differ in size. `shuffle`: whether
+    all samples come in random order; None if the sampler decides the order.
+    """
+
+    sampler: Any
+    in_batches: bool
+    size: int | None
+    drop_last: bool
+    shuffle: bool | None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> _LoaderBatches:
+        """Raises an error for a DataLoader that Paceline cannot replace.
+
+        Settings of torch's own worker processes (pin_memory, prefetch_factor, persistent_workers, timeout,
+        multiprocessing_context) have no effect.
+        """
+        if type(loader).__iter__ is not DataLoader.__iter__:
+            raise TypeError(
+                f"data is a {type(loader).__name__}, a DataLoader with a custom __iter__: pass "
+                "paceline.Batches(loader) to use its batches as they are, or a plain torch DataLoader"
+            )
+        if loader.worker_init_fn is not None:
+            raise ValueError(
+                "the DataLoader has a worker_init_fn, which Paceline's readers do not call: random numbers are seeded "
+                "for every sample without it; move other initialization into the data set, and leave it out"
+            )
+        batches: Any = loader.batch_sampler
+        for part in (loader.sampler, batches, getattr(batches, "sampler", None)):
+            if hasattr(part, "num_replicas") and hasattr(part, "rank"):
+                raise ValueError(
+                    f"the DataLoader's {type(part).__name__} gives each worker a part of the data, but Paceline "
+                    "divides the data itself: make the DataLoader as for one process, with shuffle or another sampler"
+                )
+        if batches is not None and type(batches) is not BatchSampler:
+            return cls(batches, True, None, False, None)
+        sampler: Any = (loader if batches is None else batches).sampler
+        dataset: Any = loader.dataset
+        is_sequential, is_random = type(sampler) is SequentialSampler, type(sampler) is RandomSampler
+        is_complete = (is_sequential or (is_random and not sampler.replacement)) and len(sampler) == len(dataset)
+        size, drop_last = (None, False) if batches is None else (batches.batch_size, batches.drop_last)
+        return cls(sampler, False, size, drop_last, is_random if is_complete else None)
+
+
+def _adopt_loader(loader: DataLoader[Any], options: LoadingOptions, seed: int) -> Adopted:
+    batches, given_readers = _LoaderBatches.of(loader), options.readers
+    options = replace(
+        options,
+        readers=_agreed("readers", options.readers, "num_workers", loader.num_workers or None),
+        collate_fn=_agreed("collate_fn", options.collate_fn, "collate_fn", _collate_fn(loader)),
     )
+    collate_fn = options.collate_fn
+    if isinstance(loader.dataset, IterableDataset):
+        if batches.drop_last:
+            raise ValueError(
+                "the DataLoader has drop_last=True over an IterableDataset, but every sample of a stream is trained: "
+                "set drop_last=False"
+            )
+        if batches.size is not None:
+            return _adopted(IterableStream(loader.dataset, seed), _with_batch_size(options, batches.size))
+        stream = BatchStream([loader.dataset], seed, collate_fn or default_convert)
+        options = replace(options, collate_fn=None)
+        return _whole_batches(stream, "a DataLoader with batch_size=None", options, "dispatched")
+    if batches.shuffle is not None:
+        _agreed("shuffle", options.shuffle, "shuffle", batches.shuffle)
+    elif options.shuffle is not None:
+        raise ValueError(
+            f"shuffle={options.shuffle} contradicts the DataLoader's {type(batches.sampler).__name__}, which decides "
+            "the order: leave shuffle out"
+        )
+    if batches.in_batches:
+        drawn = Ordered(_loader_source(loader, collate_fn, seed), batches.sampler, seed, in_batches=True)
+        name = f"a DataLoader with a {type(batches.sampler).__name__}"
+        return _whole_batches(drawn, name, replace(options, collate_fn=None), "sharded")
+    if batches.size is None:
+        data = _ordered(WholeBatches(loader.dataset, collate_fn or default_convert, seed), batches, seed)
+        options = replace(options, collate_fn=None)
+        adopted = _whole_batches(data, "a DataLoader with batch_size=None", options, "sharded")
+        return replace(adopted, shuffle=bool(batches.shuffle))
+    options = _with_batch_size(options, batches.size)
+    source = _loader_source(loader, collate_fn, seed)
+    # Reader processes that only index tensors would cost time.
+    readers = given_readers if isinstance(source, Columns) else options.readers
+    return _adopted(_ordered(source, batches, seed), replace(options, shuffle=batches.shuffle, readers=readers))
+
+
+def _collate_fn(loader: DataLoader[Any]) -> Callable[[Any], Any] | None:
+    """None for torch's default, which depends on whether items are samples or batches."""
+    return None if loader.collate_fn in (default_collate, default_convert) else loader.collate_fn
+
+
+def _loader_source(loader: DataLoader[Any], collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source:
+    """The data set's samples. For a DataLoader a tuple or dict is a collection of samples, not of columns."""
+    data: Any = loader.dataset
+    is_array = isinstance(data, torch.Tensor | np.ndarray)
+    if isinstance(data, tuple | Mapping) or (is_array and collate_fn is not None):
+        return Samples(data, collate_fn, seed)
+    return as_source(data, collate_fn=collate_fn, seed=seed)
+
+
+def _with_batch_size(options: LoadingOptions, batch_size: int) -> LoadingOptions:
+    """A loader's batch is the global batch, as in a plain loop, or the micro-batch if the step's size is given."""
+    if options.batches_per_step is not None:
+        if options.global_batch is not None:
+            raise ValueError(
+                f"global_batch={options.global_batch} and batches_per_step={options.batches_per_step} both set the "
+                "size of a step: leave one of them out"
+            )
+        options = replace(options, global_batch=options.batches_per_step * batch_size, batches_per_step=None)
+    if options.global_batch is None and not options.strategy_sets_step:
+        return replace(options, global_batch=batch_size, micro_batch=options.micro_batch or batch_size)
+    return replace(options, micro_batch=_agreed("micro_batch", options.micro_batch, "batch_size", batch_size))
+
+
+def _ordered(source: Source, batches: _LoaderBatches, seed: int) -> NumberedData:
+    """The source in the order of the DataLoader's sampler, without an incomplete last batch if drop_last is set."""
+    multiple_of = batches.size if batches.drop_last and batches.size else 1
+    if batches.shuffle is not None and multiple_of == 1:
+        return source
+    data = Ordered(source, batches.sampler if batches.shuffle is None else None, seed, multiple_of=multiple_of)
+    if not len(data):
+        raise ValueError(
+            f"the DataLoader's drop_last=True leaves nothing of {len(source)} samples with batch_size={multiple_of}: "
+            "choose a smaller batch_size or drop_last=False"
+        )
+    return data

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from paceline.core.errors import MisuseError
-from paceline.data.epochs import EpochSamples, seeded_epoch
+from paceline.data.epochs import seeded_epoch
 from paceline.data.sources.base import Columns, Pair
 from paceline.plan.steps import Steps
 
@@ -69,8 +69,10 @@ class ArrayLoader:
     def epoch(self) -> Iterator[Pair]:
         """The batches of the next epoch, independent of `next_batch`."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        samples = seeded_epoch(number, self._steps, len(self.columns), seed=self._seed, shuffle=self.shuffle)
-        return (self._batch(samples, k) for k in range(self.n_batches))
+        order = seeded_epoch(number, self._steps, len(self.columns), seed=self._seed, shuffle=self.shuffle)
+        requests = (order.request(k) for k in range(self.n_batches))
+        batches = (self.columns.read(request.indices, number, request.position) for request in requests)
+        return batches if self._has_y else (Pair(x, None) for x in batches)
 
     def reset(self) -> None:
         """Let `next_batch` begin the next epoch."""
@@ -84,8 +86,3 @@ class ArrayLoader:
             raise MisuseError(f"all {self.n_batches} batches of the epoch were taken: call reset() for the next epoch")
         self._num_left -= 1
         return next(self._current)
-
-    def _batch(self, samples: EpochSamples, number: int) -> Pair:
-        request = samples.request(number, 1)
-        batch = self.columns.read(request.indices, request.epoch, request.position)
-        return batch if self._has_y else Pair(batch, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,21 +23,37 @@ class SampleError(PacelineError):
 
 
 @contextmanager
-def naming_sample(index: int, file: str | None = None) -> Iterator[None]:
+def naming_sample(index: int, file: str) -> Iterator[None]:
     """Turns exceptions of the block into a `SampleError` that names the sample, except MemoryError."""
     try:
         yield
     except (SampleError, MemoryError):
         raise
     except Exception as error:
-        place = "" if file is None else f" in {file}"
-        raise SampleError(
-            f"sample {index}{place} cannot be read: {type(error).__name__}: {error}", index=index, file=file
-        ) from error
+        text = f"sample {index} in {file} cannot be read: {type(error).__name__}: {error}"
+        raise SampleError(text, index=index, file=file) from error
+
+
+class UserCode:
+    """Errors of the block get a note that says what it did, such as "reading sample {}", formatted with `values`.
+
+    StopIteration becomes a `SampleError`: it would silently end a loop of the caller.
+    """
+
+    def __init__(self, what: str, *values: Any) -> None:
+        self._what = what
+        self._values = values
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, StopIteration):
+            raise ended_by_stop_iteration(self._what.format(*self._values)) from error
+        if error is not None:
+            error.add_note(f"while {self._what.format(*self._values)}")
 
 
 def ended_by_stop_iteration(what: str) -> SampleError:
-    """For user code that raises StopIteration, which would silently end a loop of the caller."""
     return SampleError(
         f"{what} raised StopIteration, which does not end an epoch: return a value, or raise another error (a next() "
         "in it may have run out: give it a default, or restart its iterator)"

@@ -91,8 +91,8 @@ def tensor_facts(columns: Mapping[str, torch.Tensor | np.ndarray[Any, Any]]) -> 
     total = blake2b(digest_size=8)
     for column in columns.values():
         _feed_array(total, column if column.nbytes <= WHOLE_BYTES else _some_rows(column), num_numbers=WHOLE_BYTES)
-    described = [f"{name}: {_described(column)}" for name, column in columns.items()]
-    return {"columns": ", ".join(described), "content": total.hexdigest()}
+    described = ", ".join(f"{name}: {_described(column)}" for name, column in columns.items())
+    return {"columns": described, "content": total.hexdigest()}
 
 
 def _some_rows(column: Any) -> Any:
@@ -178,33 +178,32 @@ def _text_digest(texts: Iterable[str]) -> str:
 
 def _feed(total: Any, value: Any, unknown: set[str], depth: int = 0) -> None:
     """Add a value. Types that cannot be read are added to `unknown`."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        if not _feed_array(total, value):
-            unknown.add(type(value).__name__)
-    elif isinstance(value, str | bytes | bytearray):
+    name, items = type(value).__name__, list[Any]()
+    if isinstance(value, str | bytes | bytearray):
         content = value.encode(errors="surrogatepass") if isinstance(value, str) else bytes(value)
         half = NUM_BYTES // 2
         shown = content if len(content) <= NUM_BYTES else content[:half] + content[-half:]
-        total.update(f"{type(value).__name__}{len(content)}:".encode() + shown)
+        total.update(f"{name}{len(content)}:".encode() + shown)
     elif value is None or isinstance(value, _PLAIN):
-        total.update(f"{type(value).__name__}:{value!s};".encode())
+        total.update(f"{name}:{value!s};".encode())
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        if not _feed_array(total, value):
+            unknown.add(name)
     elif depth == _MAX_DEPTH:
-        unknown.add(type(value).__name__)
+        unknown.add(name)
     elif isinstance(value, Mapping):
         total.update(f"mapping{len(value)}:".encode())
-        for key, item in value.items():
-            _feed(total, key, unknown, depth + 1)
-            _feed(total, item, unknown, depth + 1)
+        items = [part for item in value.items() for part in item]
     elif isinstance(value, list | tuple | range):
         total.update(f"sequence{len(value)}:".encode())
-        for place in positions(len(value), NUM_ITEMS):
-            _feed(total, value[place], unknown, depth + 1)
+        items = [value[place] for place in positions(len(value), NUM_ITEMS)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        total.update(type(value).__name__.encode())
-        for field in dataclasses.fields(value):
-            _feed(total, getattr(value, field.name), unknown, depth + 1)
+        total.update(name.encode())
+        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
     else:
-        unknown.add(type(value).__name__)
+        unknown.add(name)
+    for item in items:
+        _feed(total, item, unknown, depth + 1)
 
 
 def _feed_array(total: Any, array: Any, num_numbers: int = NUM_NUMBERS) -> bool:

@@ -20,8 +20,7 @@ from worker_pool import WorkerPool
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.feeds.make_feed import DataSettings, make_feed
-from paceline.data.feeds.stream_reader import StreamReader, StreamRequest
-from paceline.data.sources.streams import IterableStream, shuffled
+from paceline.data.sources.streams import IterableStream, StreamReader, StreamRequest, shuffled
 from paceline.plan.shares import ranges
 from paceline.plan.steps import Position, Steps
 

@@ -99,7 +99,6 @@ def test_a_folder_a_pattern_and_a_list_name_the_same_rows(tmp_path: Path, files:
         assert ArrowSource(paths).read(np.arange(30), 0, 0)["id"].tolist() == list(range(30))
     # The order given is the order read.
     assert ArrowSource(files[::-1]).read(indices(0), 0, 0)["id"].tolist() == [13]
-    assert ArrowSource(files).batch_starts.tolist() == [0, 4, 8, 10, 13, 17, 21, 25, 29, 30]
 
 
 @pytest.mark.parametrize("wanted", [(30,), (-1, 3)])

@@ -91,4 +91,4 @@ def test_decoded_batches_have_no_views_that_would_keep_them(tmp_path: Path) -> N
 def test_record_batches_of_unequal_shapes_are_named_by_sample() -> None:
     table = pa.concat_tables([pa.table({"list": [[1, 2]]}), pa.table({"list": [[1, 2, 3]]})])
     with pytest.raises(ValueError, match=r"samples 40 and 41 do not fit .* are \(2,\) and \(3,\)"):
-        RecordBatches(table.to_batches()).read_columns(np.array([0, 1], np.int64), np.array([40, 41], np.int64))
+        RecordBatches([1, 1], table.to_batches()).read_columns(np.array([0, 1], np.int64), np.array([40, 41], np.int64))

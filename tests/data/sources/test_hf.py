@@ -13,8 +13,8 @@ from PIL import Image
 from worker_pool import WorkerPool
 
 from paceline.data.fingerprint import is_hf_dataset
+from paceline.data.sources.arrow import HfTable, hf_source
 from paceline.data.sources.base import Samples, as_source
-from paceline.data.sources.hf import HfTable, hf_source
 
 datasets = pytest.importorskip("datasets")
 

@@ -7,7 +7,6 @@ training, so a step is planned up to `STEPS_AHEAD` steps before it is taken.
 from __future__ import annotations
 
 import pickle
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,12 +20,11 @@ from paceline.core.errors import CommunicationError, CommunicationTimeout, Pacel
 from paceline.core.message import decode, encode
 from paceline.core.secret import run_secret
 from paceline.core.world import World
-from paceline.data.epochs import NumberedEpochs
 from paceline.data.feeds.base import DataSettings, PlanStep, Step
 from paceline.data.feeds.readers import ReaderProcesses, ReaderThread, ReaderTimeout
-from paceline.data.feeds.sharded import Delivery
-from paceline.data.feeds.stream_reader import StreamReader, StreamRequest
+from paceline.data.feeds.sharded import Delivery, Epoch, Epochs
 from paceline.data.sources.base import Read, reads_in_thread
+from paceline.data.sources.streams import StreamReader
 from paceline.plan.shares import Plan, ranges
 from paceline.plan.steps import Position
 
@@ -40,35 +38,18 @@ NO_TIMEOUT_S = 7 * 24 * 3600.0
 Connect: TypeAlias = Callable[[World, float, float], Link]
 
 _MISSING = -1  # the number of samples of a micro-batch that does not exist
-
-
-class StreamEpochs:
-    """Epochs of unknown length, with the interface of `NumberedEpochs`. A step without micro-batches ends the epoch."""
-
-    def begin(self, number: int) -> None:
-        return
-
-    def num_left(self, position: Position) -> int:
-        """More than any step has: the end is not known in advance."""
-        return sys.maxsize
-
-    def after(self, position: Position, num_micro_batches: int) -> Position:
-        return Position(position.epoch, position.micro_batch + num_micro_batches, position.step + 1)
-
-    def request(self, epoch: int, number: int) -> StreamRequest:
-        return StreamRequest(epoch, number)
+# The number of samples of each micro-batch of a step, and what this worker's own micro-batches are.
+_StepData: TypeAlias = tuple[Sequence[int], Sequence[Read]]
 
 
 class _PlannedStep(NamedTuple):
     position: Position
+    epoch: Epoch
     plan: Plan
 
-
-class _StepData(NamedTuple):
-    """The number of samples of each micro-batch of a step, and this worker's micro-batches."""
-
-    num_samples: Sequence[int]
-    own: Sequence[Read]
+    @property
+    def after(self) -> Position:
+        return self.epoch.after(self.position, self.plan[-1].stop)
 
 
 class CoordinatedFeed:
@@ -78,7 +59,7 @@ class CoordinatedFeed:
         self,
         data: object,
         read: Callable[[Any], Read],
-        epochs: NumberedEpochs | StreamEpochs,
+        epochs: Epochs,
         settings: DataSettings,
         plan_step: PlanStep,
         communicator: Communicator,
@@ -127,27 +108,26 @@ class CoordinatedFeed:
     def begin_step(self, position: Position) -> Step | None:
         if self._current is None or self._current[0].position != position:  # else the step is repeated
             self._current = self._next_step(position)
-        planned, data = self._current
-        counts = data.num_samples
+        planned, (counts, own) = self._current
         # Missing micro-batches are left out and the others renumbered, independent of how the step is divided.
-        self._plan = ranges([sum(counts[k] != _MISSING for k in own) for own in planned.plan])
-        if not self._plan[-1].stop:
+        self._plan = plan = ranges([sum(counts[k] != _MISSING for k in share) for share in planned.plan])
+        if not plan[-1].stop:
             self._drop_planned()
             if not position.micro_batch:
                 raise ValueError(f"epoch {position.epoch} of the data has no samples: give at least one")
             return None
-        self._own = [read for read in data.own if read.exists]
+        self._own = [read for read in own if read.exists]
         num_samples = sum(count for count in counts if count != _MISSING)
-        is_last = self._epochs.num_left(position) == self._plan[-1].stop and position.micro_batch > 0
+        is_last = planned.epoch.num_left(position) == plan[-1].stop and position.micro_batch > 0
         total_weight = num_samples if self._deliver.knows_weights else None
-        return Step(self._plan, num_samples, total_weight, is_last or self._plan != planned.plan)
+        return Step(plan, num_samples, total_weight, is_last or plan != planned.plan)
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
         return self._deliver(self._own[numbers[0] - self._plan[self._world.rank].start])
 
     def after_step(self, position: Position) -> Position:
         assert self._current is not None
-        return self._epochs.after(position, self._current[0].plan[-1].stop)
+        return self._current[0].after
 
     def close(self) -> None:
         self._in_flight.clear()
@@ -157,18 +137,13 @@ class CoordinatedFeed:
         if self._in_flight and self._in_flight[0][0].position[:2] != position[:2]:
             self._drop_planned()  # the run went elsewhere
         self._epochs.begin(position.epoch)
-        self._plan_ahead(position)
+        upcoming = self._in_flight[-1][0].after if self._in_flight else position
+        while len(self._in_flight) <= self._num_ahead and (epoch := self._epochs.known(upcoming.epoch)) is not None:
+            planned = _PlannedStep(upcoming, epoch, self._plan_step(epoch.num_left(upcoming)))
+            self._in_flight.append((planned, self._submit(planned)))
+            upcoming = planned.after
         planned, answer = self._in_flight.popleft()
         return planned._replace(position=position), answer()
-
-    def _plan_ahead(self, position: Position) -> None:
-        if self._in_flight:
-            last = self._in_flight[-1][0]
-            position = self._epochs.after(last.position, last.plan[-1].stop)
-        while len(self._in_flight) <= self._num_ahead and (num_left := self._epochs.num_left(position)):
-            planned = _PlannedStep(position, self._plan_step(num_left))
-            self._in_flight.append((planned, self._submit(planned)))
-            position = self._epochs.after(position, planned.plan[-1].stop)
 
     def _drop_planned(self) -> None:
         """All workers do this at the same step. What is in flight is completed first."""
@@ -183,27 +158,29 @@ class CoordinatedFeed:
         """Read a step's micro-batches and exchange what other workers need of them."""
         plan, link = planned.plan, self._link
         if link is None or self._settings.feed == "sharded":
-            own = self._read_all(planned, plan[self._world.rank])
-            counts = [read.num_samples if read.exists else _MISSING for read in own]
-            return _StepData(counts if link is None else _all_counts(counts, plan, link), own)
+            counts, own = self._read_all(planned, plan[self._world.rank])
+            return counts if link is None else _all_counts(counts, plan, link), own
         if link.world.rank != 0:
-            return _StepData(*_receive(link))
-        reads = self._read_all(planned, range(plan[-1].stop))
-        counts = [read.num_samples if read.exists else _MISSING for read in reads]
+            counts, own = _receive(link)
+            return counts, own
+        counts, reads = self._read_all(planned, range(plan[-1].stop))
         for rank, numbers in enumerate(plan[1:], 1):
             _send(link, (counts, [reads[k] for k in numbers]), rank)
-        return _StepData(counts, [reads[k] for k in plan[0]])
+        return counts, [reads[k] for k in plan[0]]
 
-    def _read_all(self, planned: _PlannedStep, numbers: range) -> list[Read]:
-        position, read = planned.position, self._read
-        requests: list[Any] = [self._epochs.request(position.epoch, position.micro_batch + k) for k in numbers]
+    def _read_all(self, planned: _PlannedStep, numbers: range) -> tuple[list[int], list[Read]]:
+        """These micro-batches, after the number of samples of each."""
+        read, first = self._read, planned.position.micro_batch
+        requests = [planned.epoch.request(first + k) for k in numbers]
         if self._processes is None:
-            return [read(request) for request in requests]
-        answers = []
-        for request in requests:
-            reader = read.reader_of(request, self._settings.readers) if isinstance(read, StreamReader) else None
-            answers.append(self._processes.submit(request, reader))
-        return [answer() for answer in answers]
+            reads = [read(request) for request in requests]
+        else:
+            answers = []
+            for request in requests:
+                reader = read.process_of(request, self._settings.readers) if isinstance(read, StreamReader) else None
+                answers.append(self._processes.submit(request, reader))
+            reads = [answer() for answer in answers]
+        return [each.num_samples if each.exists else _MISSING for each in reads], reads
 
     def _abort(self) -> None:
         if self._link is not None:
@@ -222,23 +199,6 @@ class CoordinatedFeed:
         return ReaderTimeout.in_processes(self._timeout_s, stacks) if stacks else None
 
 
-def _all_counts(own: Sequence[int], plan: Plan, link: _WatchedLink) -> list[int]:
-    """The counts of all workers, added up by rank 0."""
-    counts = torch.zeros(plan[-1].stop, dtype=torch.int64)
-    counts[plan[link.world.rank].start : plan[link.world.rank].stop] = torch.tensor(own, dtype=torch.int64)
-    if link.world.rank != 0:
-        link.send(counts, 0)
-        link.receive(counts, 0)
-        return counts.tolist()
-    for rank in range(1, link.world.size):
-        theirs = torch.empty_like(counts)
-        link.receive(theirs, rank)
-        counts += theirs
-    for rank in range(1, link.world.size):
-        link.send(counts, rank)
-    return counts.tolist()
-
-
 class _WatchedLink:
     """A link that knows which message is in flight: `activity`, empty if none."""
 
@@ -253,10 +213,27 @@ class _WatchedLink:
         self._link.send(tensor, to)
         self.activity = ""
 
-    def receive(self, tensor: torch.Tensor, source: int) -> None:
+    def receive(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
         self.activity = f"receive from rank {source}"
         self._link.receive(tensor, source)
         self.activity = ""
+        return tensor
+
+
+def _all_counts(own: Sequence[int], plan: Plan, link: _WatchedLink) -> list[int]:
+    """The counts of all workers, added up by rank 0."""
+    mine, others = plan[link.world.rank], range(1, link.world.size)
+    counts = torch.zeros(plan[-1].stop, dtype=torch.int64)
+    counts[mine.start : mine.stop] = torch.tensor(own, dtype=torch.int64)
+    if link.world.rank != 0:
+        link.send(counts, 0)
+        link.receive(counts, 0)
+        return counts.tolist()
+    for rank in others:
+        counts += link.receive(torch.empty_like(counts), rank)
+    for rank in others:
+        link.send(counts, rank)
+    return counts.tolist()
 
 
 # The formats of a message: one that cannot hold code, or pickle.
@@ -265,41 +242,30 @@ _PURPOSE = "a batch of rank 0"
 
 
 def _send(link: _WatchedLink, value: Any, to: int) -> None:
-    kind, message = _encode(value, link.is_trusted)
-    link.send(torch.tensor([kind, len(message)], dtype=torch.int64), to)
-    link.send(message, to)
-
-
-def _receive(link: _WatchedLink) -> Any:
-    head = torch.empty(2, dtype=torch.int64)
-    link.receive(head, 0)
-    kind, size = head.tolist()
-    message = torch.empty(size, dtype=torch.uint8)
-    link.receive(message, 0)
-    return _decode(kind, message, link.is_trusted)
-
-
-def _encode(value: Any, is_trusted: bool) -> tuple[int, torch.Tensor]:
     try:
-        return _PLAIN, encode(value, "batch", with_classes=True)
+        kind, message = _PLAIN, encode(value, "batch", with_classes=True)
     except TypeError as error:
         secret = run_secret()
-        if secret is None and not is_trusted:
+        if secret is None and not link.is_trusted:
             raise TypeError(
                 f"{error}. Workers on other hosts accept pickled batches only from authenticated peers: give the run a "
                 "secret (--secret-file, or the variable PACELINE_SECRET_FILE under torchrun; see docs/security.md), or "
                 "let collate_fn return tensors, numbers, strings, lists, tuples and dicts"
             ) from None
-    content = pickle.dumps(value)
-    signed = content if secret is None else secret.sign(content, _PURPOSE)
-    return _PICKLED, torch.frombuffer(bytearray(signed), dtype=torch.uint8)
+        content = pickle.dumps(value)
+        signed = content if secret is None else secret.sign(content, _PURPOSE)
+        kind, message = _PICKLED, torch.frombuffer(bytearray(signed), dtype=torch.uint8)
+    link.send(torch.tensor([kind, len(message)], dtype=torch.int64), to)
+    link.send(message, to)
 
 
-def _decode(kind: int, message: torch.Tensor, is_trusted: bool) -> Any:
+def _receive(link: _WatchedLink) -> Any:
+    kind, size = link.receive(torch.empty(2, dtype=torch.int64), 0).tolist()
+    message = link.receive(torch.empty(size, dtype=torch.uint8), 0)
     if kind == _PLAIN:
         return decode(message)
     secret = run_secret()
-    if secret is None and not is_trusted:
+    if secret is None and not link.is_trusted:
         raise CommunicationError(
             "a pickled batch arrived from rank 0, which is not authenticated: give the run a secret (--secret-file; "
             "see docs/security.md)"

@@ -15,11 +15,11 @@ class DeviceCopier:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_noop = device.type == "cpu" and not torch.cuda.is_available()  # tensors can only be on the CPU
+        self.is_noop = device.type == "cpu" and not torch.cuda.is_available()  # tensors can only be on the CPU
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Any) -> Any:
-        if self._is_noop:
+        if self.is_noop:
             return batch
         if self._stream is None:
             return to_device(batch, self._device)
@@ -27,7 +27,7 @@ class DeviceCopier:
             return batch
         computing = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            moved = to_device(batch, self._device, _pinned)
+            moved = to_device(batch, self._device, pin=True)
         computing.wait_stream(self._stream)
         for tensor in tensors_in(moved):
             if tensor.is_cuda:
@@ -35,18 +35,15 @@ class DeviceCopier:
         return moved
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.pin_memory() if tensor.is_cpu and not tensor.is_pinned() else tensor
-
-
-def to_device(
-    batch: Any, device: torch.device, before: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-) -> Any:
-    """The batch with every tensor in nested tuples, lists and dicts moved to the device, after `before`."""
+def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
+    """The batch with all tensors in nested tuples, lists and dicts on the device. `pin`: copied from pinned memory."""
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if value.device == device else before(value).to(device, non_blocking=True)
+            if value.device == device:
+                return value
+            pinned = value.pin_memory() if pin and value.is_cpu and not value.is_pinned() else value
+            return pinned.to(device, non_blocking=True)
         if isinstance(value, PackedSequence):  # a tuple, but one of its tensors stays on the host
             return value.to(device=device, non_blocking=True)  # type: ignore[call-arg]
         return map_items(value, move)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 
 from paceline.comm.base import Communicator, Link
@@ -14,11 +13,10 @@ from paceline.data.epochs import NumberedData, epochs_of, source_of
 from paceline.data.feeds.base import DataSettings as DataSettings
 from paceline.data.feeds.base import Feed, PlanStep
 from paceline.data.feeds.base import FeedKind as FeedKind
-from paceline.data.feeds.coordinated import Connect, CoordinatedFeed, StreamEpochs
-from paceline.data.feeds.sharded import ShardedFeed, reader_of
-from paceline.data.feeds.stream_reader import StreamReader
+from paceline.data.feeds.coordinated import Connect, CoordinatedFeed
+from paceline.data.feeds.sharded import Epochs, ShardedFeed, reader_of
 from paceline.data.sources.base import Columns, Source, as_source
-from paceline.data.sources.streams import IterableStream
+from paceline.data.sources.streams import IterableStream, StreamEpoch, StreamReader
 from paceline.plan.steps import Steps
 
 
@@ -54,39 +52,13 @@ def make_feed(
     """The feed for this data. Invalid settings are refused before any process or connection is started."""
     if isinstance(data, IterableStream):
         reader = StreamReader(data, settings, steps)
-        return CoordinatedFeed(data, reader, StreamEpochs(), settings, plan_step, communicator, connect)
+        return CoordinatedFeed(data, reader, Epochs(StreamEpoch), settings, plan_step, communicator, connect)
     source = source_of(data)
     if settings.resident:
-        source = resident(source, communicator.world.device)
+        assert isinstance(source, Columns), "checked when the data was adopted"
+        source = source.on(communicator.world.device)
     epochs = epochs_of(data, steps, communicator, seed=settings.seed, shuffle=settings.shuffle)
     if settings.feed == "sharded":
         return ShardedFeed(source, epochs, settings, plan_step, communicator)
     read = reader_of(source, is_weighed=settings.weight_fn is not None)
     return CoordinatedFeed(source, read, epochs, settings, plan_step, communicator, connect)
-
-
-def resident(source: Source, device: torch.device) -> Columns:
-    """The columns on the device. Raises MemoryError before copying if they do not fit."""
-    columns = check_columns(source, type(source).__name__)
-    needed = columns.num_bytes_missing_on(device)
-    free = _free_bytes(device)
-    if free is not None and needed > free:
-        raise MemoryError(
-            f"resident=True needs {needed / 2**30:.2f} GiB on {device} for the data, but only {free / 2**30:.2f} GiB "
-            "are free: leave it out, or use smaller data"
-        )
-    return columns.on(device)
-
-
-def check_columns(source: object, name: str) -> Columns:
-    """The source, if it can be resident; `name` is the type that the user passed."""
-    if not isinstance(source, Columns):
-        raise ValueError(
-            f"resident=True needs data as whole columns (tensors, arrays, a TensorDataset), not a {name}: leave it "
-            "out, or pass the samples as tensors"
-        )
-    return source
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None

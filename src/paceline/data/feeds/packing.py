@@ -1,4 +1,4 @@
-"""Batches between processes: pickled, with the memory of tensors and arrays beside the pickle in one shared block."""
+"""Batches between processes: pickled into a memory file, with tensors and arrays in aligned blocks of their own."""
 
 from __future__ import annotations
 
@@ -33,54 +33,46 @@ def _restored_tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -
     return torch.frombuffer(content, dtype=dtype).view(shape)
 
 
-def pack(batch: Any) -> tuple[bytes, int | None]:
-    """The pickled batch, and the descriptor of a memory file with its tensors, or None if it has none.
-
-    The caller closes the descriptor.
-    """
+def pack(batch: Any) -> tuple[list[int], int]:
+    """The sizes of the blocks, of which the first is the pickle, and the file's descriptor, which the caller closes."""
     stream, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
     _Pickler(stream, 5, buffer_callback=buffers.append).dump(batch)
-    contents = [buffer.raw() for buffer in buffers]
-    starts = _starts([content.nbytes for content in contents])
-    message = pickle.dumps((stream.getvalue(), [content.nbytes for content in contents]))
-    if not starts[-1]:
-        return message, None
+    blocks = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+    sizes = [block.nbytes for block in blocks]
+    *starts, end = _starts(sizes)
     descriptor = os.memfd_create("paceline-batch", os.MFD_CLOEXEC)
     try:
-        os.ftruncate(descriptor, starts[-1])
-        with mmap.mmap(descriptor, starts[-1]) as memory:
-            for start, content in zip(starts, contents, strict=False):
-                memory[start : start + content.nbytes] = content
+        os.ftruncate(descriptor, end)
+        with mmap.mmap(descriptor, end) as memory:
+            for start, block in zip(starts, blocks, strict=True):
+                memory[start : start + block.nbytes] = block
     except BaseException:
         os.close(descriptor)
         raise
-    return message, descriptor
+    return sizes, descriptor
 
 
-def unpack(message: bytes, descriptor: int | None) -> Any:
-    """The batch that `pack` packed. Closes `descriptor`.
+def unpack(sizes: list[int], descriptor: int) -> Any:
+    """The batch that `pack` packed. Closes the descriptor.
 
     The tensors of a large batch are views of the shared memory, which is released with the last of them.
     """
-    pickled, sizes = pickle.loads(message)
-    if descriptor is None:
-        return pickle.loads(pickled, buffers=[bytearray() for _ in sizes])
+    *starts, end = _starts(sizes)
     try:
-        total = os.fstat(descriptor).st_size
-        memory = memoryview(mmap.mmap(descriptor, total))
+        memory = memoryview(mmap.mmap(descriptor, end))
     finally:
         os.close(descriptor)
-    parts = [memory[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
-    return pickle.loads(pickled, buffers=[_copied(part) for part in parts] if total <= MAX_COPIED_BYTES else parts)
+    pickled, *blocks = (memory[start : start + size] for start, size in zip(starts, sizes, strict=True))
+    return pickle.loads(pickled, buffers=map(_copied, blocks) if end <= MAX_COPIED_BYTES else blocks)
 
 
 def _starts(sizes: list[int]) -> list[int]:
-    """Where buffers of these sizes start in the block, and its end."""
+    """Where blocks of these sizes start in the file, and its end."""
     return list(accumulate((-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes), initial=0))
 
 
-def _copied(part: memoryview) -> Any:
+def _copied(block: memoryview) -> Any:
     """A copy in memory that torch allocated, so that it is aligned."""
-    copy = torch.empty(part.nbytes, dtype=torch.uint8).numpy()
-    copy[:] = np.frombuffer(part, np.uint8)
+    copy = torch.empty(block.nbytes, dtype=torch.uint8).numpy()
+    copy[:] = np.frombuffer(block, np.uint8)
     return copy

@@ -17,15 +17,16 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -52,15 +53,6 @@ class ReaderTimeout(PacelineError):
         )
 
 
-class Readers(Protocol):
-    """Runs a read function in a background thread or process, with requests in order."""
-
-    def submit(self, request: Hashable) -> Callable[[], Any]:
-        """Start a request. Calling the result waits for the answer, or raises the read function's exception."""
-
-    def close(self) -> None: ...
-
-
 class ReaderThread:
     """Reads in a thread. Only for sources without user code: the thread shares this process's random generators.
 
@@ -83,20 +75,20 @@ class ReaderThread:
         self._abort = abort
         self._explain = explain
         self._requests: SimpleQueue[tuple[Future[Any], Hashable] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        # A daemon thread, so that a stuck one does not keep the process alive.
+        self._thread = threading.Thread(target=self._work, name="paceline-reader", daemon=True)
         self._is_stuck = False
 
     def submit(self, request: Hashable) -> Callable[[], Any]:
-        if self._thread is None:  # started late: until now this process may fork
-            # A daemon thread, so that a stuck one does not keep the process alive.
-            self._thread = threading.Thread(target=self._work, name="paceline-reader", daemon=True)
+        """Start a request. Calling the result waits for the answer, or raises the read function's exception."""
+        if self._thread.ident is None:  # started late: until now this process may fork
             self._thread.start()
         future: Future[Any] = Future()
         self._requests.put((future, request))
         return partial(self._answer, future)
 
     def close(self) -> None:
-        if self._thread is None:
+        if self._thread.ident is None:
             return
         self._requests.put(None)
         # Submitted requests are completed: other workers may be waiting for this worker's part of them.
@@ -121,15 +113,11 @@ class ReaderThread:
             if future.done():  # raised by `read`
                 raise
         self._is_stuck = True
+        frame = sys._current_frames().get(self._thread.ident or 0)
         raise self._explain() or ReaderTimeout(
             f"waited timeout_s={self._timeout_s:g} s for data that is read in the background. The reading thread is "
-            f"at:\n{_stack_of(self._thread)}"
+            f"at:\n{''.join(traceback.format_stack(frame)).rstrip() if frame else '(it has ended)'}"
         )
-
-
-def _stack_of(thread: threading.Thread | None) -> str:
-    frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
-    return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "(it has ended)"
 
 
 class ReaderProcesses:
@@ -139,12 +127,10 @@ class ReaderProcesses:
     """
 
     def __init__(self, read: Callable[[Any], Any], count: int, timeout_s: float = math.inf) -> None:
-        if count < 1:
-            raise ValueError(f"readers={count} is too small: set readers >= 1, or 0 to read in the step")
         self._readers = [_ReaderProcess(read, number, timeout_s) for number in range(count)]
 
     def submit(self, request: Hashable, reader: int | None = None) -> Callable[[], Any]:
-        """To the reader with this number, or to the one with the fewest open requests."""
+        """As in `ReaderThread`: to the reader with this number, or to the one with the fewest open requests."""
         chosen = min(self._readers, key=lambda r: len(r.open)) if reader is None else self._readers[reader]
         return chosen.submit(request)
 
@@ -162,6 +148,32 @@ class ReaderProcesses:
             reader.close()
 
 
+class Prefetcher:
+    """Keeps at most `depth` requests in flight. A request that was not expected is read on demand."""
+
+    def __init__(self, readers: ReaderThread | ReaderProcesses, depth: int) -> None:
+        self._readers = readers
+        self._depth = depth
+        self._in_flight: dict[Hashable, Callable[[], Any]] = {}
+
+    def expect(self, upcoming: Iterable[Hashable]) -> None:
+        """The next requests, in order. Earlier requests that are not among them are dropped."""
+        wanted = list(islice(upcoming, self._depth))
+        for request in self._in_flight.keys() - set(wanted):
+            del self._in_flight[request]
+        for request in wanted:
+            if request not in self._in_flight:
+                self._in_flight[request] = self._readers.submit(request)
+
+    def take(self, request: Hashable) -> Any:
+        answer = self._in_flight.pop(request, None) or self._readers.submit(request)
+        return answer()
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self._readers.close()
+
+
 class _ReaderProcess:
     """One process and the connection to it. It answers requests in order."""
 
@@ -172,39 +184,43 @@ class _ReaderProcess:
         self._stack_file = os.memfd_create("paceline-stack", os.MFD_CLOEXEC)
         self._pid: int | None = _fork(partial(_serve, theirs, read, self._stack_file))
         theirs.close()
-        self.open: deque[weakref.ref[_Answer]] = deque()  # dead references: the answer is not wanted any more
+        self.open: deque[weakref.ref[Future[Any]]] = deque()  # dead references: the answer is not wanted any more
 
     def submit(self, request: Hashable) -> Callable[[], Any]:
-        answer = _Answer(self)
-        self.open.append(weakref.ref(answer))
+        future: Future[Any] = Future()
+        self.open.append(weakref.ref(future))
         try:
-            self._connection.send_bytes(pickle.dumps(request))
+            self._connection.send(request)
         except OSError as error:
             raise self._died() from error
-        return answer
+        return partial(self._answer, future)
 
-    def receive(self) -> None:
+    def _answer(self, future: Future[Any]) -> Any:
+        while not future.done():
+            self._receive()
+        return future.result()
+
+    def _receive(self) -> None:
         """Wait for the next answer."""
         try:
             # Without a limit, poll would compute a deadline from it.
             if self._timeout_s != math.inf and not self._connection.poll(self._timeout_s):
                 raise ReaderTimeout.in_processes(self._timeout_s, self.stack())
-            message = self._connection.recv_bytes()
-            has_descriptor, message = message[:1] == b"\x01", message[1:]
-            descriptor = recv_handle(self._connection) if has_descriptor else None
+            sizes, descriptor = self._connection.recv(), recv_handle(self._connection)
         except (OSError, EOFError) as error:
             raise self._died() from error
-        answer = self.open.popleft()()
-        if answer is not None:
-            answer.result = unpack(message, descriptor)
-        elif descriptor is not None:
+        future = self.open.popleft()()
+        if future is None:
             os.close(descriptor)
+            return
+        value, failure = unpack(sizes, descriptor)
+        future.set_result(value) if failure is None else future.set_exception(failure)
 
     def stack(self) -> str:
         """Where the process is, as a sentence."""
         if self._pid is None:
             return f"Reader process {self._number} has ended"
-        os.kill(self._pid, _STACK_SIGNAL)  # works on a dead process too, until it is waited for
+        self.kill(_STACK_SIGNAL)
         deadline_s = time.monotonic() + _STACK_TIMEOUT_S
         text = ""
         while time.monotonic() < deadline_s and not text.endswith("\n"):
@@ -214,9 +230,9 @@ class _ReaderProcess:
             return f"Reader process {self._number} (pid {self._pid}) does not respond: it is stopped"
         return f"Reader process {self._number} is at (most recent call first):\n{text.partition(':')[2].strip()}"
 
-    def kill(self) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
         if self._pid is not None:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, number)  # works on a dead process too, until it is waited for
 
     def close(self) -> None:
         if not self._connection.closed:
@@ -229,7 +245,7 @@ class _ReaderProcess:
         if self._pid is None:
             return 0
         pid, self._pid = self._pid, None
-        os.kill(pid, signal.SIGKILL)  # works on a dead process too, until it is waited for
+        os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         return os.waitstatus_to_exitcode(status)
 
@@ -242,24 +258,8 @@ class _ReaderProcess:
         )
 
 
-class _Answer:
-    """The result of `submit`. Once it is dropped, the process's answer is discarded."""
-
-    def __init__(self, reader: _ReaderProcess) -> None:
-        self._reader = reader
-        self.result: tuple[Any, BaseException | None] | None = None
-
-    def __call__(self) -> Any:
-        while self.result is None:
-            self._reader.receive()
-        value, error = self.result
-        if error is not None:
-            raise error
-        return value
-
-
 def _fork(run: Callable[[], None]) -> int:
-    """Runs a function in a forked child process; the child's pid.
+    """Runs a function in a forked child process, which ends with this one; the child's pid.
 
     Forked, as by torch's DataLoader: data sets need not be picklable, and nothing is imported again. Not through
     multiprocessing.Process, which daemonic workers must not start.
@@ -271,44 +271,30 @@ def _fork(run: Callable[[], None]) -> int:
     if pid:
         return pid
     try:
-        _detach(parent)
-        run()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:  # it may have ended before the call above
+            run()
     finally:
         os._exit(0)
 
 
-def _detach(parent: int) -> None:
-    """Undo what a forked child must not inherit: signal handlers and the thread pool; end it with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)  # the parent ended before the call above
+def _serve(connection: Connection, read: Callable[[Any], Any], stack_file: int) -> None:
     # The worker handles these signals; it may need its readers to finish a step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)  # the parent's thread pool does not exist here
-
-
-def _serve(connection: Connection, read: Callable[[Any], Any], stack_file: int) -> None:
     _close_sockets(connection.fileno())
     faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)
-    while True:
-        try:
-            request = pickle.loads(connection.recv_bytes())
-        except (OSError, EOFError):
-            return
-        try:
-            message, descriptor = pack((read(request), None))
-        except BaseException as error:
-            message, descriptor = pack((None, _picklable(error)))
-        try:
-            connection.send_bytes((b"\x00" if descriptor is None else b"\x01") + message)
-            if descriptor is not None:
-                send_handle(connection, descriptor, None)
-        except OSError:
-            return
-        finally:
-            if descriptor is not None:
-                os.close(descriptor)
+    with contextlib.suppress(OSError, EOFError):  # the worker has closed the connection
+        while True:
+            request = connection.recv()
+            try:
+                sizes, descriptor = pack((read(request), None))
+            except BaseException as error:
+                sizes, descriptor = pack((None, _picklable(error)))
+            connection.send(sizes)
+            send_handle(connection, descriptor, None)
+            os.close(descriptor)
 
 
 def _close_sockets(kept: int) -> None:

@@ -2,21 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from itertools import islice
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.data.epochs import EpochSamples, NumberedEpochs, Request
-from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.errors import UserCode, ended_by_stop_iteration
 from paceline.data.feeds.base import DataSettings, PlanStep, Step
 from paceline.data.feeds.device import DeviceCopier
-from paceline.data.feeds.readers import ReaderProcesses, Readers, ReaderThread
+from paceline.data.feeds.readers import Prefetcher, ReaderProcesses, ReaderThread
 from paceline.data.sources.base import CountedSource, Read, ReportsSkipped, Source, counts_samples, reads_in_thread
+from paceline.plan.order import Indices
 from paceline.plan.shares import Plan
-from paceline.plan.steps import Position
+from paceline.plan.steps import Position, Steps
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Request:
+    """Samples to read as one batch. `position` is the place of the first one in the epoch's order."""
+
+    epoch: int
+    position: int
+    num_samples: int
+    indices: Indices = field(compare=False)  # follow from the other fields
+
+
+class Epoch:
+    """The samples of one epoch in order, cut into micro-batches.
+
+    Args:
+        indices: returns the sample indices at positions start to stop of the order.
+        steps: counts the units that are cut: samples, or the batches of a batch sampler.
+        starts: for the batches of a batch sampler, the position of each one's first sample, and the end.
+    """
+
+    def __init__(
+        self, number: int, indices: Callable[[int, int], Indices], steps: Steps, starts: Sequence[int] | None = None
+    ) -> None:
+        self.number = number
+        self._indices = indices
+        self._steps = steps
+        self._starts = starts
+
+    def positions(self, first: int, count: int) -> tuple[int, int]:
+        """Where `count` micro-batches from number `first` on start and stop in the epoch's order."""
+        if self._starts is not None:
+            return self._starts[first], self._starts[first + count]
+        size = self._steps.micro_batch
+        return first * size, min((first + count) * size, self._steps.num_samples)
+
+    def request(self, first: int, count: int = 1) -> Any:
+        start, stop = self.positions(first, count)
+        return Request(self.number, start, stop - start, self._indices(start, stop))
+
+    def num_left(self, position: Position) -> int:
+        """Micro-batches from this position to the end of the epoch, at least one."""
+        total = self._steps.num_micro_batches
+        if position.micro_batch >= total:
+            raise ValueError(
+                f"the run is at micro-batch {position.micro_batch} of epoch {position.epoch}, which has only {total}: "
+                "the data is shorter than before; resume with the data that the run was started with"
+            )
+        return total - position.micro_batch
+
+    def after(self, position: Position, num_micro_batches: int) -> Position:
+        """The position after a step of so many micro-batches."""
+        return position.after_step(num_micro_batches, self._steps)
+
+
+class Epochs:
+    """The epochs of a run. Two are kept: the one in training, and the one that is read ahead.
+
+    `is_collective`: `make_epoch` communicates, so only `begin`, which all workers call together, may call it.
+    """
+
+    def __init__(self, make_epoch: Callable[[int], Epoch], *, is_collective: bool = False) -> None:
+        self._make_epoch = make_epoch
+        self._is_collective = is_collective
+        self._kept: deque[Epoch] = deque(maxlen=2)
+
+    def begin(self, number: int) -> Epoch:
+        """The epoch that the run is in. All workers call this together."""
+        for epoch in self._kept:
+            if epoch.number == number:
+                return epoch
+        self._kept.append(self._make_epoch(number))
+        return self._kept[-1]
+
+    def known(self, number: int) -> Epoch | None:
+        """The epoch, or None if its order is not known before it begins."""
+        if self._is_collective and all(epoch.number != number for epoch in self._kept):
+            return None
+        return self.begin(number)
 
 
 class ShardedFeed:
@@ -27,12 +107,7 @@ class ShardedFeed:
     """
 
     def __init__(
-        self,
-        source: Source,
-        epochs: NumberedEpochs,
-        settings: DataSettings,
-        plan_step: PlanStep,
-        communicator: Communicator,
+        self, source: Source, epochs: Epochs, settings: DataSettings, plan_step: PlanStep, communicator: Communicator
     ) -> None:
         self._epochs = epochs
         self._plan_step = plan_step
@@ -41,21 +116,24 @@ class ShardedFeed:
         self._read = reader_of(source, is_weighed=settings.weight_fn is not None)
         self._deliver = Delivery(source, communicator.world.device, settings.weight_fn)
         self._prefetcher = _prefetcher(source, self._read, settings, communicator.timeout_s)
-        self._epoch: EpochSamples
+        self._epoch: Epoch | None = None
         self._plan: Plan = ()
         self._position = Position()
 
     def begin_step(self, position: Position) -> Step:
-        self._epoch = epoch = self._epochs.begin(position.epoch)
+        epoch = self._epoch
+        if epoch is None or epoch.number != position.epoch:
+            self._epoch = epoch = self._epochs.begin(position.epoch)
         self._position = position
         left = epoch.num_left(position)
         self._plan = plan = self._plan_step(left)
         count = plan[-1].stop
-        num_samples = epoch.num_samples(position.micro_batch, count)
-        total_weight = num_samples if self._deliver.knows_weights else None
-        return Step(plan, num_samples, total_weight, count == left and position.micro_batch > 0)
+        start, stop = epoch.positions(position.micro_batch, count)
+        total_weight = stop - start if self._deliver.knows_weights else None
+        return Step(plan, stop - start, total_weight, count == left and position.micro_batch > 0)
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
+        assert self._epoch is not None, "begin_step comes first"
         request = self._epoch.request(self._position.micro_batch + numbers[0], len(numbers))
         if self._prefetcher is None:
             return self._deliver(self._read(request))
@@ -63,7 +141,8 @@ class ShardedFeed:
         return self._deliver(self._prefetcher.take(request))
 
     def after_step(self, position: Position) -> Position:
-        return position.after_step(self._plan[-1].stop, self._epoch.steps)
+        assert self._epoch is not None, "begin_step comes first"
+        return self._epoch.after(position, self._plan[-1].stop)
 
     def close(self) -> None:
         if self._prefetcher is not None:
@@ -71,14 +150,13 @@ class ShardedFeed:
 
     def _upcoming(self, first: int) -> Iterator[Request]:
         """This worker's requests from number `first` of this step on, assuming that the plan stays the same."""
-        position, plan = self._position, self._plan
-        epoch: EpochSamples | None = self._epoch
+        position, plan, epoch = self._position, self._plan, self._epoch
         while epoch is not None:
             for numbers in passes(plan[self._rank], self._at_once):
                 if numbers[0] >= first:
                     yield epoch.request(position.micro_batch + numbers[0], len(numbers))
             first = 0
-            position = position.after_step(plan[-1].stop, epoch.steps)
+            position = epoch.after(position, plan[-1].stop)
             epoch = self._epochs.known(position.epoch)
             if epoch is not None:
                 plan = self._plan_step(epoch.num_left(position))
@@ -88,7 +166,8 @@ class Delivery:
     """Turns what was read into a batch on the device and its weight, and reports skipped samples."""
 
     def __init__(self, source: object, device: torch.device, weight_fn: Callable[[Any], int] | None) -> None:
-        self._to_device = DeviceCopier(device)
+        copier = DeviceCopier(device)
+        self._to_device = None if copier.is_noop else copier
         self._weight_fn = weight_fn
         self._report_skipped = source.report_skipped if isinstance(source, ReportsSkipped) else None
         # Weights that are known before reading save a pass over all gradients. In exact mode this affects the last
@@ -96,41 +175,14 @@ class Delivery:
         self.knows_weights = weight_fn is None and not counts_samples(source)
 
     def __call__(self, read: Read) -> tuple[Any, int]:
+        batch = read.batch
         if read.skipped and self._report_skipped is not None:
             self._report_skipped(read.skipped)
-        if read.batch is None:
+        if batch is None:
             return None, 0
         # Weighed on the host: reading a value from a GPU would wait for it.
-        weight = read.num_samples if self._weight_fn is None else weight_of(read.batch, self._weight_fn)
-        return self._to_device(read.batch), weight
-
-
-class Prefetcher:
-    """Keeps at most `depth` requests in flight. A request that was not expected is read on demand."""
-
-    def __init__(self, readers: Readers, depth: int) -> None:
-        if depth < 1:
-            raise ValueError(f"prefetch={depth} is too small: read at least 1 micro-batch ahead")
-        self._readers = readers
-        self._depth = depth
-        self._in_flight: dict[Hashable, Callable[[], Any]] = {}
-
-    def expect(self, upcoming: Iterable[Hashable]) -> None:
-        """The next requests, in order. Earlier requests that are not among them are dropped."""
-        wanted = list(islice(upcoming, self._depth))
-        for request in self._in_flight.keys() - set(wanted):
-            del self._in_flight[request]
-        for request in wanted:
-            if request not in self._in_flight:
-                self._in_flight[request] = self._readers.submit(request)
-
-    def take(self, request: Hashable) -> Any:
-        answer = self._in_flight.pop(request, None) or self._readers.submit(request)
-        return answer()
-
-    def close(self) -> None:
-        self._in_flight.clear()
-        self._readers.close()
+        weight = read.num_samples if self._weight_fn is None else weight_of(batch, self._weight_fn)
+        return batch if self._to_device is None else self._to_device(batch), weight
 
 
 def reader_of(source: Source, *, is_weighed: bool = False) -> Callable[[Request], Read]:
@@ -149,19 +201,16 @@ def reader_of(source: Source, *, is_weighed: bool = False) -> Callable[[Request]
     return read
 
 
-def passes(numbers: range, at_once: int) -> Iterable[range]:
+def passes(numbers: range, at_once: int) -> Iterator[range]:
     """A share's micro-batches, grouped into forward passes of at most `at_once`."""
-    if 0 < len(numbers) <= at_once:
-        return (numbers,)
-    return [numbers[start : start + at_once] for start in range(0, len(numbers), at_once)]
+    for start in range(0, len(numbers), at_once):
+        yield numbers[start : start + at_once]
 
 
 def weight_of(batch: Any, weight_fn: Callable[[Any], int]) -> int:
     """The result of weight_fn as an integer."""
-    try:
+    with UserCode("calling weight_fn"):
         value = weight_fn(batch)
-    except StopIteration as error:
-        raise ended_by_stop_iteration("weight_fn") from error
     try:
         weight = int(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # None, nan, inf, a tensor with several numbers
@@ -177,12 +226,12 @@ def _prefetcher(
     source: Source, read: Callable[[Request], Read], settings: DataSettings, timeout_s: float
 ) -> Prefetcher | None:
     count, depth = settings.readers, settings.prefetch
-    if not count and not reads_in_thread(source):
-        if depth:
-            raise ValueError(
-                f"prefetch={depth} needs reader processes: this data runs user code, which must not run in a thread "
-                "beside the step; set readers >= 1"
-            )
-        return None
-    readers = ReaderProcesses(read, count, timeout_s) if count else ReaderThread(read, timeout_s)
-    return Prefetcher(readers, depth or 2 * max(1, count))
+    if count or reads_in_thread(source):
+        readers = ReaderProcesses(read, count, timeout_s) if count else ReaderThread(read, timeout_s)
+        return Prefetcher(readers, depth or 2 * max(1, count))
+    if depth:
+        raise ValueError(
+            f"prefetch={depth} needs reader processes: this data runs user code, which must not run in a thread "
+            "beside the step; set readers >= 1"
+        )
+    return None

@@ -1,4 +1,4 @@
-"""Arrow and Parquet files as one source."""
+"""Tables as sources: Arrow and Parquet files, and map-style HF `datasets`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from paceline.core.generators import host_randomness
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import naming_sample, suggestion
 from paceline.data.fingerprint import Facts, file_facts
 from paceline.data.sources.arrow_files import DataFile, FileBatches, index_files
-from paceline.data.sources.base import Indices, Read, Seeded
-from paceline.data.sources.collate import collate, counted, join
+from paceline.data.sources.arrow_rows import RecordBatches
+from paceline.data.sources.base import CollatingSource, Indices, Samples, Source, WrappedData
 
 StrPath = str | os.PathLike[str]
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".pq")
 
 
-class ArrowSource(Seeded):
+class ArrowSource(CollatingSource):
     """Rows of Arrow files (file or stream format, such as those of HF datasets) and Parquet files.
 
     A micro-batch is a dict of columns: a tensor (samples, ...) for numbers and for lists of numbers of equal length,
@@ -56,28 +59,17 @@ class ArrowSource(Seeded):
         seed: int | None = None,
         max_decoded_bytes: int = 256 << 20,
     ) -> None:
-        super().__init__(seed)
+        super().__init__(collate_fn, seed)
         files = index_files(_find_files([paths] if isinstance(paths, str | os.PathLike) else paths))
         self.columns = _choose_columns(files, columns)
         self._batches = FileBatches(files, self.columns, max_decoded_bytes)
         if not len(self):
             raise ValueError(f"{paths} has no rows: give files with at least one row")
         self._transform = transform
-        self._collate = collate_fn
 
     @property
     def may_read_in_thread(self) -> bool:
-        return self._transform is None and self._collate is None
-
-    @property
-    def counts_samples(self) -> bool:
-        return self._collate is not None
-
-    @property
-    def batch_starts(self) -> Indices:
-        """The first row of each record batch or row group, and the number of rows. An order that reads each row group
-        once keeps these together."""
-        return self._batches.starts
+        return self._transform is None and self._collate_fn is None
 
     def __len__(self) -> int:
         return int(self._batches.starts[-1])
@@ -89,13 +81,9 @@ class ArrowSource(Seeded):
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         if self.may_read_in_thread:
             return self._batches.read_columns(indices, indices)
-        return self._joined(indices, epoch, position)[0]
+        return super().read(indices, epoch, position)
 
-    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
-        return counted(*self._joined(indices, epoch, position), is_weighed=is_weighed)
-
-    def _joined(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
-        """The micro-batch, and the samples it was made of."""
+    def _fetch_and_join(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
         samples: list[Any] = self._batches.read_rows(indices)
         wanted = indices.tolist()
         with host_randomness() as randomness:
@@ -105,20 +93,18 @@ class ArrowSource(Seeded):
                     with naming_sample(index, self._batches.file_of(index)):
                         samples[place] = self._transform(samples[place])
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position))
-            return join(self._collate or collate, samples, wanted), samples
+            return self._join(samples, wanted)
 
 
 def _find_files(paths: Sequence[StrPath]) -> list[str]:
     found: list[str] = []
     for path in [os.fspath(path) for path in paths]:
-        missing = f"no file matches {path}"
+        matches, missing = [path], f"no file matches {path}"
         if Path(path).is_dir():
             matches = sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(_SUFFIXES))
             missing = f"folder {path} has no file that ends with {', '.join(_SUFFIXES)}"
         elif has_magic(path) and not Path(path).exists():
             matches = sorted(glob(path, recursive=True))  # noqa: PTH207 - the pattern may be absolute
-        else:
-            matches = [path]
         if not matches:
             raise FileNotFoundError(f"{missing}: check the path")
         found += map(os.path.abspath, matches)
@@ -147,3 +133,55 @@ def _choose_columns(files: Sequence[DataFile], wanted: Sequence[str] | None) -> 
                 "choose those they share with columns=[...], or read the files as separate sources"
             )
     return names
+
+
+def hf_source(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source:
+    """The source for a `datasets.Dataset`.
+
+    Micro-batches are read from its table, as in `ArrowSource`, if the data set has no format or a plain
+    `with_format("torch")` (numbers become int64 and float32) and there is no collate function. Otherwise samples are
+    read through the data set.
+    """
+    return HfTable(dataset) if collate_fn is None and _is_plain(dataset) else Samples(dataset, collate_fn, seed)
+
+
+class HfTable(WrappedData):
+    """A data set's rows as micro-batches of columns. It is pickled as the data set is: by path if it is in files."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._data = dataset
+        self._is_torch = dataset.format["type"] == "torch"
+        batches = dataset.data.table.select(dataset.format["columns"]).to_batches()
+        self._batches = RecordBatches([batch.num_rows for batch in batches], batches)
+        # Made by shuffle, filter and select: the table row of each sample.
+        mapping = dataset._indices
+        self._rows = None if mapping is None else mapping.table.column(0).to_numpy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HfTable, (self._data,)
+
+    def read(self, indices: Indices, epoch: int, position: int) -> dict[str, Any]:
+        rows = indices if self._rows is None else self._rows[indices].astype(np.int64)
+        columns = self._batches.read_columns(rows, indices)
+        return {name: _as_hf_torch(column) for name, column in columns.items()} if self._is_torch else columns
+
+
+def _as_hf_torch(column: Any) -> Any:
+    if not isinstance(column, torch.Tensor) or column.dtype == torch.bool:
+        return column
+    return column.to(torch.float32 if column.is_floating_point() else torch.int64)
+
+
+def _is_plain(dataset: Any) -> bool:
+    format = dataset.format
+    has_settings = format["format_kwargs"] or format["output_all_columns"]
+    is_decoded = any(_is_decoded(dataset.features[name]) for name in format["columns"])
+    return format["type"] in (None, "torch") and not has_settings and not is_decoded
+
+
+def _is_decoded(feature: Any) -> bool:
+    """Whether a feature, such as an image, is stored in another form than it is used in."""
+    if isinstance(feature, dict | list | tuple):
+        return any(map(_is_decoded, feature.values() if isinstance(feature, dict) else feature))
+    inner = getattr(feature, "feature", None)
+    return hasattr(feature, "decode_example") or (inner is not None and _is_decoded(inner))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -23,7 +23,6 @@ import numpy as np
 from paceline.core.optional import pyarrow
 from paceline.data.errors import SampleError
 from paceline.data.sources.arrow_rows import RecordBatches
-from paceline.data.sources.base import Indices
 
 _VERSION = 1
 _CHECKED_BYTES = 4096
@@ -42,22 +41,13 @@ class DataFile:
     mtime_ns: int
     content: str
     format: str
-    batch_rows: tuple[int, ...]
+    batch_rows: Sequence[int]
     columns: dict[str, str]
 
 
 def index_files(paths: Sequence[str]) -> list[DataFile]:
     """An entry for each file, from the index if it is still valid."""
-    by_folder: dict[str, list[str]] = defaultdict(list)
-    for path in paths:
-        by_folder[os.path.dirname(path)].append(path)  # noqa: PTH120 - thousands of paths, each a string already
-    entries: dict[str, DataFile] = {}
-    for folder, members in by_folder.items():
-        entries |= _index_folder(folder, members)
-    return [entries[path] for path in paths]
-
-
-def _index_folder(folder: str, paths: Sequence[str]) -> dict[str, DataFile]:
+    folder = os.path.commonpath([os.path.dirname(path) for path in paths])  # noqa: PTH120 - thousands of strings
     cache = Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline")
     index_path = cache / "arrow" / f"{blake2b(folder.encode(), digest_size=16).hexdigest()}.json"
     known = _load_index(index_path)
@@ -71,7 +61,7 @@ def _index_folder(folder: str, paths: Sequence[str]) -> dict[str, DataFile]:
     if any(entries[path] is not known.get(path) for path in paths):
         others = {path: entry for path, entry in known.items() if Path(path).exists()}
         _save_index(index_path, others | entries)
-    return entries
+    return [entries[path] for path in paths]
 
 
 def _identify(path: str) -> tuple[int, str]:
@@ -91,14 +81,11 @@ def _identify(path: str) -> tuple[int, str]:
 
 def _load_index(index_path: Path) -> dict[str, DataFile]:
     """The entries of an index; none if there is no index or it is unreadable."""
-    try:
+    with suppress(OSError, ValueError, TypeError, KeyError):
         index = json.loads(index_path.read_bytes())
-        if index["version"] != _VERSION:
-            return {}
-        entries = [DataFile(**entry | {"batch_rows": tuple(entry["batch_rows"])}) for entry in index["files"]]
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-    return {entry.path: entry for entry in entries}
+        if index["version"] == _VERSION:
+            return {entry["path"]: DataFile(**entry) for entry in index["files"]}
+    return {}
 
 
 def _save_index(index_path: Path, entries: dict[str, DataFile]) -> None:
@@ -125,11 +112,9 @@ def _scan(path: str, mtime_ns: int, content: str) -> DataFile:
             f"{path} is corrupt or truncated, or neither an Arrow nor a Parquet file: {_one_line(error)}: write it "
             "again"
         ) from error
-    names = [field.name for field in schema]
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"{path} has the columns {names}: it needs at least one, and each name only once")
-    columns = {field.name: str(field.type) for field in schema}
-    return DataFile(path, mtime_ns, content, format, tuple(batch_rows), columns)
+    if not schema.names or len(set(schema.names)) < len(schema.names):
+        raise ValueError(f"{path} has the columns {schema.names}: it needs at least one, and each name only once")
+    return DataFile(path, mtime_ns, content, format, batch_rows, {field.name: str(field.type) for field in schema})
 
 
 def _scan_arrow(path: str, format: str) -> tuple[Any, list[int]]:
@@ -170,9 +155,8 @@ class FileBatches(RecordBatches):
     """
 
     def __init__(self, files: Sequence[DataFile], columns: Sequence[str], max_decoded_bytes: int) -> None:
-        super().__init__([])
+        super().__init__([rows for file in files for rows in file.batch_rows])
         self.files = files
-        self.starts: Indices = np.cumsum([0, *(rows for file in files for rows in file.batch_rows)])
         self._columns = list(columns)
         self._max_decoded_bytes = max_decoded_bytes
         self._first_numbers = np.cumsum([0, *(len(file.batch_rows) for file in files)])
@@ -227,7 +211,11 @@ class FileBatches(RecordBatches):
     def _read(self, file: DataFile, local: int) -> Iterable[tuple[int, Any, bool]]:
         """(number in the file, batch, whether it is used where it is in the file)."""
         if file.format == "parquet":
-            yield local, self._row_group(file, local), False
+            _check_unchanged(file)
+            with pyarrow("pyarrow.parquet").ParquetFile(file.path, memory_map=True) as parquet:
+                # No threads: workers and reader processes are parallel already.
+                table = parquet.read_row_group(local, columns=self._columns, use_threads=False)
+            yield local, self._batch_of([table.column(name).combine_chunks() for name in self._columns]), False
         elif file.format == "file":
             if file.path not in self._readers:
                 mapping = _map(file)
@@ -243,25 +231,18 @@ class FileBatches(RecordBatches):
         """The chosen columns, and whether their memory is that of the file."""
         batch.validate()
         arrays = [batch.column(name) for name in self._columns]
-        end = mapping.address + mapping.size
         buffers = (buffer for array in arrays for buffer in array.buffers() if buffer is not None and buffer.size)
-        is_mapped = all(mapping.address <= buffer.address < end for buffer in buffers)
-        # A new batch, without metadata, which may differ from file to file.
-        return pyarrow().RecordBatch.from_arrays(arrays, names=self._columns), is_mapped
+        in_file = range(mapping.address, mapping.address + mapping.size)
+        return self._batch_of(arrays), all(buffer.address in in_file for buffer in buffers)
 
-    def _row_group(self, file: DataFile, local: int) -> Any:
-        _check_unchanged(file)
-        with pyarrow("pyarrow.parquet").ParquetFile(file.path, memory_map=True) as parquet:
-            # No threads: workers and reader processes are parallel already.
-            table = parquet.read_row_group(local, columns=self._columns, use_threads=False)
-        arrays = [table.column(name).combine_chunks() for name in self._columns]
+    def _batch_of(self, arrays: list[Any]) -> Any:
+        """A new batch, without metadata, which may differ from file to file."""
         return pyarrow().RecordBatch.from_arrays(arrays, names=self._columns)
 
     def _keep_decoded(self, number: int, batch: Any) -> None:
-        if number in self._decoded:
-            return
-        self._decoded[number] = batch
-        self._decoded_bytes += batch.nbytes
+        if number not in self._decoded:
+            self._decoded[number] = batch
+            self._decoded_bytes += batch.nbytes
         while self._decoded_bytes > self._max_decoded_bytes:
             _, oldest = self._decoded.popitem(last=False)
             self._decoded_bytes -= oldest.nbytes

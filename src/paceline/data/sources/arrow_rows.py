@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,11 +25,16 @@ class _NotRectangular(Exception):
 
 
 class RecordBatches:
-    """Numbered record batches in memory; `starts[number]` is the first row of one, `starts[-1]` the number of rows."""
+    """Numbered record batches; `starts[number]` is the first row of one, `starts[-1]` the number of rows.
 
-    def __init__(self, batches: list[Any]) -> None:
+    Args:
+        num_rows: of each record batch.
+        batches: the record batches, if they are in memory.
+    """
+
+    def __init__(self, num_rows: Sequence[int], batches: Sequence[Any] = ()) -> None:
+        self.starts: Indices = np.cumsum([0, *num_rows])
         self._batches = batches
-        self.starts: Indices = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self._arrays: dict[int, Arrays | None] = {}
 
     def batch(self, number: int) -> Any:
@@ -56,11 +61,19 @@ class RecordBatches:
         `samples`: the numbers of the rows in error messages.
         """
         columns = self._copy_views(rows)
-        return _as_columns(self._gather(rows), samples, self) if columns is None else columns
+        if columns is not None:
+            return columns
+        columns = {}
+        for name, array in self._gather(rows):
+            try:
+                columns[name] = _tensor(array) if _is_numeric(array.type) else array.to_pylist()
+            except _NotRectangular:
+                raise self._explanation(name, array, samples) from None
+        return columns
 
     def read_rows(self, rows: Indices) -> list[dict[str, Any]]:
         """Each row as a dict: numbers and lists of them as tensors, other values as Python values, null as None."""
-        columns = {name: _row_values(array) for name, array in _arrays_of(self._gather(rows))}
+        columns = {name: _row_values(array) for name, array in self._gather(rows)}
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def _copy_views(self, indices: Indices) -> dict[str, Any] | None:
@@ -73,21 +86,23 @@ class RecordBatches:
             return None
         columns = {}
         for name, first in pieces[0][0].items():
-            shape = first.shape[1:]
-            tensor = _empty(len(indices), first)
-            rows, place = tensor.numpy(), 0
+            columns[name] = _empty(len(indices), first)
+            rows, place = columns[name].numpy(), 0
             for arrays, row, length in pieces:
-                if arrays is None or arrays[name].shape[1:] != shape:
+                if arrays is None or arrays[name].shape[1:] != first.shape[1:]:
                     return None
                 rows[place : place + length] = arrays[name][row : row + length]
                 place += length
-            columns[name] = tensor
         return columns
 
-    def _gather(self, indices: Indices) -> Any:
-        """Rows in this order as a table of one chunk."""
+    def _gather(self, indices: Indices) -> Iterator[tuple[str, Any]]:
+        """The columns of these rows, in this order, each as one Arrow array."""
         pieces = [self.batch(number).slice(row, length) for number, row, length in self._pieces(indices)]
-        return pyarrow().Table.from_batches(pieces).combine_chunks()
+        table = pyarrow().Table.from_batches(pieces).combine_chunks()
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            array = column.chunk(0)
+            is_dictionary = pyarrow("pyarrow.types").is_dictionary(array.type)
+            yield name, array.dictionary_decode() if is_dictionary else array
 
     def _pieces(self, indices: Indices) -> Iterator[tuple[int, int, int]]:
         """Runs of neighbouring rows: record batch, first row in it, number of rows."""
@@ -100,37 +115,35 @@ class RecordBatches:
         lengths = np.append(firsts[1:], len(indices)) - firsts
         return zip(numbers[firsts].tolist(), rows[firsts].tolist(), lengths.tolist(), strict=True)
 
+    def _explanation(self, name: str, array: Any, samples: Indices) -> Exception:
+        """Why a column of numbers is not a tensor: a null or uneven lists in a row, or two rows of different shapes."""
+        shapes = []
+        for place, index in enumerate(samples.tolist()):
+            try:
+                shapes.append(_numbers(array.slice(place, 1)).shape[1:])
+            except _NotRectangular:
+                file = self.file_of(index)
+                return SampleError(
+                    f"sample {index}{f' in {file}' if file else ''} has a null or lists of unequal lengths in column "
+                    f"{name!r}, which cannot become a tensor: fill it in a transform or collate_fn, or leave the "
+                    "column out (columns=...)",
+                    index=index,
+                    file=file,
+                )
+        other = next(place for place, shape in enumerate(shapes) if shape != shapes[0])
+        return ValueError(
+            f"samples {samples[0]} and {samples[other]} do not fit into one micro-batch: their shapes of column "
+            f"{name!r} are {shapes[0]} and {shapes[other]}: give a collate_fn that pads them, or a transform that cuts "
+            "them"
+        )
+
 
 def _views(batch: Any) -> Arrays | None:
-    arrays = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if not _is_numeric(column.type):
-            return None
-        try:
-            arrays[name] = _numbers(column, copy=False)
-        except (_NotRectangular, pyarrow().ArrowInvalid):  # nulls, lists of different lengths; booleans, stored as bits
-            return None
-    return arrays
-
-
-def _as_columns(table: Any, samples: Indices, batches: RecordBatches) -> dict[str, Any]:
-    columns = {}
-    for name, array in _arrays_of(table):
-        if not _is_numeric(array.type):
-            columns[name] = array.to_pylist()
-            continue
-        try:
-            columns[name] = _tensor(array)
-        except _NotRectangular:
-            raise _explanation(name, array, samples, batches) from None
-    return columns
-
-
-def _arrays_of(table: Any) -> Iterator[tuple[str, Any]]:
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        array = column.chunk(0)
-        is_dictionary = pyarrow("pyarrow.types").is_dictionary(array.type)
-        yield name, array.dictionary_decode() if is_dictionary else array
+    try:
+        columns = zip(batch.schema.names, batch.columns, strict=True)
+        return {name: _numbers(column, copy=False) for name, column in columns}
+    except (_NotRectangular, pyarrow().ArrowInvalid):  # nulls, lists of different lengths; booleans, stored as bits
+        return None
 
 
 def _is_list(type: Any) -> bool:
@@ -149,23 +162,19 @@ def _is_numeric(type: Any) -> bool:
 def _numbers(array: Any, *, copy: bool = True) -> npt.NDArray[Any]:
     """(rows, ...), without a copy if possible. If `copy` is False and one is needed, pyarrow raises ArrowInvalid."""
     array = getattr(array, "storage", array)
-    if array.null_count:
+    if array.null_count or not _is_numeric(array.type):
         raise _NotRectangular
     if not _is_list(array.type):
         numbers: npt.NDArray[Any] = array.to_numpy(zero_copy_only=not copy)
         return numbers
-    inner = _numbers(array.flatten(), copy=copy)
-    return inner.reshape(len(array), _list_length(array), *inner.shape[1:])
-
-
-def _list_length(array: Any) -> int:
-    """The length that all lists of an array have."""
     if pyarrow("pyarrow.types").is_fixed_size_list(array.type):
-        return int(array.type.list_size)
-    lengths = np.unique(np.diff(array.offsets.to_numpy()))
+        lengths = np.array([array.type.list_size])
+    else:
+        lengths = np.unique(np.diff(array.offsets.to_numpy()))
     if len(lengths) > 1:
         raise _NotRectangular
-    return int(lengths[0]) if len(lengths) else 0
+    inner = _numbers(array.flatten(), copy=copy)
+    return inner.reshape(len(array), lengths[0] if len(lengths) else 0, *inner.shape[1:])
 
 
 def _empty(num_rows: int, like: npt.NDArray[Any]) -> torch.Tensor:
@@ -182,39 +191,12 @@ def _tensor(array: Any) -> torch.Tensor:
 
 
 def _row_values(array: Any) -> list[Any]:
+    """The value of each row: a tensor if it is an array of numbers."""
     if not _is_numeric(array.type):
-        values: list[Any] = array.to_pylist()
-        return values
+        return list(array.to_pylist())
     try:
         return list(_tensor(array).unbind())
     except _NotRectangular:
-        return [_row_value(array.slice(i, 1)) for i in range(len(array))]
-
-
-def _row_value(row: Any) -> Any:
-    try:
-        return _tensor(row)[0]
-    except _NotRectangular:
-        return row[0].as_py()
-
-
-def _explanation(name: str, array: Any, samples: Indices, batches: RecordBatches) -> Exception:
-    """Why a column of numbers is not a tensor: a row with a null or uneven lists, or two rows of different shapes."""
-    shapes = []
-    for place, index in enumerate(samples.tolist()):
-        try:
-            shapes.append(_numbers(array.slice(place, 1)).shape[1:])
-        except _NotRectangular:
-            file = batches.file_of(index)
-            in_file = "" if file is None else f" in {file}"
-            return SampleError(
-                f"sample {index}{in_file} has a null or lists of unequal lengths in column {name!r}, which cannot "
-                "become a tensor: fill it in a transform or collate_fn, or leave the column out (columns=...)",
-                index=index,
-                file=file,
-            )
-    other = next(place for place, shape in enumerate(shapes) if shape != shapes[0])
-    return ValueError(
-        f"samples {samples[0]} and {samples[other]} do not fit into one micro-batch: their shapes of column {name!r} "
-        f"are {shapes[0]} and {shapes[other]}: give a collate_fn that pads them, or a transform that cuts them"
-    )
+        if len(array) == 1:
+            return [array[0].as_py()]
+        return [_row_values(array.slice(i, 1))[0] for i in range(len(array))]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from functools import partial
+from operator import itemgetter
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -14,13 +16,13 @@ from torch.utils.data import TensorDataset
 
 from paceline.core.generators import host_randomness
 from paceline.core.seeding import Purpose, derive_seed
-from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.errors import UserCode
 from paceline.data.fingerprint import Facts, facts_of, is_hf_dataset, tensor_facts
 from paceline.data.sources.collate import Pair as Pair
 from paceline.data.sources.collate import Read as Read
 from paceline.data.sources.collate import collate, counted, join
+from paceline.plan.order import Indices as Indices
 
-Indices = npt.NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]
 
 
@@ -98,57 +100,90 @@ class Seeded:
         return twin
 
 
+class WrappedData:
+    """Base of sources that read from other data, which has their length and fingerprint."""
+
+    _data: Any
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def fingerprint(self) -> Facts:
+        return facts_of(self._data)
+
+
 class Columns:
     """Tensors or arrays with one row per sample: a tensor, or a tuple or dict of them. Reading is one gather each."""
 
     def __init__(self, columns: Any) -> None:
-        names = list(columns) if isinstance(columns, Mapping) else None
-        tensors = (
-            columns.values() if isinstance(columns, Mapping) else columns if isinstance(columns, tuple) else [columns]
-        )
-        self._names = names
-        self._tensors = [_as_tensor(t) for t in tensors]
-        self._is_on_host = all(t.device.type == "cpu" for t in self._tensors)
-        lengths = [len(t) for t in self._tensors]
+        self._pack: Callable[[list[torch.Tensor]], Any]
+        if isinstance(columns, Mapping):
+            names, arrays = list(columns), list(columns.values())
+            self._pack = lambda parts: dict(zip(names, parts, strict=True))
+        else:
+            arrays = list(columns) if isinstance(columns, tuple) else [columns]
+            names = [*map(str, range(len(arrays)))]
+            is_pair = isinstance(columns, tuple) and len(columns) == 2
+            self._pack = Pair._make if is_pair else tuple if isinstance(columns, tuple) else itemgetter(0)
+        self._names, self._tensors = names, [*map(_as_tensor, arrays)]
+        lengths = [*map(len, self._tensors)]
         if len(set(lengths)) > 1:
             raise ValueError(f"the columns of data have {lengths} rows: all columns need the same number of rows")
-        self._pack: Callable[[list[torch.Tensor]], Any]
-        if names is not None:
-            self._pack = lambda parts: dict(zip(names, parts, strict=True))
-        elif not isinstance(columns, tuple):
-            self._pack = lambda parts: parts[0]
-        else:
-            self._pack = tuple if len(self._tensors) != 2 else Pair._make
+        # `index_select` takes half the time of indexing, but would undo channels_last.
+        self._gathers = [partial(t.index_select, 0) if t.is_contiguous() else t.__getitem__ for t in self._tensors]
+        self._is_on_host = all(tensor.is_cpu for tensor in self._tensors)
 
     def __len__(self) -> int:
         return len(self._tensors[0])
 
     def fingerprint(self) -> Facts:
-        return tensor_facts(dict(zip(self._names or map(str, range(len(self._tensors))), self._tensors, strict=True)))
+        return tensor_facts(dict(zip(self._names, self._tensors, strict=True)))
 
     def on(self, device: torch.device) -> Columns:
-        """The same columns on this device."""
-        return Columns(self._pack([t.to(device) for t in self._tensors]))
-
-    def num_bytes_missing_on(self, device: torch.device) -> int:
-        """The memory that `on` allocates there."""
-        return sum(t.numel() * t.element_size() for t in self._tensors if t.device != device)
+        """The same columns on this device. Raises MemoryError before copying if they do not fit."""
+        needed = sum(tensor.nbytes for tensor in self._tensors if tensor.device != device)
+        if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
+            raise MemoryError(
+                f"resident=True needs {needed / 2**30:.2f} GiB on {device} for the data, but only "
+                f"{free / 2**30:.2f} GiB are free: leave it out, or use smaller data"
+            )
+        return Columns(self._pack([tensor.to(device) for tensor in self._tensors]))
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         index = torch.from_numpy(indices)
         if self._is_on_host:
-            return self._pack([_gathered(t, index) for t in self._tensors])
+            return self._pack([gather(index) for gather in self._gathers])
         pinned = index.pin_memory()  # a copy from pageable memory would wait for the device
-        on_device = {device: pinned.to(device, non_blocking=True) for device in {t.device for t in self._tensors}}
-        return self._pack([_gathered(t, on_device[t.device]) for t in self._tensors])
+        index_on = {device: pinned.to(device, non_blocking=True) for device in {t.device for t in self._tensors}}
+        return self._pack([gather(index_on[t.device]) for gather, t in zip(self._gathers, self._tensors, strict=True)])
 
 
-def _gathered(column: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows in the column's memory format. `index_select` takes half the time, but would undo channels_last."""
-    return column.index_select(0, index) if column.is_contiguous() else column[index]
+class CollatingSource(Seeded):
+    """Base of sources that join samples by a collate function: torch's, or the user's, which may leave some out."""
+
+    def __init__(self, collate_fn: Collate | None, seed: int | None) -> None:
+        super().__init__(seed)
+        self._collate_fn = collate_fn
+
+    @property
+    def counts_samples(self) -> bool:
+        return self._collate_fn is not None
+
+    def read(self, indices: Indices, epoch: int, position: int) -> Any:
+        return self._fetch_and_join(indices, epoch, position)[0]
+
+    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
+        return counted(*self._fetch_and_join(indices, epoch, position), is_weighed=is_weighed)
+
+    def _fetch_and_join(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
+        """The micro-batch, and the samples it was made of."""
+        raise NotImplementedError
+
+    def _join(self, samples: list[Any], indices: list[int]) -> tuple[Any, list[Any]]:
+        return join(self._collate_fn or collate, samples, indices), samples
 
 
-class Samples:
+class Samples(WrappedData, CollatingSource):
     """Samples that are fetched one by one, or together by `__getitems__` if the data set has it, then collated.
 
     User code may draw random numbers: Python's, NumPy's and torch's generators are seeded by (seed, epoch, sample), or
@@ -156,81 +191,65 @@ class Samples:
     """
 
     def __init__(self, samples: Any, collate_fn: Collate | None, seed: int) -> None:
-        self._samples = samples
-        self._collate = collate_fn or collate
-        self._seed = seed
-        self._runs_user_code = collate_fn is not None or not _is_plain(samples)
+        super().__init__(collate_fn, seed)
+        self._data = samples
+        self._runs_UserCode = collate_fn is not None or not _is_plain(samples)
         self._fetch_together = getattr(samples, "__getitems__", None)
-        self.counts_samples = collate_fn is not None
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def fingerprint(self) -> Facts:
-        return facts_of(self._samples)
-
-    def read(self, indices: Indices, epoch: int, position: int) -> Any:
-        return self._read(indices, epoch, position)[0]
-
-    def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
-        return counted(*self._read(indices, epoch, position), is_weighed=is_weighed)
-
-    def _read(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
-        """The micro-batch, and the samples it was made of."""
+    def _fetch_and_join(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
         wanted = indices.tolist()
-        if not self._runs_user_code:
-            fetched = [self._samples[i] for i in wanted]
-            return join(self._collate, fetched, wanted), fetched
+        if not self._runs_UserCode:
+            return self._join([self._data[i] for i in wanted], wanted)
         block_seed = derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position)
         with host_randomness() as randomness:
             if self._fetch_together is not None:
                 randomness.seed(block_seed)
-                fetched = _fetch(self._fetch_together, wanted, "samples")
+                with UserCode("reading samples {} of the data set", wanted):
+                    fetched = self._fetch_together(wanted)
                 if len(fetched) != len(wanted):
                     raise ValueError(
                         f"__getitems__ of the data set returned {len(fetched)} samples for {len(wanted)} indices: "
                         "return one for each; to leave some out, give a collate_fn that does"
                     )
-            else:
-                fetched = []
-                for i in wanted:
-                    randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, i))
-                    fetched.append(_fetch(self._samples.__getitem__, i))
-                randomness.seed(block_seed)
-            return join(self._collate, fetched, wanted), fetched
+                return self._join(fetched, wanted)
+            fetched = []
+            for i in wanted:
+                randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, i))
+                with UserCode("reading sample {} of the data set", i):
+                    fetched.append(self._data[i])
+            randomness.seed(block_seed)
+            return self._join(fetched, wanted)
 
 
-class Cycle:
+class Cycle(WrappedData):
     """Batches, or single samples, in a fixed order, repeated up to `length`; they are not collated.
 
     Random numbers are seeded as in `Samples`; every pass over the items counts as an epoch.
     """
 
     def __init__(self, items: Sequence[Any], length: int, seed: int) -> None:
-        self._items = items
+        self._data = items
         self._length = length
         self._seed = seed
 
     def __len__(self) -> int:
         return self._length
 
-    def fingerprint(self) -> Facts:
-        return facts_of(self._items)
-
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         (index,) = indices.tolist()
-        pass_number, item = divmod(index, len(self._items))
-        if _is_plain(self._items):
-            return self._items[item]
+        pass_number, item = divmod(index, len(self._data))
+        if _is_plain(self._data):
+            return self._data[item]
         with host_randomness() as randomness:
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, pass_number, item))
-            return _fetch(self._items.__getitem__, item)
+            with UserCode("reading sample {} of the data set", item):
+                return self._data[item]
 
 
 def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) -> Source:
     """The source for `data` with numbered samples, in any of the forms that `Trainer.setup` takes."""
     if is_hf_dataset(data):
-        from paceline.data.sources.hf import hf_source  # not at the top: it builds on this module
+        from paceline.data.sources.arrow import hf_source  # not at the top: it builds on this module
 
         return hf_source(data, collate_fn, seed)
     # A data set with items may have a method `read` too.
@@ -260,16 +279,6 @@ def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) ->
     if len(source) == 0:
         raise ValueError("data is empty: give at least one sample")
     return source
-
-
-def _fetch(get: Callable[[Any], Any], wanted: int | list[int], what: str = "sample") -> Any:
-    try:
-        return get(wanted)
-    except StopIteration as error:
-        raise ended_by_stop_iteration(f"reading {what} {wanted} of the data set") from error
-    except BaseException as error:
-        error.add_note(f"while reading {what} {wanted} of the data set")
-        raise
 
 
 def _is_plain(samples: Any) -> bool:

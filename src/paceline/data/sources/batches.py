@@ -7,12 +7,10 @@ from typing import Any
 
 from paceline.core.generators import host_randomness
 from paceline.core.seeding import Purpose, derive_seed
-from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.errors import UserCode
 from paceline.data.fingerprint import Facts, facts_of
-from paceline.data.rows import count_rows
-from paceline.data.sources.base import Indices, Read
-from paceline.data.sources.collate import as_pair
-from paceline.data.sources.streams import IterableStream, seeded, stream_facts
+from paceline.data.sources.base import Indices, Read, WrappedData
+from paceline.data.sources.collate import as_pair, count_rows
 
 
 class Batches:
@@ -50,66 +48,25 @@ class PerWorker:
         self.iterables: Sequence[Any] = tuple(_restartable(iterable, "PerWorker") for iterable in iterables)
 
 
-class BatchStream(IterableStream):
-    """Iterables of batches as the shards of one stream."""
-
-    def __init__(self, iterables: Sequence[Iterable[Any]], seed: int, convert: Callable[[Any], Any] | None = None):
-        self._iterables = iterables
-        self._seed = seed
-        self._convert = convert
-
-    @property
-    def num_shards(self) -> int:
-        return len(self._iterables)
-
-    def fingerprint(self) -> Facts:
-        return stream_facts(self._iterables)
-
-    def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
-        assert num_shards == self.num_shards
-        batches = self._iterables[shard]
-        if hasattr(batches, "set_epoch"):
-            batches.set_epoch(epoch)
-        # One seed per shard, or all shards would draw the same augmentations.
-        return seeded(batches, derive_seed(self._seed, Purpose.SAMPLE_BLOCK, shard), epoch, what="batch")
-
-    def as_read(self, batch: Any, *, is_weighed: bool) -> Read:
-        """A batch as it is trained, with its number of samples."""
-        batch = as_pair(batch if self._convert is None else self._convert(batch))
-        return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
-
-
-class WholeBatches:
+class WholeBatches(WrappedData):
     """A data set whose items are already batches: each index is one micro-batch."""
 
     counts_samples = True
 
     def __init__(self, items: Any, convert: Callable[[Any], Any], seed: int) -> None:
-        self._items = items
+        self._data = items
         self._convert = convert
         self._seed = seed
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def fingerprint(self) -> Facts:
-        return facts_of(self._items)
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         return self.read_counted(indices, epoch, position, is_weighed=True).batch
 
     def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
         (index,) = indices.tolist()
-        with host_randomness() as randomness:
+        with host_randomness() as randomness, UserCode("reading batch {} of the data set", index):
             randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
-            try:
-                batch = as_pair(self._convert(self._items[index]))
-                return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
-            except StopIteration as error:
-                raise ended_by_stop_iteration(f"reading batch {index} of the data set") from error
-            except Exception as error:
-                error.add_note(f"while reading batch {index} of the data set")
-                raise
+            batch = as_pair(self._convert(self._data[index]))
+            return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
 
 
 def num_samples_of(batch: Any, *, is_weighed: bool = False) -> int:
@@ -139,13 +96,12 @@ class _FunctionIterable:
 
 
 def _restartable(iterable: Any, name: str) -> Iterable[Any]:
-    if not hasattr(iterable, "__iter__"):
-        if callable(iterable):
-            return _FunctionIterable(iterable)
-        raise TypeError(f"{name} got a {type(iterable).__name__}, which is not iterable: pass an iterable of batches")
-    if isinstance(iterable, Iterator):
-        raise TypeError(
-            f"{name} got a {type(iterable).__name__}, which can be read only once: pass the function that makes it, "
-            "or an object that restarts when it is iterated over"
-        )
-    return iterable  # type: ignore[no-any-return]
+    if callable(iterable) and not hasattr(iterable, "__iter__"):
+        return _FunctionIterable(iterable)
+    if isinstance(iterable, Iterable) and not isinstance(iterable, Iterator):
+        return iterable
+    problem = "can be read only once" if isinstance(iterable, Iterator) else "is not iterable"
+    raise TypeError(
+        f"{name} got a {type(iterable).__name__}, which {problem}: pass a function that returns an iterator, or an "
+        "object that restarts when it is iterated over"
+    )

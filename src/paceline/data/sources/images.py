@@ -73,13 +73,9 @@ class ImageFolder(Seeded):
         self._train = train
         self._mean, self._std = tuple(mean), tuple(std)
         self.classes = _class_names(self._root, classes)
-        self._files: list[str] = []
-        counts = []
-        for name in self.classes:
-            files = _image_files(self._root / name)
-            self._files += files
-            counts.append(len(files))
-        self._labels = np.repeat(np.arange(len(counts)), counts)
+        by_class = [_image_files(self._root / name) for name in self.classes]
+        self._files = [file for files in by_class for file in files]
+        self._labels = np.repeat(np.arange(len(by_class)), [len(files) for files in by_class])
 
     def __len__(self) -> int:
         return len(self._files)
@@ -96,29 +92,23 @@ class ImageFolder(Seeded):
         for place, index in enumerate(indices.tolist()):
             with naming_sample(index, self._files[index]):
                 pixels[place] = self._decode(index, epoch)
-        return Pair(self._normalised(torch.from_numpy(pixels)), torch.from_numpy(self._labels[indices]))
+        x = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        mean, std = (255 * torch.tensor(values).view(3, 1, 1) for values in (self._mean, self._std))
+        return Pair(x.sub_(mean).div_(std), torch.from_numpy(self._labels[indices]))
 
     def _decode(self, index: int, epoch: int) -> npt.NDArray[np.uint8]:
         """The image cropped, scaled and possibly flipped: (size, size, 3)."""
         pil = _pillow()
         with pil.open(self._files[index]) as image:
             rgb = image.convert("RGB")
-        flip = False
-        if self._train:
-            # A separate generator, which no other thread draws from.
-            draw = random.Random(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
-            box = _random_box(draw, *rgb.size)
-            flip = draw.random() < 0.5
-        else:
-            box = _centre_box(*rgb.size)
-        scaled = rgb.resize((self._size, self._size), pil.Resampling.BILINEAR, box=box)
-        array: npt.NDArray[np.uint8] = np.asarray(scaled)
-        return array[:, ::-1] if flip else array
-
-    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
-        mean, std = torch.tensor(self._mean).view(3, 1, 1), torch.tensor(self._std).view(3, 1, 1)
-        x = pixels.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
-        return x.sub_(255 * mean).div_(255 * std)
+        width, height = rgb.size
+        # A separate generator, which no other thread draws from.
+        draw = random.Random(derive_seed(self._seed, Purpose.SAMPLE, epoch, index)) if self._train else None
+        side = _CENTRE * min(width, height)
+        box = _centred(side, side, width, height) if draw is None else _random_box(draw, width, height)
+        array: npt.NDArray[np.uint8]
+        array = np.asarray(rgb.resize((self._size, self._size), pil.Resampling.BILINEAR, box=box))
+        return array[:, ::-1] if draw is not None and draw.random() < 0.5 else array
 
 
 def _pillow() -> Any:
@@ -137,11 +127,6 @@ def _random_box(draw: random.Random, width: int, height: int) -> _Box:
             # Sums may exceed the image by a rounding error.
             return left, upper, min(left + w, width), min(upper + h, height)
     return _centred(min(width, height * _RATIO[1]), min(height, width / _RATIO[0]), width, height)
-
-
-def _centre_box(width: int, height: int) -> _Box:
-    side = _CENTRE * min(width, height)
-    return _centred(side, side, width, height)
 
 
 def _centred(w: float, h: float, width: int, height: int) -> _Box:

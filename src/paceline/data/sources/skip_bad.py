@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from paceline.data.errors import SampleError
-from paceline.data.fingerprint import Facts, facts_of
-from paceline.data.sources.base import CountedSource, Indices, Read, SeededSource, Source
+from paceline.data.sources.base import CountedSource, Indices, Read, SeededSource, Source, WrappedData
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Skipped:
     error: Exception
 
 
-class SkipBad:
+class SkipBad(WrappedData):
     """Wraps a source whose samples may fail: a micro-batch comes without its failing samples, and is smaller.
 
     A sample is bad if reading it alone fails, so this must not depend on its neighbours. Samples that can be read but
@@ -38,17 +37,11 @@ class SkipBad:
     counts_samples = True
 
     def __init__(self, source: Source, on_skip: Callable[[Skipped], None] | None = None) -> None:
-        self._source = source
+        self._data = source
         self._on_skip = on_skip or _warn
 
-    def __len__(self) -> int:
-        return len(self._source)
-
-    def fingerprint(self) -> Facts:
-        return facts_of(self._source)
-
     def with_seed(self, seed: int) -> SkipBad:
-        return SkipBad(self._source.with_seed(seed), self._on_skip) if isinstance(self._source, SeededSource) else self
+        return SkipBad(self._data.with_seed(seed), self._on_skip) if isinstance(self._data, SeededSource) else self
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         """The good samples as one micro-batch; None if there are none."""
@@ -59,10 +52,12 @@ class SkipBad:
     def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
         """The good samples, how many they are, and the bad ones, which are not reported here."""
 
+        source = self._data
+
         def read(wanted: Indices) -> Read:
-            if isinstance(self._source, CountedSource) and self._source.counts_samples:
-                return self._source.read_counted(wanted, epoch, position, is_weighed=is_weighed)
-            return Read(self._source.read(wanted, epoch, position), len(wanted))
+            if isinstance(source, CountedSource) and source.counts_samples:
+                return source.read_counted(wanted, epoch, position, is_weighed=is_weighed)
+            return Read(source.read(wanted, epoch, position), len(wanted))
 
         try:
             return read(indices)
@@ -82,7 +77,7 @@ class SkipBad:
         bad: dict[int, Skipped] = {}
         for index in dict.fromkeys(indices.tolist()):
             try:
-                self._source.read(np.array([index], np.int64), epoch, position)
+                self._data.read(np.array([index], np.int64), epoch, position)
             except MemoryError:
                 raise
             except Exception as error:

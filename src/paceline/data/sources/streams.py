@@ -1,15 +1,28 @@
-"""Streams: samples without numbers, from an iterable that can be restarted."""
+"""Streams: samples without numbers, from an iterable that can be restarted, and their micro-batches by number.
+
+A stream is dealt into a fixed number of virtual shards, which give micro-batches in turn, each the next `micro_batch`
+samples of its shard. So the order does not depend on which worker reads which shard. A shard that has ended leaves its
+micro-batches missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from paceline.core.generators import HostRandomness
+from paceline.core.generators import HostRandomness, host_randomness
 from paceline.core.seeding import Purpose, derive_seed, mix64
-from paceline.data.errors import ended_by_stop_iteration
+from paceline.data.errors import UserCode
+from paceline.data.feeds.base import DataSettings
+from paceline.data.feeds.sharded import Epoch
 from paceline.data.fingerprint import Facts, facts_of_several
+from paceline.data.sources.base import Read
+from paceline.data.sources.batches import num_samples_of
+from paceline.data.sources.collate import as_pair, collate, counted, join
+from paceline.plan.steps import Position, Steps
 
 
 @runtime_checkable
@@ -37,52 +50,153 @@ class IterableStream:
                 f"data is a {type(samples).__name__}, which can be read only once: pass an object that restarts when "
                 "it is iterated over, such as a torch IterableDataset or a list"
             )
-        self._samples = samples
+        self._iterables: Sequence[Iterable[Any]] = [samples]
         self._seed = seed
 
     def fingerprint(self) -> Facts:
-        return stream_facts([self._samples])
+        """No sample is read, since that could take any time."""
+        facts = facts_of_several(self._iterables)
+        is_unknown = all(key.rpartition(".")[2] == "type" for key in facts)
+        return facts | {"unchecked": "a stream without a fingerprint"} if is_unknown else facts
 
     @property
     def num_own_shards(self) -> int:
         """The number of parts that the iterable can be divided into; 1 if it cannot be divided."""
-        own = self._samples.num_shards if isinstance(self._samples, ShardableStream) else 1
+        (samples,) = self._iterables
+        own = samples.num_shards if isinstance(samples, ShardableStream) else 1
         return own if isinstance(own, int) and own > 0 else 1
 
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         """A shard's samples from the start. Every sample of the epoch is in exactly one shard."""
-        samples = self._samples
+        (samples,) = self._iterables
         if hasattr(samples, "set_epoch"):
             samples.set_epoch(epoch)
         if num_shards > 1 and self.num_own_shards % num_shards == 0 and isinstance(samples, ShardableStream):
             samples, shard, num_shards = samples.shard(num_shards=num_shards, index=shard), 0, 1
-        return islice(seeded(samples, self._seed, epoch), shard, None, num_shards)
+        return islice(_seeded(samples, self._seed, epoch), shard, None, num_shards)
 
 
-def stream_facts(iterables: Sequence[Iterable[Any]]) -> Facts:
-    """The fingerprint of streams. No sample is read, since that could take any time."""
-    facts = facts_of_several(iterables)
-    is_unknown = all(key.rpartition(".")[2] == "type" for key in facts)
-    return facts | {"unchecked": "a stream without a fingerprint"} if is_unknown else facts
+class BatchStream(IterableStream):
+    """Iterables of batches as the shards of one stream."""
+
+    def __init__(self, iterables: Sequence[Iterable[Any]], seed: int, convert: Callable[[Any], Any] | None = None):
+        self._iterables = iterables
+        self._seed = seed
+        self._convert = convert
+
+    @property
+    def num_shards(self) -> int:
+        return len(self._iterables)
+
+    def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
+        assert num_shards == self.num_shards
+        batches = self._iterables[shard]
+        if hasattr(batches, "set_epoch"):
+            batches.set_epoch(epoch)
+        # One seed per shard, or all shards would draw the same augmentations.
+        return _seeded(batches, derive_seed(self._seed, Purpose.SAMPLE_BLOCK, shard), epoch, what="batch")
+
+    def as_read(self, batch: Any, *, is_weighed: bool) -> Read:
+        """A batch as it is trained, with its number of samples."""
+        batch = as_pair(batch if self._convert is None else self._convert(batch))
+        return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
 
 
-def seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
+class StreamRequest(NamedTuple):
+    """A micro-batch of a stream's epoch, by its number."""
+
+    epoch: int
+    number: int
+
+
+class StreamEpoch(Epoch):
+    """An epoch of unknown length. A step without micro-batches ends it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def request(self, first: int, count: int = 1) -> StreamRequest:
+        assert count == 1
+        return StreamRequest(self.number, first)
+
+    def num_left(self, position: Position) -> int:
+        return sys.maxsize  # more than any step has
+
+    def after(self, position: Position, num_micro_batches: int) -> Position:
+        return Position(position.epoch, position.micro_batch + num_micro_batches, position.step + 1)
+
+
+class StreamReader:
+    """Reads micro-batches of a stream. This is cheap if those of a shard come in order, as in a run.
+
+    The iterables of a `BatchStream` are its shards. Each gives its whole part of a step before the next one's turn.
+    """
+
+    def __init__(self, stream: IterableStream, settings: DataSettings, steps: Steps) -> None:
+        self._stream = stream
+        self._settings = settings
+        self._is_weighed = settings.weight_fn is not None
+        has_batches = isinstance(stream, BatchStream)
+        self._micro_batch = 1 if has_batches else steps.micro_batch
+        self._num_shards = _num_shards(stream, settings.num_shards, steps)
+        self._in_a_row = steps.max_micro_batches // self._num_shards if has_batches else 1
+        self._epoch = -1
+        self._open_shards: dict[int, tuple[Iterator[Any], int]] = {}  # with the number of the next micro-batch
+
+    def __call__(self, request: StreamRequest) -> Read:
+        with host_randomness() as randomness:
+            ordinal, shard = self._place(request.number)
+            samples = self._samples(request.epoch, shard, ordinal)
+            if not samples:
+                return Read(None, 0, exists=False)
+            randomness.seed(derive_seed(self._settings.seed, Purpose.SAMPLE_BLOCK, *request))
+            if isinstance(self._stream, BatchStream):
+                with UserCode("converting micro-batch {} of epoch {}", request.number, request.epoch):
+                    return self._stream.as_read(samples[0], is_weighed=self._is_weighed)
+            collate_fn, first = self._settings.collate_fn, ordinal * self._micro_batch
+            batch = join(collate_fn or collate, samples, [*range(first, first + len(samples))])
+            if collate_fn is None:
+                return Read(batch, len(samples))
+            return counted(batch, samples, is_weighed=self._is_weighed)
+
+    def process_of(self, request: StreamRequest, num_readers: int) -> int:
+        """The reader process for a request. A shard stays with one process, so that none has to skip samples."""
+        return self._place(request.number)[1] % num_readers
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """The micro-batch's number within its shard, and the shard."""
+        turn, in_turn = divmod(number, self._in_a_row)
+        round_number, shard = divmod(turn, self._num_shards)
+        return round_number * self._in_a_row + in_turn, shard
+
+    def _samples(self, epoch: int, shard: int, ordinal: int) -> list[Any]:
+        if epoch != self._epoch:
+            self._epoch, self._open_shards = epoch, {}
+        samples, upcoming = self._open_shards.get(shard, (iter(()), ordinal + 1))
+        if upcoming > ordinal:
+            samples, upcoming = self._stream.open(shard, self._num_shards, epoch), 0
+            if self._settings.shuffle_buffer:
+                seed = derive_seed(self._settings.seed, Purpose.SHUFFLE_BUFFER, epoch, shard)
+                samples = shuffled(samples, self._settings.shuffle_buffer, seed)
+        for _ in islice(samples, (ordinal - upcoming) * self._micro_batch):
+            pass  # micro-batches that other workers took, or that were trained before a resume
+        self._open_shards[shard] = samples, ordinal + 1
+        return list(islice(samples, self._micro_batch))
+
+
+def _seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
     """The samples, each produced with the random generators seeded for it. Use inside `host_randomness`."""
-    randomness = HostRandomness()
+    randomness, end = HostRandomness(), object()
     randomness.seed(derive_seed(seed, Purpose.SAMPLE, epoch, -1))
-    try:
+    with UserCode("starting the stream in epoch {}", epoch):
         iterator = iter(samples)
-    except StopIteration as error:
-        raise ended_by_stop_iteration(f"starting the stream in epoch {epoch}") from error
     for position in count():
         randomness.seed(derive_seed(seed, Purpose.SAMPLE, epoch, position))
-        try:
-            yield next(iterator)
-        except StopIteration:
+        with UserCode("reading {} {} of the stream in epoch {}", what, position, epoch):
+            sample = next(iterator, end)
+        if sample is end:
             return
-        except Exception as error:
-            error.add_note(f"while reading {what} {position} of the stream in epoch {epoch}")
-            raise
+        yield sample
 
 
 def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
@@ -99,3 +213,22 @@ def shuffled(samples: Iterator[Any], size: int, seed: int) -> Iterator[Any]:
             buffer[chosen] = buffer[-1]
             buffer.pop()
         yield sample
+
+
+def _num_shards(stream: IterableStream, num_shards: int | None, steps: Steps) -> int:
+    """A step takes the same number of micro-batches from every shard, so that a step without any ends the epoch.
+
+    The default is the largest number that the stream can be divided into: each shard of a stream that cannot be divided
+    reads everything.
+    """
+    per_step = steps.max_micro_batches
+    if isinstance(stream, BatchStream):
+        return stream.num_shards
+    if num_shards is None:
+        return math.gcd(per_step, stream.num_own_shards)
+    if per_step % num_shards:
+        divisors = ", ".join(str(d) for d in range(1, per_step + 1) if per_step % d == 0)
+        raise ValueError(
+            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of {divisors}"
+        )
+    return num_shards

@@ -34,6 +34,8 @@ class TokenFile:
         vocab_size: if given, check while reading that every id is below it.
     """
 
+    may_read_in_thread = True
+
     def __init__(
         self,
         paths: StrPath | Sequence[StrPath],
@@ -66,10 +68,6 @@ class TokenFile:
         counts = [(n - self._width) // self._stride + 1 for n in self._num_tokens]
         self._starts = np.cumsum([0, *counts])
         self._windows: dict[int, _Tokens] = {}
-
-    @property
-    def may_read_in_thread(self) -> bool:
-        return True
 
     def fingerprint(self) -> Facts:
         windows = f"{self._width} tokens ({self._dtype or 'default dtype'}) every {self._stride}"
@@ -130,30 +128,25 @@ def _open(path: str, dtype: np.dtype[Any] | None) -> _Tokens:
     """A file's tokens, memory-mapped."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist: check the path of the token file")
-    tokens = _open_npy(path, dtype) if path.endswith(".npy") else _open_raw(path, dtype or np.dtype(np.uint16))
+    tokens: _Tokens
+    if path.endswith(".npy"):
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is not a NumPy file of token ids, or it is truncated: {error}") from error
+        if tokens.ndim != 1:
+            raise ValueError(f"{path} holds an array of shape {tokens.shape}: token ids must be in one flat array")
+        if dtype is not None and tokens.dtype != dtype:
+            raise ValueError(f"{path} holds {tokens.dtype}, but dtype={dtype}: leave dtype out for .npy files")
+    else:
+        dtype, size = dtype or np.dtype(np.uint16), Path(path).stat().st_size
+        if size % dtype.itemsize:
+            raise ValueError(
+                f"{path} has {size} bytes, which is not a multiple of the {dtype.itemsize} bytes of {dtype}: "
+                "set dtype to the type it was written with"
+            )
+        # An empty file cannot be mapped.
+        tokens = np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype)
     if tokens.dtype.kind not in "iu" or not np.can_cast(tokens.dtype, np.int64):
         raise ValueError(f"{path} holds {tokens.dtype}: token ids must be integers that fit int64")
-    return tokens
-
-
-def _open_npy(path: str, dtype: np.dtype[Any] | None) -> _Tokens:
-    try:
-        array: _Tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a NumPy file of token ids, or it is truncated: {error}") from error
-    if array.ndim != 1:
-        raise ValueError(f"{path} holds an array of shape {array.shape}: token ids must be in one flat array")
-    if dtype is not None and array.dtype != dtype:
-        raise ValueError(f"{path} holds {array.dtype}, but dtype={dtype}: leave dtype out for .npy files")
-    return np.asarray(array)
-
-
-def _open_raw(path: str, dtype: np.dtype[Any]) -> _Tokens:
-    size = Path(path).stat().st_size
-    if size % dtype.itemsize:
-        raise ValueError(
-            f"{path} has {size} bytes, which is not a multiple of the {dtype.itemsize} bytes of {dtype}: "
-            "set dtype to the type it was written with"
-        )
-    # An empty file cannot be mapped.
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if size else np.empty(0, dtype)
+    return np.asarray(tokens)

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.data.rows import count_rows
-from paceline.data.sources.base import Pair
+from paceline.data.sources.collate import Pair, count_rows
 
 X, Y = vectors(40)
 SAMPLES = list(zip(X, Y.tolist(), strict=True))
