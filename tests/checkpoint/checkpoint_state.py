@@ -60,6 +60,6 @@ def world(rank: int, size: int, local_rank: int | None = None, local_size: int |
 
 def settled(writer: AsyncWriter) -> AsyncWriter:
     """The writer, when its save is done or has failed and nothing was reported yet."""
-    assert writer._pending is not None
-    assert wait([writer._pending], timeout=20).done
+    assert writer.pending is not None
+    assert wait([writer.pending], timeout=20).done
     return writer

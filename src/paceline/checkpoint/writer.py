@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from paceline.checkpoint.manifest import (
     Manifest,
     Pattern,
 )
-from paceline.checkpoint.policy import Retention, SavedStep, steps_to_delete
+from paceline.checkpoint.policy import Retention, steps_to_delete
 from paceline.checkpoint.reader import inspect, newest_intact
 from paceline.checkpoint.run_folder import writer_ranks
 from paceline.checkpoint.staging import HostStaging
@@ -45,6 +45,7 @@ logger = logging.getLogger("paceline")
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 0.02
+_TENSORS = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,15 @@ class Component:
 
 @dataclass(frozen=True)
 class Share:
-    """The files that one worker writes for one component: JSON values and tensors, by file name."""
+    """The files that one worker writes for one component, by name: JSON values, or tensors by their names."""
 
     component: Component
     part: str
-    texts: Mapping[str, Any]
-    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    files: Mapping[str, Any]
+
+    @property
+    def tensor_files(self) -> Iterator[dict[str, torch.Tensor]]:
+        return (content for name, content in self.files.items() if name.endswith(_TENSORS))
 
 
 class AsyncWriter:
@@ -114,7 +118,7 @@ class AsyncWriter:
         self._is_abandoned = Event()
         self._staging = HostStaging()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
-        self._pending: futures.Future[None] | None = None
+        self.pending: futures.Future[None] | None = None  # what the thread does, until its outcome is reported
         # Folders of failed saves, into which another worker may still write.
         self._failed: list[Path] = []
         root.mkdir(parents=True, exist_ok=True)
@@ -122,12 +126,12 @@ class AsyncWriter:
     @property
     def is_busy(self) -> bool:
         """Whether a save is being written."""
-        return self._pending is not None and not self._pending.done()
+        return self.pending is not None and not self.pending.done()
 
     def reserve(self, components: Sequence[Component]) -> None:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
-        self._pending = self._thread.submit(self._staging.reserve, _tensors_of(self._shares(components)))
+        self.pending = self._thread.submit(self._staging.reserve, _tensors_of(self._shares(components)))
 
     def save(self, manifest: Manifest, components: Sequence[Component]) -> None:
         """Copy the state and write it in the background. Returns when the state may change. `manifest`: no contents."""
@@ -137,21 +141,20 @@ class AsyncWriter:
         tensors = _tensors_of(shares)
         copies, wait_for_copies = self._staging.copy(tensors)
         copy_of = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
-        for i, share in enumerate(shares):
-            files = {file: {n: copy_of[id(t)] for n, t in held.items()} for file, held in share.tensors.items()}
-            shares[i] = replace(share, tensors=files)
+        for held in (held for share in shares for held in share.tensor_files):
+            held.update({name: copy_of[id(tensor)] for name, tensor in held.items()})
         partial = partial_folder(self._root, manifest.step, f"{self._token}{self._num_saves:x}")
         manifest = replace(manifest, world_size=self._world.size)
-        self._pending = self._thread.submit(self._write, manifest, shares, partial, wait_for_copies)
+        self.pending = self._thread.submit(self._write, manifest, shares, partial, wait_for_copies)
 
     def poll(self) -> CheckpointError | None:
         """The error of the last save, once; None if it succeeded or is being written. Does not wait."""
         if self.is_busy:
             return None
         self._remove_failed()
-        if self._pending is None:
+        if self.pending is None:
             return None
-        done, self._pending = self._pending, None
+        done, self.pending = self.pending, None
         error = done.exception()
         if error is not None and not isinstance(error, CheckpointError):
             raise error
@@ -159,8 +162,8 @@ class AsyncWriter:
 
     def settle(self) -> CheckpointError | None:
         """Wait until nothing is being written, and return the error of the last save if it was not reported yet."""
-        if self._pending is not None:
-            futures.wait([self._pending])
+        if self.pending is not None:
+            futures.wait([self.pending])
         return self.poll()
 
     def wait(self) -> None:
@@ -182,6 +185,8 @@ class AsyncWriter:
 
     def _shares(self, components: Sequence[Component]) -> list[Share]:
         return shares_of(components, self._world, self._ranks, self._num_shards)
+
+    # In the background
 
     def _write(
         self, manifest: Manifest, shares: Sequence[Share], partial: Path, wait_for_copies: Callable[[], None]
@@ -210,21 +215,22 @@ class AsyncWriter:
             raise
         self._remove_failed()
         self._failed.clear()  # all workers have reached this save, so they have finished the earlier ones
-        delete_unneeded(self._root, manifest.step, self._retention)
+        _delete_unneeded(self._root, manifest.step, self._retention)
 
     def _write_files(self, partial: Path, shares: Sequence[Share]) -> Contents:
-        written = []
+        components: dict[str, ComponentFiles] = {}
+        records: dict[str, FileRecord] = {}
         for share in shares:
-            files: dict[str, FileRecord] = {}
-            if share.component.must_be_finite:
-                _check_finite(share)
-            for name, value in share.texts.items():
-                files[name] = write_file(partial / name, [_dump(value)], flush=self._flush)
-            for name, tensors in share.tensors.items():
-                files[name] = write_tensors(partial / name, tensors, flush=self._flush)
-            component = ComponentFiles(share.component.pattern, {share.part: tuple(files)})
-            written.append(Contents({share.component.name: component}, files))
-        return Contents.merge(written)
+            component = share.component
+            for name, content in share.files.items():
+                if not name.endswith(_TENSORS):
+                    records[name] = write_file(partial / name, [_dump(content)], flush=self._flush)
+                    continue
+                if component.must_be_finite and (bad := _first_not_finite(content)):
+                    raise CheckpointError(f"tensor {bad!r} of component {component.name!r} contains inf or NaN")
+                records[name] = write_tensors(partial / name, content, flush=self._flush)
+            components[component.name] = ComponentFiles(component.pattern, {share.part: tuple(share.files)})
+        return Contents(components, records)
 
     def _record_of(self, partial: Path, rank: int, deadline: float) -> Contents:
         """What another worker wrote, as soon as it has."""
@@ -248,7 +254,10 @@ class AsyncWriter:
         if self._flush:
             flush_folder(partial)
         final = step_folder(self._root, manifest.step)
-        _move_unusable_aside(final)
+        # An intact checkpoint of this name is replaced. Anything else of this name belongs to the user and is kept.
+        if os.path.lexists(final) and (flaw := _flaw(final)):
+            aside = move_aside(self._root, [final])
+            logger.warning("%s is not a usable checkpoint and was moved to %s: %s", final, aside, flaw)
         make_visible(partial, final, flush=self._flush)
 
     def _remove_failed(self) -> None:
@@ -279,6 +288,29 @@ def shares_of(components: Sequence[Component], world: World, ranks: range, num_s
     ]
 
 
+def _share(component: Component, world: World, shard: int, num_shards: int) -> Share:
+    flat = flatten(component.state, component.name)
+    part = component.pattern.part_of(world)
+    stem = component.name if part == WHOLE else f"{component.name}.{part}"
+    sizes = {name: tensor.nbytes for name, tensor in flat.tensors.items()}
+    groups = split(sizes, num_shards)
+    if len(groups) == 1:
+        names = [f"{stem}{_TENSORS}"]
+    else:
+        names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}{_TENSORS}" for i in range(len(groups))]
+    files: dict[str, Any] = {}
+    if shard == 0:
+        files[f"{stem}.json"] = flat.structure
+        if len(groups) > 1:  # the index that Hugging Face tools expect beside a model in several files
+            file_of = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+            weight_map = {tensor: file_of[tensor] for tensor in sizes}
+            metadata = {"total_size": sum(sizes.values())}
+            files[f"{stem}{_TENSORS}.index.json"] = {"metadata": metadata, "weight_map": weight_map}
+    if shard < len(groups):
+        files[names[shard]] = {name: flat.tensors[name] for name in groups[shard]}
+    return Share(component, part, files)
+
+
 def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
     """The names in up to `num_groups` groups of similar size: each name, largest first, to the smallest group."""
     groups: list[list[str]] = [[] for _ in range(min(num_groups, len(sizes)))]
@@ -290,38 +322,15 @@ def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
     return groups
 
 
-def _share(component: Component, world: World, shard: int, num_shards: int) -> Share:
-    flat = flatten(component.state, component.name)
-    part = component.pattern.part_of(world)
-    stem = component.name if part == WHOLE else f"{component.name}.{part}"
-    sizes = {name: tensor.nbytes for name, tensor in flat.tensors.items()}
-    groups = split(sizes, num_shards)
-    files = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    if len(groups) == 1:
-        files = [f"{stem}.safetensors"]
-    texts = {}
-    if shard == 0:
-        texts[f"{stem}.json"] = flat.structure
-        if len(groups) > 1:  # the index that Hugging Face tools expect beside a model in several files
-            file_of = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-            weight_map = {name: file_of[name] for name in sizes}
-            metadata = {"total_size": sum(sizes.values())}
-            texts[f"{stem}.safetensors.index.json"] = {"metadata": metadata, "weight_map": weight_map}
-    own = {files[shard]: {name: flat.tensors[name] for name in groups[shard]}} if shard < len(groups) else {}
-    return Share(component, part, texts, own)
-
-
 def _tensors_of(shares: Sequence[Share]) -> list[torch.Tensor]:
     """Every tensor once, also if it has several names."""
-    tensors = (tensor for share in shares for held in share.tensors.values() for tensor in held.values())
+    tensors = (tensor for share in shares for held in share.tensor_files for tensor in held.values())
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _check_finite(share: Share) -> None:
-    for tensors in share.tensors.values():
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise CheckpointError(f"tensor {name!r} of component {share.component.name!r} contains inf or NaN")
+def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    floating = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
+    return next((name for name, tensor in floating if not torch.isfinite(tensor).all()), None)
 
 
 def _record_path(partial: Path, rank: int) -> Path:
@@ -338,10 +347,9 @@ def _leave_record(partial: Path, rank: int, record: Mapping[str, Any]) -> None:
 
 def _leave_error(partial: Path, rank: int, shares: Iterable[Share], error: BaseException) -> None:
     """Tell the first worker that this one failed. Its files are removed before: the disk may be full."""
-    for share in shares:
-        for name in (*share.texts, *share.tensors):
-            with suppress(OSError):
-                (partial / name).unlink()
+    for name in (name for share in shares for name in share.files):
+        with suppress(OSError):
+            (partial / name).unlink()
     try:
         _leave_record(partial, rank, {"error": _cause(error)})
     except OSError:
@@ -349,25 +357,23 @@ def _leave_error(partial: Path, rank: int, shares: Iterable[Share], error: BaseE
             _record_path(partial, rank).touch()  # an empty file may still fit
 
 
-def _move_unusable_aside(final: Path) -> None:
-    """An intact checkpoint of this name is replaced. Anything else of this name belongs to the user and is kept."""
-    if not os.path.lexists(final):
-        return
+def _flaw(final: Path) -> str:
+    """Why this is not an intact checkpoint; empty if it is."""
     try:
         inspect(final)
-        flaw = "it is a symbolic link" if final.is_symlink() else ""
     except (CheckpointError, OSError) as error:
-        flaw = str(error)
-    if flaw:
-        aside = move_aside(final.parent, [final])
-        logger.warning("%s is not a usable checkpoint and was moved to %s: %s", final, aside, flaw)
+        return str(error)
+    return "it is a symbolic link" if final.is_symlink() else ""
 
 
-def delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
+def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
     """Delete the checkpoints that `retention` does not keep."""
-    if retention.keeps_all:
+    if retention == Retention():
         return
-    saved = [_saved_step(root, step, retention.metric) for step in complete_steps(root)]
+    saved = {}
+    for step in complete_steps(root):
+        with suppress(CheckpointError):
+            saved[step] = inspect(step_folder(root, step)).metrics
     for step in steps_to_delete(saved, just_written, retention):
         try:
             delete(root, step)
@@ -376,14 +382,6 @@ def delete_unneeded(root: Path, just_written: int, retention: Retention) -> None
                 f"the checkpoint of step {just_written} was saved, but the outdated {step_folder(root, step)} "
                 f"could not be deleted: {_cause(error)}"
             ) from error
-
-
-def _saved_step(root: Path, step: int, metric: str | None) -> SavedStep:
-    try:
-        metrics = inspect(step_folder(root, step)).metrics
-    except CheckpointError:
-        return SavedStep(step, is_intact=False)
-    return SavedStep(step, None if metric is None else metrics.get(metric))
 
 
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,16 +20,14 @@ from paceline.core.errors import PacelineError
 from paceline.core.rank_variables import is_worker
 from paceline.plan.steps import Position
 from paceline.run.saving.identity import differences
-from paceline.run.saving.options import Resume
+from paceline.run.saving.options import Checkpoints, Resume
 from paceline.run.saving.state import (
     HasState,
-    listed,
     load_model,
     load_random_state,
     load_replica,
     model_differences,
     model_state,
-    optimizer_state,
 )
 from paceline.run.saving.validation import optimizer_differences, replica_problems, structure_problems
 from paceline.run.step.loop import Loop
@@ -53,59 +50,44 @@ class NoProgressError(PacelineError):
     """The workers were restarted and died again before a step was saved: another restart would not help."""
 
 
-@dataclass(frozen=True)
-class ResumeOptions:
-    """Where to start. See `Trainer.setup`."""
-
-    resume: Resume = "auto"
-    init_from: str | os.PathLike[str] | None = None
-    allow: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-
-
 class Resumption:
-    """Finds the checkpoint and loads the replica. Then: `load_loop`, `load` for registered objects, `complete`.
-
-    `leave_out`: components that this run does not save, and so does not expect.
-    """
+    """Finds the checkpoint and loads the replica. Then: `load_loop`, `load` for registered objects, `complete`."""
 
     def __init__(
         self,
-        options: ResumeOptions,
+        settings: Checkpoints,
+        init_from: str | os.PathLike[str] | None,
         folder: RunFolder,
         communicator: Communicator,
         replica: Replica,
         identity: Mapping[str, Any],
-        leave_out: Collection[str],
     ) -> None:
         self._world = communicator.world
-        self._skip = set(options.skip)
-        excluded = {*self._skip, *leave_out, *(() if replica.schedulers else ("scheduler",))}
+        self._skip = set(settings.skip)
+        excluded = {*settings.skip, *settings.leave_out, *(() if replica.schedulers else ("scheduler",))}
         self._own = [name for name in OWN if name not in excluded]
-        found = _find(folder, options.resume, self._read, communicator)
-        self._checkpoint: Checkpoint | None = found[0] if found else None
-        self._states: States = found[1] if found else {}
-        with raising_on_all_workers(communicator):
-            if self._checkpoint is not None:
-                self._check(self._checkpoint, replica, identity, options.allow)
+        self.position = Position()
+        self._checkpoint: Checkpoint | None = None
+        self._states: States = {}
+        if (found := _find(folder, settings.resume, self._read, communicator)) is not None:
+            self._checkpoint, self._states = found
+        if self._checkpoint is not None:
+            with raising_on_all_workers(communicator):
+                self._check(self._checkpoint, replica, identity, settings.allow)
                 with self._explaining("the model, optimizer or scheduler"):
                     load_replica(replica, self._states)
         _check_progress(folder.root, self.position.step, communicator)
-        self._expected: list[str] = []
+        self._expected: list[str] = []  # components that are still to be registered
         if self._checkpoint is not None:
             _discard_newer(folder, self._checkpoint)
             saved = self._checkpoint.manifest.contents.components
             self._expected = [name for name in saved if name not in {*OWN, *self._skip}]
-        elif options.init_from is not None:
-            load_weights(replica.model, Path(options.init_from))
+        elif init_from is not None:
+            load_weights(replica.model, Path(init_from))
 
     @property
     def folder(self) -> Path | None:
         return None if self._checkpoint is None else self._checkpoint.folder
-
-    @property
-    def position(self) -> Position:
-        return Position.from_dict(self._states["engine"]["position"]) if "engine" in self._states else Position()
 
     def load_loop(self, loop: Loop) -> None:
         if "engine" in self._states:
@@ -164,12 +146,14 @@ class Resumption:
         """Raise, before anything is loaded, if the checkpoint is of another run or holds invalid states."""
         states = self._states
         _refuse_invalid(checkpoint.folder, structure_problems(states, checkpoint.step))
+        if "engine" in states:
+            self.position = Position.from_dict(states["engine"]["position"])
         lines = differences(checkpoint.manifest.configuration, identity, allow, self.position)
         if "model" in states:
             lines += model_differences(states["model"], model_state(replica.model))
         if "optimizer" in states:
             replica.add_groups(states.get("engine", {}).get("groups", []))
-            lines += optimizer_differences(listed(states["optimizer"]), listed(optimizer_state(replica)))
+            lines += optimizer_differences(states["optimizer"], replica.optimizers)
         if lines:
             raise CheckpointError(
                 f"{checkpoint.folder} is of another run than this one:\n  "
@@ -199,11 +183,6 @@ def load_weights(model: Any, path: Path) -> None:
 # Which checkpoint
 
 
-def restart_count() -> int:
-    """How often the workers were restarted, as their launcher (ours or torchrun) says."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_worker() else 0
-
-
 def _find(
     folder: RunFolder, resume: Resume, read: Callable[[Checkpoint], States], communicator: Communicator
 ) -> tuple[Checkpoint, States] | None:
@@ -212,7 +191,8 @@ def _find(
     Restarted workers resume from the newest checkpoint: `resume` applied to the first start.
     """
     newest_first, flaws = _common_checkpoints(folder, communicator)
-    if flaws and not newest_first and (resume is None or resume == "auto" or isinstance(resume, bool)):
+    is_path = not (resume is None or resume == "auto" or isinstance(resume, bool))
+    if flaws and not newest_first and not is_path:
         raise CheckpointError(
             f"{folder.root} has no usable checkpoint, but entries that look like one:\n  "
             + "\n  ".join(flaws)
@@ -222,29 +202,28 @@ def _find(
     if communicator.world.is_main:
         for flaw in flaws:
             logger.warning("not used: %s", flaw)
-    if (newest_first and restart_count()) or resume == "auto" or resume is True:
-        found = _first_readable(newest_first, read, communicator)
-        if found is None and resume is True:
-            raise CheckpointError(f"{folder.root} has no checkpoint to resume from: start with resume='auto'")
-        return found
-    if resume is None or resume is False:
-        if newest_first:
-            raise CheckpointError(
-                f"{folder.root} has checkpoints up to {newest_first[0].name}: set resume='auto' to continue from "
-                "there, or choose another folder"
-            )
+    if newest_first and (resume == "auto" or resume is True or _restart_count()):
+        return _first_readable(newest_first, read, communicator)
+    if resume is True:
+        raise CheckpointError(f"{folder.root} has no checkpoint to resume from: start with resume='auto'")
+    if newest_first and not is_path:
+        raise CheckpointError(
+            f"{folder.root} has checkpoints up to {newest_first[0].name}: set resume='auto' to continue from there, or "
+            "choose another folder"
+        )
+    if not is_path:
         return None
-    checkpoint = checkpoint_at(Path(resume))
-    return checkpoint, read(checkpoint)
+    with raising_on_all_workers(communicator):
+        checkpoint = checkpoint_at(Path(resume))  # type: ignore[arg-type]  # not a bool
+        return checkpoint, read(checkpoint)
 
 
 def _common_checkpoints(folder: RunFolder, communicator: Communicator) -> tuple[list[Path], list[str]]:
     """The checkpoints that every worker sees, newest first and on disk before in memory; and the flaws of others."""
     flaws_here = {str(path): flaw for path, flaw in unusable(folder.root).items()}
-    own = json.dumps({"found": folder.found(), "unusable": flaws_here})
-    workers = [json.loads(text) for text in gather(own, communicator)]
-    seen = [{(location, step) for location, step in worker["found"]} for worker in workers]
-    flaws = {path: flaw for worker in workers for path, flaw in worker["unusable"].items()}
+    workers = [json.loads(text) for text in gather(json.dumps([folder.found(), flaws_here]), communicator)]
+    seen = [{(location, step) for location, step in found} for found, _ in workers]
+    flaws = {path: flaw for _, unusable_there in workers for path, flaw in unusable_there.items()}
     common = sorted(set.intersection(*seen), key=lambda found: (-found[1], found[0]))
     if not common and any(location == "disk" for found in seen for location, _ in found):
         ranks = [rank for rank, found in enumerate(seen) if not found]
@@ -257,22 +236,18 @@ def _common_checkpoints(folder: RunFolder, communicator: Communicator) -> tuple[
 
 def _first_readable(
     candidates: list[Path], read: Callable[[Checkpoint], States], communicator: Communicator
-) -> tuple[Checkpoint, States] | None:
+) -> tuple[Checkpoint, States]:
+    """The first candidate that every worker can read."""
     problem = ""
     for path in candidates:
-        found, own = None, ""
         try:
-            checkpoint = Checkpoint(path)
-            found = checkpoint, read(checkpoint)
-        except (CheckpointError, OSError) as error:
-            own = str(error)
-        problem = next(filter(None, gather(own, communicator)), "")
-        if found is not None and not problem:
-            return found
-        logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
-    if problem:
-        raise CheckpointError(f"no checkpoint can be read. The last one tried: {problem}")
-    return None
+            with raising_on_all_workers(communicator):
+                checkpoint = Checkpoint(path)
+                return checkpoint, read(checkpoint)
+        except CheckpointError as error:
+            problem = str(error)
+            logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
+    raise CheckpointError(f"no checkpoint can be read. The last one tried: {problem}")
 
 
 def _discard_newer(folder: RunFolder, checkpoint: Checkpoint) -> None:
@@ -280,17 +255,18 @@ def _discard_newer(folder: RunFolder, checkpoint: Checkpoint) -> None:
     is_own = checkpoint.folder.parent.resolve() in (folder.root.resolve(), folder.memory.resolve())
     steps = [step for _, step in folder.found() if not is_own or step > checkpoint.step]
     if aside := folder.discard(steps):
-        logger.warning(
-            "resumed from %s; the checkpoints of %s that do not precede it were moved to %s",
-            checkpoint.folder,
-            folder.root,
-            aside,
-        )
+        text = "resumed from %s; the checkpoints of %s that do not precede it were moved to %s"
+        logger.warning(text, checkpoint.folder, folder.root, aside)
+
+
+def _restart_count() -> int:
+    """How often the workers were restarted, as their launcher (ours or torchrun) says."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_worker() else 0
 
 
 def _check_progress(root: Path, step: int, communicator: Communicator) -> None:
     """Raise on all workers if they were restarted twice at the same step."""
-    if restart_count() and decided_by_rank_0(lambda: not _note_restart(root / RESTART_NAME, step), communicator):
+    if _restart_count() and not decided_by_rank_0(lambda: _note_restart(root / RESTART_NAME, step), communicator):
         raise NoProgressError(
             f"the workers were restarted at step {step} and died before a newer one was saved: save more often, or "
             "find out why they died"

@@ -165,6 +165,8 @@ class Loop:
                 self.abandon()
 
     def _save_or_stop(self) -> None:
+        if not self._checkpointer.is_active:
+            return
         decision = self._checkpointer.decide(self)
         if decision is Decision.SAVE:
             self._checkpointer.save_due(self)
@@ -434,7 +436,9 @@ class Loop:
             return None
         plan, num_samples = self._step.plan, self._step.num_samples
         self._planner.observe(plan, numbers)
-        self._checkpointer.observe(numbers)
+        # On a GPU requests are read late.
+        if self._world.device.type != "cpu" or any(numbers.wishes):
+            self._checkpointer.observe(numbers)
         # From here on every worker does the same, with the same random numbers.
         self._seed_after_step(position.step)
         # A single worker knows its own request: reading it from a GPU would wait.
