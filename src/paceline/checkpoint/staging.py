@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Each copy starts at a multiple of this, as torch's own allocations do.
-ALIGNMENT_BYTES = 64
+from paceline.checkpoint.files import ALIGNMENT_BYTES
 
 
 class HostStaging:

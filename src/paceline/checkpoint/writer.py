@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
@@ -91,7 +91,7 @@ class AsyncWriter:
 
     `token` must be equal on all workers. `shared_disk`: all workers write into one folder; otherwise each node has its
     own, which holds all replicated state and what belongs to that node. `num_shards`: how many workers write the
-    tensors of replicated components. `flush`: wait for the disk.
+    tensors of replicated components. `flush`: wait for the disk. `record`: entered in the thread for each save.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class AsyncWriter:
         retention: Retention | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         flush: bool = True,
+        record: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._root = root
         self._world = world or World()
@@ -115,6 +116,7 @@ class AsyncWriter:
         self._retention = retention or Retention()
         self._timeout_s = timeout_s
         self._flush = flush
+        self._record = record
         self._is_abandoned = Event()
         self._staging = HostStaging()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
@@ -145,7 +147,13 @@ class AsyncWriter:
             held.update({name: copy_of[id(tensor)] for name, tensor in held.items()})
         partial = partial_folder(self._root, manifest.step, f"{self._token}{self._num_saves:x}")
         manifest = replace(manifest, world_size=self._world.size)
-        self.pending = self._thread.submit(self._write, manifest, shares, partial, wait_for_copies)
+
+        def write() -> None:
+            with self._record():
+                wait_for_copies()
+                self._write(manifest, shares, partial)
+
+        self.pending = self._thread.submit(write)
 
     def poll(self) -> CheckpointError | None:
         """The error of the last save, once; None if it succeeded or is being written. Does not wait."""
@@ -188,10 +196,7 @@ class AsyncWriter:
 
     # In the background
 
-    def _write(
-        self, manifest: Manifest, shares: Sequence[Share], partial: Path, wait_for_copies: Callable[[], None]
-    ) -> None:
-        wait_for_copies()
+    def _write(self, manifest: Manifest, shares: Sequence[Share], partial: Path) -> None:
         is_first = self._world.rank == self._ranks[0]
         try:
             # Without parents: if the run folder vanished, its disk may no longer be mounted.

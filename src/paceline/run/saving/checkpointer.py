@@ -9,8 +9,9 @@ import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from paceline.checkpoint.compare import check_replication
@@ -74,7 +75,6 @@ class Checkpointer:
         self._registered: dict[str, tuple[HasState, Pattern]] = {}
         self._metrics: dict[str, float] | None = None  # of a save requested by `save`
         self._has_saved = self._is_prepared = self._has_failed = self._is_finished = False
-        self._writing_since: float | None = None
         self._writers: list[AsyncWriter] = []  # of checkpoints, and of snapshots in memory
         self._signals: StopSignals | None = None
         self._resumption: Resumption | None = None
@@ -87,7 +87,7 @@ class Checkpointer:
             self._resources = stack.pop_all()
 
     def _open(self, settings: Checkpoints, init_from: str | os.PathLike[str] | None, stack: ExitStack) -> None:
-        run, world = self._run, self._world
+        run = self._run
         shared_disk, has_snapshots = settings.disk == "shared", settings.snapshot_every is not None
         root = Path(settings.folder).absolute()
         self._folder = RunFolder(root, run.communicator, shared_disk=shared_disk, with_memory=has_snapshots)
@@ -97,16 +97,15 @@ class Checkpointer:
         self.resumed_from = self._resumption.folder
         self._schedule(self._resumption.position)
         stack.callback(self._close_writers)
-        keep, num_shards = settings.retention, settings.num_writers
-        self._writers.append(
-            AsyncWriter(root, world, token=token, shared_disk=shared_disk, num_shards=num_shards, retention=keep)
+        make_writer = partial(
+            AsyncWriter, world=self._world, token=token, record=partial(run.timeline.during, "writing")
         )
+        keep, num_shards = settings.retention, settings.num_writers
+        self._writers.append(make_writer(root, shared_disk=shared_disk, num_shards=num_shards, retention=keep))
         if has_snapshots:
             self._folder.make_memory()
-            memory, keep = self._folder.memory, Retention(last=1)
-            self._writers.append(
-                AsyncWriter(memory, world, token=token, shared_disk=False, retention=keep, flush=False)
-            )
+            keep = Retention(last=1)
+            self._writers.append(make_writer(self._folder.memory, shared_disk=False, retention=keep, flush=False))
         if settings.handle_signals:
             self._signals = StopSignals(lambda: self.request(Decision.STOP))
             stack.callback(self._signals.close)
@@ -322,12 +321,10 @@ class Checkpointer:
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)
             writer.save(manifest, components)
         self._has_saved = True
-        self._writing_since = perf_counter()
 
     def _leave_together(self) -> None:
         """All workers are done. Snapshots are removed if the newest state is on the disk."""
         is_on_disk = not self._has_failed_on_rank_0()
-        self._note_written()
         wait_for_all(self._run.communicator)
         for snapshots in self._writers[1:]:
             snapshots.settle()
@@ -341,19 +338,12 @@ class Checkpointer:
 
     def _report(self, error: CheckpointError | None) -> None:
         """Handle a failed save as `on_error` says."""
-        self._note_written()
         if error is None:
             return
         self._has_failed = True
         if self._settings is not None and self._settings.on_error == "stop":
             raise error
         logger.warning("training continues without a checkpoint: %s", error)
-
-    def _note_written(self) -> None:
-        """Add the background write to the timeline once it is done."""
-        if self._writing_since is not None and not any(writer.is_busy for writer in self._writers):
-            self._run.timeline.span("writing", self._writing_since, perf_counter())
-            self._writing_since = None
 
     def _close_writers(self) -> None:
         for writer in self._writers:
