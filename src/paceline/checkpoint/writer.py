@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.files import FileRecord, flush_folder, write_file, write_tensors
+from paceline.checkpoint.files import flush_folder, write_file, write_tensors
 from paceline.checkpoint.folders import complete_steps, delete, make_visible, move_aside, partial_folder, step_folder
 from paceline.checkpoint.manifest import (
     COMPONENT_NAME,
@@ -69,17 +69,12 @@ class Component:
             )
 
 
-@dataclass(frozen=True)
-class Share:
-    """The files that one worker writes for one component, by name: JSON values, or tensors by their names."""
+class PlannedFile(NamedTuple):
+    """A file that this worker writes. `content`: a JSON value, or tensors by name (in files named .safetensors)."""
 
     component: Component
     part: str
-    files: Mapping[str, Any]
-
-    @property
-    def tensor_files(self) -> Iterator[dict[str, torch.Tensor]]:
-        return (content for name, content in self.files.items() if name.endswith(_TENSORS))
+    content: Any
 
 
 class AsyncWriter:
@@ -133,17 +128,18 @@ class AsyncWriter:
     def reserve(self, components: Sequence[Component]) -> None:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
-        self.pending = self._thread.submit(self._staging.reserve, _tensors_of(self._shares(components)))
+        files = files_of(components, self._world, self._ranks, self._num_shards)
+        self.pending = self._thread.submit(self._staging.reserve, _tensors_of(files))
 
     def save(self, manifest: Manifest, components: Sequence[Component]) -> None:
         """Copy the state and write it in the background. Returns when the state may change. `manifest`: no contents."""
         self._num_saves += 1  # first: it must be equal on all workers, also if one of them raises
         self.wait()
-        shares = self._shares(components)
-        tensors = _tensors_of(shares)
+        files = files_of(components, self._world, self._ranks, self._num_shards)
+        tensors = _tensors_of(files)
         copies, wait_for_copies = self._staging.copy(tensors)
         copy_of = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
-        for held in (held for share in shares for held in share.tensor_files):
+        for held in _tensor_dicts(files):
             held.update({name: copy_of[id(tensor)] for name, tensor in held.items()})
         partial = partial_folder(self._root, manifest.step, f"{self._token}{self._num_saves:x}")
         manifest = replace(manifest, world_size=self._world.size)
@@ -151,7 +147,7 @@ class AsyncWriter:
         def write() -> None:
             with self._record():
                 wait_for_copies()
-                self._write(manifest, shares, partial)
+                self._write(manifest, files, partial)
 
         self.pending = self._thread.submit(write)
 
@@ -191,17 +187,14 @@ class AsyncWriter:
             self._thread.shutdown()
             self._remove_failed()
 
-    def _shares(self, components: Sequence[Component]) -> list[Share]:
-        return shares_of(components, self._world, self._ranks, self._num_shards)
-
     # In the background
 
-    def _write(self, manifest: Manifest, shares: Sequence[Share], partial: Path) -> None:
+    def _write(self, manifest: Manifest, files: Mapping[str, PlannedFile], partial: Path) -> None:
         is_first = self._world.rank == self._ranks[0]
         try:
             # Without parents: if the run folder vanished, its disk may no longer be mounted.
             partial.mkdir(exist_ok=True)
-            own = self._write_files(partial, shares)
+            own = Contents.merge(self._write_file(partial / name, file) for name, file in files.items())
             if not is_first:
                 _leave_record(partial, self._world.rank, own.to_json())
                 return
@@ -214,7 +207,7 @@ class AsyncWriter:
                 # No worker is further behind than the previous save.
                 self._failed = [*self._failed[-1:], partial]
             else:
-                _leave_error(partial, self._world.rank, shares, error)
+                _leave_error(partial, self._world.rank, files, error)
             if isinstance(error, OSError | CheckpointError):
                 raise CheckpointError(_not_saved(self._root, manifest.step, error)) from error
             raise
@@ -222,20 +215,16 @@ class AsyncWriter:
         self._failed.clear()  # all workers have reached this save, so they have finished the earlier ones
         _delete_unneeded(self._root, manifest.step, self._retention)
 
-    def _write_files(self, partial: Path, shares: Sequence[Share]) -> Contents:
-        components: dict[str, ComponentFiles] = {}
-        records: dict[str, FileRecord] = {}
-        for share in shares:
-            component = share.component
-            for name, content in share.files.items():
-                if not name.endswith(_TENSORS):
-                    records[name] = write_file(partial / name, [_dump(content)], flush=self._flush)
-                    continue
-                if component.must_be_finite and (bad := _first_not_finite(content)):
-                    raise CheckpointError(f"tensor {bad!r} of component {component.name!r} contains inf or NaN")
-                records[name] = write_tensors(partial / name, content, flush=self._flush)
-            components[component.name] = ComponentFiles(component.pattern, {share.part: tuple(share.files)})
-        return Contents(components, records)
+    def _write_file(self, path: Path, file: PlannedFile) -> Contents:
+        component, part, content = file
+        if path.name.endswith(_TENSORS):
+            if component.must_be_finite and (bad := _first_not_finite(content)) is not None:
+                raise CheckpointError(f"tensor {bad!r} of component {component.name!r} contains inf or NaN")
+            record = write_tensors(path, content, flush=self._flush)
+        else:
+            record = write_file(path, [_dump(content)], flush=self._flush)
+        files = ComponentFiles(component.pattern, {part: (path.name,)})
+        return Contents({component.name: files}, {path.name: record})
 
     def _record_of(self, partial: Path, rank: int, deadline: float) -> Contents:
         """What another worker wrote, as soon as it has."""
@@ -270,8 +259,10 @@ class AsyncWriter:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def shares_of(components: Sequence[Component], world: World, ranks: range, num_shards: int = 1) -> list[Share]:
-    """What this worker writes, when `ranks` write into its folder. Tensors are not copied.
+def files_of(
+    components: Sequence[Component], world: World, ranks: range, num_shards: int = 1
+) -> dict[str, PlannedFile]:
+    """What this worker writes, by file name, when `ranks` write into its folder. Tensors are not copied.
 
     The tensors of a replicated component are divided among the first `num_shards` of the ranks.
     """
@@ -279,41 +270,39 @@ def shares_of(components: Sequence[Component], world: World, ranks: range, num_s
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"several components are named {', '.join(repeated)}: names must be unique")
     index = world.rank - ranks.start
-    num_shards = min(num_shards, len(ranks))
     is_writer = {
         Pattern.REPLICATED: index < num_shards,
         Pattern.GLOBAL: world.is_main,
         Pattern.PER_RANK: True,
         Pattern.PER_NODE: world.local_rank == 0,
     }
-    return [
-        _share(component, world, *((index, num_shards) if component.pattern is Pattern.REPLICATED else (0, 1)))
-        for component in components
-        if is_writer[component.pattern]
-    ]
+    files = {}
+    for component in components:
+        if is_writer[component.pattern]:
+            shard = (index, min(num_shards, len(ranks))) if component.pattern is Pattern.REPLICATED else (0, 1)
+            part = component.pattern.part_of(world)
+            for name, content in _shard(component, part, *shard):
+                files[name] = PlannedFile(component, part, content)
+    return files
 
 
-def _share(component: Component, world: World, shard: int, num_shards: int) -> Share:
+def _shard(component: Component, part: str, shard: int, num_shards: int) -> Iterator[tuple[str, Any]]:
+    """Names and contents of the files of one of several shards."""
     flat = flatten(component.state, component.name)
-    part = component.pattern.part_of(world)
     stem = component.name if part == WHOLE else f"{component.name}.{part}"
     sizes = {name: tensor.nbytes for name, tensor in flat.tensors.items()}
     groups = split(sizes, num_shards)
-    if len(groups) == 1:
-        names = [f"{stem}{_TENSORS}"]
-    else:
-        names = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}{_TENSORS}" for i in range(len(groups))]
-    files: dict[str, Any] = {}
+    suffixes = [f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else "" for i in range(len(groups))]
+    names = [f"{stem}{suffix}{_TENSORS}" for suffix in suffixes]
     if shard == 0:
-        files[f"{stem}.json"] = flat.structure
+        yield f"{stem}.json", flat.structure
         if len(groups) > 1:  # the index that Hugging Face tools expect beside a model in several files
             file_of = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
             weight_map = {tensor: file_of[tensor] for tensor in sizes}
             metadata = {"total_size": sum(sizes.values())}
-            files[f"{stem}{_TENSORS}.index.json"] = {"metadata": metadata, "weight_map": weight_map}
+            yield f"{stem}{_TENSORS}.index.json", {"metadata": metadata, "weight_map": weight_map}
     if shard < len(groups):
-        files[names[shard]] = {name: flat.tensors[name] for name in groups[shard]}
-    return Share(component, part, files)
+        yield names[shard], {name: flat.tensors[name] for name in groups[shard]}
 
 
 def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
@@ -327,10 +316,13 @@ def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
     return groups
 
 
-def _tensors_of(shares: Sequence[Share]) -> list[torch.Tensor]:
+def _tensor_dicts(files: Mapping[str, PlannedFile]) -> list[dict[str, torch.Tensor]]:
+    return [file.content for name, file in files.items() if name.endswith(_TENSORS)]
+
+
+def _tensors_of(files: Mapping[str, PlannedFile]) -> list[torch.Tensor]:
     """Every tensor once, also if it has several names."""
-    tensors = (tensor for share in shares for held in share.tensor_files for tensor in held.values())
-    return list({id(tensor): tensor for tensor in tensors}.values())
+    return list({id(tensor): tensor for held in _tensor_dicts(files) for tensor in held.values()}.values())
 
 
 def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
@@ -350,9 +342,9 @@ def _leave_record(partial: Path, rank: int, record: Mapping[str, Any]) -> None:
     unfinished.rename(path)
 
 
-def _leave_error(partial: Path, rank: int, shares: Iterable[Share], error: BaseException) -> None:
+def _leave_error(partial: Path, rank: int, files: Iterable[str], error: BaseException) -> None:
     """Tell the first worker that this one failed. Its files are removed before: the disk may be full."""
-    for name in (name for share in shares for name in share.files):
+    for name in files:
         with suppress(OSError):
             (partial / name).unlink()
     try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.checkpoint.compare import check_replication
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import new_token, step_folder
+from paceline.checkpoint.folders import new_token, step_folder, step_of
 from paceline.checkpoint.manifest import Manifest, Pattern
 from paceline.checkpoint.policy import Decision, Retention
 from paceline.checkpoint.run_folder import RunFolder
@@ -281,8 +281,8 @@ class Checkpointer:
         is_interrupted = self._signals is not None and self._signals.is_requested and not self._is_finished
         self._resources.close()
         if is_interrupted:  # another worker failed, so the step could not be completed
-            newest = max(self._folder.found(), key=lambda found: found[1], default=None)
-            path = f"the newest checkpoint is {self._folder.path(*newest)}" if newest else "there is no checkpoint"
+            newest = max(self._folder.found(), key=lambda path: step_of(path) or 0, default=None)
+            path = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
             print(
                 f"paceline: rank {self._world.rank} ended without saving: not all workers completed its step; {path}",
                 file=sys.stderr,

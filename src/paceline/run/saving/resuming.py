@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import unusable
+from paceline.checkpoint.folders import step_folder, step_of, unusable
 from paceline.checkpoint.reader import Checkpoint, checkpoint_at, read_weights
 from paceline.checkpoint.run_folder import RunFolder, raising_on_all_workers
 from paceline.comm.base import Communicator
@@ -220,18 +220,20 @@ def _find(
 
 def _common_checkpoints(folder: RunFolder, communicator: Communicator) -> tuple[list[Path], list[str]]:
     """The checkpoints that every worker sees, newest first and on disk before in memory; and the flaws of others."""
+    own = [(step_of(path), path.parent == folder.memory) for path in folder.found()]
     flaws_here = {str(path): flaw for path, flaw in unusable(folder.root).items()}
-    workers = [json.loads(text) for text in gather(json.dumps([folder.found(), flaws_here]), communicator)]
-    seen = [{(location, step) for location, step in found} for found, _ in workers]
-    flaws = {path: flaw for _, unusable_there in workers for path, flaw in unusable_there.items()}
-    common = sorted(set.intersection(*seen), key=lambda found: (-found[1], found[0]))
-    if not common and any(location == "disk" for found in seen for location, _ in found):
+    workers = [json.loads(text) for text in gather(json.dumps([own, flaws_here]), communicator)]
+    seen = [{(step, is_memory) for step, is_memory in found} for found, _ in workers]
+    flaws = {path: flaw for _, flaws_there in workers for path, flaw in flaws_there.items()}
+    common = sorted(set.intersection(*seen), key=lambda found: (-found[0], found[1]))
+    if not common and any(not is_memory for found in seen for _, is_memory in found):
         ranks = [rank for rank, found in enumerate(seen) if not found]
         raise CheckpointError(
             f"some workers have checkpoints in {folder.root}, but ranks {ranks or 'of different nodes'} share none of "
             "them: copy the folder to every node, or choose an empty one"
         )
-    return [folder.path(location, step) for location, step in common], list(flaws.values())
+    paths = [step_folder(folder.memory if is_memory else folder.root, step) for step, is_memory in common]
+    return paths, list(flaws.values())
 
 
 def _first_readable(
@@ -253,8 +255,8 @@ def _first_readable(
 def _discard_newer(folder: RunFolder, checkpoint: Checkpoint) -> None:
     """Move checkpoints out of the run's folders that are not earlier steps of the resumed run."""
     is_own = checkpoint.folder.parent.resolve() in (folder.root.resolve(), folder.memory.resolve())
-    steps = [step for _, step in folder.found() if not is_own or step > checkpoint.step]
-    if aside := folder.discard(steps):
+    newer = [path for path in folder.found() if not is_own or (step_of(path) or 0) > checkpoint.step]
+    if aside := folder.discard(newer):
         text = "resumed from %s; the checkpoints of %s that do not precede it were moved to %s"
         logger.warning(text, checkpoint.folder, folder.root, aside)
 
