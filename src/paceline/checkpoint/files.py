@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -117,6 +119,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
+    """A temporary name beside `path`, for a file or folder that is renamed to `path` when the block has succeeded."""
+    unfinished = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+    if flush:
+        flush_folder(path.parent)
 
 
 def flush_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 from paceline.checkpoint.errors import CheckpointError, LockedError
-from paceline.checkpoint.files import flush_folder, write_file
+from paceline.checkpoint.files import replacing, write_file
 from paceline.checkpoint.folders import clean_up, complete_steps, move_aside, step_folder, step_of
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather
@@ -203,11 +203,8 @@ def _identifier(root: Path) -> str:
     if path.is_file() and _IDENTIFIER.fullmatch(found := path.read_text(errors="replace").strip()):
         return found
     created = secrets.token_hex(8)
-    unfinished = path.with_name(f"{IDENTIFIER_NAME}.new")
-    unfinished.unlink(missing_ok=True)
-    write_file(unfinished, [f"{created}\n".encode()])
-    unfinished.replace(path)
-    flush_folder(root)
+    with replacing(path) as unfinished:
+        write_file(unfinished, [f"{created}\n".encode()])
     return created
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.files import flush_folder, write_file, write_tensors
+from paceline.checkpoint.files import flush_folder, replacing, write_file, write_tensors
 from paceline.checkpoint.folders import complete_steps, delete, make_visible, move_aside, partial_folder, step_folder
 from paceline.checkpoint.manifest import (
     COMPONENT_NAME,
@@ -81,8 +81,8 @@ class AsyncWriter:
     """Writes one worker's share of checkpoints into the run folder `root`. Every worker of the world has one.
 
     `save` copies the state and returns; a thread writes it, publishes the checkpoint and deletes those that `retention`
-    does not keep. One save runs at a time: the next one waits for it. A failure is reported once: returned by `poll` or
-    `settle`, or raised by the next `save`, `wait` or `close`. After an error elsewhere, call `abandon` before `close`.
+    does not keep. One save runs at a time: the next one waits for it. A failure is reported once: returned by `poll`,
+    or raised by the next `save`, `wait` or `close`. After an error elsewhere, call `abandon` before `close`.
 
     `token` must be equal on all workers. `shared_disk`: all workers write into one folder; otherwise each node has its
     own, which holds all replicated state and what belongs to that node. `num_shards`: how many workers write the
@@ -151,28 +151,22 @@ class AsyncWriter:
 
         self.pending = self._thread.submit(write)
 
-    def poll(self) -> CheckpointError | None:
-        """The error of the last save, once; None if it succeeded or is being written. Does not wait."""
+    def poll(self, *, wait: bool = False) -> CheckpointError | None:
+        """The error of the last save, once; None if it succeeded or, without `wait`, is being written."""
+        if wait and self.pending is not None:
+            futures.wait([self.pending])
         if self.is_busy:
             return None
         self._remove_failed()
-        if self.pending is None:
-            return None
         done, self.pending = self.pending, None
-        error = done.exception()
+        error = None if done is None else done.exception()
         if error is not None and not isinstance(error, CheckpointError):
             raise error
         return error
 
-    def settle(self) -> CheckpointError | None:
-        """Wait until nothing is being written, and return the error of the last save if it was not reported yet."""
-        if self.pending is not None:
-            futures.wait([self.pending])
-        return self.poll()
-
     def wait(self) -> None:
         """Wait until nothing is being written, and raise the error of the last save if it was not reported yet."""
-        if error := self.settle():
+        if error := self.poll(wait=True):
             raise error
 
     def abandon(self) -> None:
@@ -335,11 +329,9 @@ def _record_path(partial: Path, rank: int) -> Path:
 
 
 def _leave_record(partial: Path, rank: int, record: Mapping[str, Any]) -> None:
-    """Tell the first worker what this one wrote, or that it failed. Renamed into place, so it is never incomplete."""
-    path = _record_path(partial, rank)
-    unfinished = path.with_suffix(".new")
-    unfinished.write_bytes(_dump(record))
-    unfinished.rename(path)
+    """Tell the first worker what this one wrote, or that it failed."""
+    with replacing(_record_path(partial, rank), flush=False) as unfinished:
+        unfinished.write_bytes(_dump(record))
 
 
 def _leave_error(partial: Path, rank: int, files: Iterable[str], error: BaseException) -> None:

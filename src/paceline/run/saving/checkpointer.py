@@ -239,10 +239,10 @@ class Checkpointer:
             self._forget_requests()
             loop.synchronize()
             return
-        self._has_failed |= self._writers[0].settle() is not None
+        self._has_failed |= self._writers[0].poll(wait=True) is not None
         if self._metrics is not None or loop.position.step > self._last_step or self._has_failed_on_rank_0():
             self._save(loop)
-        if error := self._writers[0].settle():
+        if error := self._writers[0].poll(wait=True):
             raise error
         self._leave_together()
         if self._world.is_main:
@@ -269,12 +269,12 @@ class Checkpointer:
         """The run ended without an error: return when everything is on the disk, on all workers."""
         if self._is_finished or self._settings is None:
             return
-        self._report(self._writers[0].settle())
+        self._report(self._writers[0].poll(wait=True))
         if self._has_failed_on_rank_0() and self._settings.final:
             self._save(loop)  # again: the disk may have recovered
         else:
             self.save_last(loop)
-        self._report(self._writers[0].settle())
+        self._report(self._writers[0].poll(wait=True))
         self._leave_together()
 
     def close(self) -> None:
@@ -316,7 +316,7 @@ class Checkpointer:
             for component in components:
                 if component.pattern is Pattern.REPLICATED:
                     check_replication(component.name, component.state, level, self._run.communicator)
-            self._report(writer.settle())
+            self._report(writer.poll(wait=True))
             step, position = loop.position.step, loop.position.to_dict()
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)
             writer.save(manifest, components)
@@ -327,7 +327,7 @@ class Checkpointer:
         is_on_disk = not self._has_failed_on_rank_0()
         wait_for_all(self._run.communicator)
         for snapshots in self._writers[1:]:
-            snapshots.settle()
+            snapshots.poll(wait=True)
             if is_on_disk:
                 self._folder.remove_memory()
         self._is_finished = True
