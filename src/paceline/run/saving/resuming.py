@@ -67,27 +67,23 @@ class Resumption:
         excluded = {*settings.skip, *settings.leave_out, *(() if replica.schedulers else ("scheduler",))}
         self._own = [name for name in OWN if name not in excluded]
         self.position = Position()
+        self.folder: Path | None = None  # of the checkpoint; None for a fresh start
         self._checkpoint: Checkpoint | None = None
         self._states: States = {}
+        self._expected: list[str] = []  # components that are still to be registered
         if (found := _find(folder, settings.resume, self._read, communicator)) is not None:
             self._checkpoint, self._states = found
-        if self._checkpoint is not None:
+            self.folder = self._checkpoint.folder
             with raising_on_all_workers(communicator):
                 self._check(self._checkpoint, replica, identity, settings.allow)
                 with self._explaining("the model, optimizer or scheduler"):
                     load_replica(replica, self._states)
-        _check_progress(folder.root, self.position.step, communicator)
-        self._expected: list[str] = []  # components that are still to be registered
-        if self._checkpoint is not None:
             _discard_newer(folder, self._checkpoint)
             saved = self._checkpoint.manifest.contents.components
             self._expected = [name for name in saved if name not in {*OWN, *self._skip}]
         elif init_from is not None:
             load_weights(replica.model, Path(init_from))
-
-    @property
-    def folder(self) -> Path | None:
-        return None if self._checkpoint is None else self._checkpoint.folder
+        _check_progress(folder.root, self.position.step, communicator)
 
     def load_loop(self, loop: Loop) -> None:
         if "engine" in self._states:
@@ -145,7 +141,9 @@ class Resumption:
     ) -> None:
         """Raise, before anything is loaded, if the checkpoint is of another run or holds invalid states."""
         states = self._states
-        _refuse_invalid(checkpoint.folder, structure_problems(states, checkpoint.step))
+        invalid = f"the files of {checkpoint.folder} are intact, but their content is not a run's"
+        start_without = "Resume from another checkpoint, or set skip=[...] to start without these components"
+        _refuse(invalid, structure_problems(states, checkpoint.step), start_without)
         if "engine" in states:
             self.position = Position.from_dict(states["engine"]["position"])
         lines = differences(checkpoint.manifest.configuration, identity, allow, self.position)
@@ -154,30 +152,23 @@ class Resumption:
         if "optimizer" in states:
             replica.add_groups(states.get("engine", {}).get("groups", []))
             lines += optimizer_differences(states["optimizer"], replica.optimizers)
-        if lines:
-            raise CheckpointError(
-                f"{checkpoint.folder} is of another run than this one:\n  "
-                + "\n  ".join(lines)
-                + "\nUse the settings that the checkpoint was saved with, or list in allow=[...] those that may differ"
-            )
-        _refuse_invalid(checkpoint.folder, replica_problems(states, replica))
-
-
-def _refuse_invalid(folder: Path, problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(
-            f"the files of {folder} are intact, but their content is not a run's:\n  "
-            + "\n  ".join(problems)
-            + "\nResume from another checkpoint, or set skip=[...] to start without these components"
-        )
+        remedy = "Use the settings that the checkpoint was saved with, or list in allow=[...] those that may differ"
+        _refuse(f"{checkpoint.folder} is of another run than this one", lines, remedy)
+        _refuse(invalid, replica_problems(states, replica), start_without)
 
 
 def load_weights(model: Any, path: Path) -> None:
     """Load weights whose names and shapes must match the model's."""
     weights = read_weights(path)
-    if lines := model_differences(weights, model_state(model)):
-        raise CheckpointError(f"the weights in {path} do not fit the model:\n  " + "\n  ".join(lines))
+    lines = model_differences(weights, model_state(model))
+    _refuse(f"the weights in {path} do not fit the model", lines, "Give weights that were saved from such a model")
     load_model(model, weights)
+
+
+def _refuse(what: str, lines: Collection[str], remedy: str) -> None:
+    """Raise an error that lists the problems, if there are any."""
+    if lines:
+        raise CheckpointError("\n  ".join([f"{what}:", *lines]) + f"\n{remedy}")
 
 
 # Which checkpoint
@@ -192,12 +183,12 @@ def _find(
     """
     newest_first, flaws = _common_checkpoints(folder, communicator)
     is_path = not (resume is None or resume == "auto" or isinstance(resume, bool))
-    if flaws and not newest_first and not is_path:
-        raise CheckpointError(
-            f"{folder.root} has no usable checkpoint, but entries that look like one:\n  "
-            + "\n  ".join(flaws)
-            + "\nTo resume from one of them, apply its remedy or set resume=PATH; to start from scratch, move them out "
-            "of the folder"
+    if not newest_first and not is_path:
+        _refuse(
+            f"{folder.root} has no usable checkpoint, but entries that look like one",
+            flaws,
+            "To resume from one of them, apply its remedy or set resume=PATH; to start from scratch, move them out of "
+            "the folder",
         )
     if communicator.world.is_main:
         for flaw in flaws:
