@@ -79,6 +79,8 @@ class Checkpointer:
         self._signals: StopSignals | None = None
         self._resumption: Resumption | None = None
         self.resumed_from: Path | None = None
+        self._last_step = 0  # that was saved, or at which the run started
+        self._next_step = self._next_epoch = self._next_snapshot = self._next_time_s = math.inf
         with ExitStack() as stack:
             if settings is not None:
                 self._open(settings, init_from, stack)
@@ -186,22 +188,18 @@ class Checkpointer:
         for writer in self._writers:
             if writer.pending is not None or self._has_failed:
                 self._report(writer.poll())
-        if self._settings is not None:
-            if not self._is_prepared and position.step > self._last_step:
-                self._prepare(loop)
-            if monotonic() >= self._next_time_s and not self.requested:
-                self._set_request(Decision.SAVE)
-            is_due = position.step >= self._next_step or position.epoch >= self._next_epoch
-            if (is_due or position.step >= self._next_snapshot) and not self._agreed:
-                return Decision.SAVE
-        return self._agreed
-
-    def _prepare(self, loop: Loop) -> None:
-        """Allocate the memory for copies before a save needs it. After the first step optimizers have their state."""
-        self._is_prepared = True
-        components = self._states(loop)
-        for writer in self._writers:
-            writer.reserve(components)
+        if self._writers and not self._is_prepared and position.step > self._last_step:
+            # Now optimizers have their state: allocate the memory for copies before a save needs it.
+            self._is_prepared = True
+            components = self._states(loop)
+            for writer in self._writers:
+                writer.reserve(components)
+        if monotonic() >= self._next_time_s and not self.requested:
+            self._set_request(Decision.SAVE)
+        is_save_due = position.step >= self._next_step or position.epoch >= self._next_epoch
+        if self._agreed or not (is_save_due or position.step >= self._next_snapshot):
+            return self._agreed
+        return Decision.SAVE
 
     def _schedule(self, now: Position, *, is_saved: bool = True) -> None:
         """Set when to save next. Called at the start of a run and after each save or (is_saved=False) snapshot.
@@ -258,22 +256,18 @@ class Checkpointer:
         else:
             self._save(loop)
 
-    def save_last(self, loop: Loop) -> None:
-        """Save if the run ends here and has unsaved steps."""
-        if self._settings is None:
-            return
-        if self._metrics is not None or (self._settings.final and loop.position.step > self._last_step):
+    def save_last(self, loop: Loop, *, again: bool = False) -> None:
+        """Save if the run ends here and has unsaved steps, or `again`."""
+        is_wanted = self._settings is not None and self._settings.final
+        if self._metrics is not None or (is_wanted and (again or loop.position.step > self._last_step)):
             self._save(loop)
 
     def finish(self, loop: Loop) -> None:
         """The run ended without an error: return when everything is on the disk, on all workers."""
-        if self._is_finished or self._settings is None:
+        if self._is_finished or not self._writers:
             return
         self._report(self._writers[0].poll(wait=True))
-        if self._has_failed_on_rank_0() and self._settings.final:
-            self._save(loop)  # again: the disk may have recovered
-        else:
-            self.save_last(loop)
+        self.save_last(loop, again=self._has_failed_on_rank_0())  # the disk may have recovered
         self._report(self._writers[0].poll(wait=True))
         self._leave_together()
 

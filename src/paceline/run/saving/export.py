@@ -24,7 +24,16 @@ def export_weights(model: Any, path: Path, communicator: Communicator) -> None:
     """
     if path.suffix != SUFFIX or path.is_dir():
         raise ValueError(f"{path} cannot be written: give the path of a file that ends in {SUFFIX}")
-    decided_by_rank_0(lambda: _write(path, model_state(model)), communicator)
+
+    def write() -> None:
+        tensors = {
+            name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in model_state(model).items()
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as unfinished:
+            write_tensors(unfinished, tensors)
+
+    decided_by_rank_0(write, communicator)
 
 
 def save_pretrained(model: Any, folder: Path, communicator: Communicator) -> None:
@@ -38,20 +47,12 @@ def save_pretrained(model: Any, folder: Path, communicator: Communicator) -> Non
             f"the model is a {type(model).__name__} without save_pretrained: use trainer.export(path), which writes a "
             "safetensors file"
         )
-    tokenizer = getattr(model, "tokenizer", None)
-    parts = [model] if tokenizer is None else [model, tokenizer]
-    decided_by_rank_0(lambda: _save_into(folder, parts), communicator)
 
+    def save() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with nullcontext(folder) if folder.exists() else replacing(folder) as target:
+            for part in (model, getattr(model, "tokenizer", None)):
+                if part is not None:
+                    part.save_pretrained(str(target))
 
-def _write(path: Path, state: Any) -> None:
-    tensors = {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as unfinished:
-        write_tensors(unfinished, tensors)
-
-
-def _save_into(folder: Path, parts: list[Any]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with nullcontext(folder) if folder.exists() else replacing(folder) as target:
-        for part in parts:
-            part.save_pretrained(str(target))
+    decided_by_rank_0(save, communicator)
