@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from time import monotonic
@@ -77,6 +77,7 @@ class PlannedFile(NamedTuple):
     content: Any
 
 
+@dataclass(eq=False)
 class AsyncWriter:
     """Writes one worker's share of checkpoints into the run folder `root`. Every worker of the world has one.
 
@@ -89,36 +90,27 @@ class AsyncWriter:
     tensors of replicated components. `flush`: wait for the disk. `record`: entered in the thread for each save.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        world: World | None = None,
-        *,
-        token: str = "0",
-        shared_disk: bool = True,
-        num_shards: int = 1,
-        retention: Retention | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        flush: bool = True,
-        record: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._root = root
-        self._world = world or World()
-        self._token = token
+    root: Path
+    world: World = field(default_factory=World)
+    _: KW_ONLY
+    token: str = "0"
+    shared_disk: bool = True
+    num_shards: int = 1
+    retention: Retention = field(default_factory=Retention)
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    flush: bool = True
+    record: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __post_init__(self) -> None:
         self._num_saves = 0
-        self._ranks = writer_ranks(self._world, shared_disk=shared_disk)
-        self._num_shards = num_shards
-        self._retention = retention or Retention()
-        self._timeout_s = timeout_s
-        self._flush = flush
-        self._record = record
+        self._ranks = writer_ranks(self.world, shared_disk=self.shared_disk)
         self._is_abandoned = Event()
         self._staging = HostStaging()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
         self.pending: futures.Future[None] | None = None  # what the thread does, until its outcome is reported
         # Folders of failed saves, into which another worker may still write.
         self._failed: list[Path] = []
-        root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
 
     @property
     def is_busy(self) -> bool:
@@ -128,24 +120,24 @@ class AsyncWriter:
     def reserve(self, components: Sequence[Component]) -> None:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
-        files = files_of(components, self._world, self._ranks, self._num_shards)
+        files = files_of(components, self.world, self._ranks, self.num_shards)
         self.pending = self._thread.submit(self._staging.reserve, _tensors_of(files))
 
     def save(self, manifest: Manifest, components: Sequence[Component]) -> None:
         """Copy the state and write it in the background. Returns when the state may change. `manifest`: no contents."""
         self._num_saves += 1  # first: it must be equal on all workers, also if one of them raises
         self.wait()
-        files = files_of(components, self._world, self._ranks, self._num_shards)
+        files = files_of(components, self.world, self._ranks, self.num_shards)
         tensors = _tensors_of(files)
         copies, wait_for_copies = self._staging.copy(tensors)
         copy_of = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
         for held in _tensor_dicts(files):
             held.update({name: copy_of[id(tensor)] for name, tensor in held.items()})
-        partial = partial_folder(self._root, manifest.step, f"{self._token}{self._num_saves:x}")
-        manifest = replace(manifest, world_size=self._world.size)
+        partial = partial_folder(self.root, manifest.step, f"{self.token}{self._num_saves:x}")
+        manifest = replace(manifest, world_size=self.world.size)
 
         def write() -> None:
-            with self._record():
+            with self.record():
                 wait_for_copies()
                 self._write(manifest, files, partial)
 
@@ -184,15 +176,15 @@ class AsyncWriter:
     # In the background
 
     def _write(self, manifest: Manifest, files: Mapping[str, PlannedFile], partial: Path) -> None:
-        is_first = self._world.rank == self._ranks[0]
+        is_first = self.world.rank == self._ranks[0]
         try:
             # Without parents: if the run folder vanished, its disk may no longer be mounted.
             partial.mkdir(exist_ok=True)
             own = Contents.merge(self._write_file(partial / name, file) for name, file in files.items())
             if not is_first:
-                _leave_record(partial, self._world.rank, own.to_json())
+                _leave_record(partial, self.world.rank, own.to_json())
                 return
-            deadline = monotonic() + self._timeout_s
+            deadline = monotonic() + self.timeout_s
             contents = [own, *(self._record_of(partial, rank, deadline) for rank in self._ranks[1:])]
             self._publish(partial, replace(manifest, contents=Contents.merge(contents)))
         except BaseException as error:
@@ -201,22 +193,22 @@ class AsyncWriter:
                 # No worker is further behind than the previous save.
                 self._failed = [*self._failed[-1:], partial]
             else:
-                _leave_error(partial, self._world.rank, files, error)
+                _leave_error(partial, self.world.rank, files, error)
             if isinstance(error, OSError | CheckpointError):
-                raise CheckpointError(_not_saved(self._root, manifest.step, error)) from error
+                raise CheckpointError(_not_saved(self.root, manifest.step, error)) from error
             raise
         self._remove_failed()
         self._failed.clear()  # all workers have reached this save, so they have finished the earlier ones
-        _delete_unneeded(self._root, manifest.step, self._retention)
+        _delete_unneeded(self.root, manifest.step, self.retention)
 
     def _write_file(self, path: Path, file: PlannedFile) -> Contents:
         component, part, content = file
         if path.name.endswith(_TENSORS):
             if component.must_be_finite and (bad := _first_not_finite(content)) is not None:
                 raise CheckpointError(f"tensor {bad!r} of component {component.name!r} contains inf or NaN")
-            record = write_tensors(path, content, flush=self._flush)
+            record = write_tensors(path, content, flush=self.flush)
         else:
-            record = write_file(path, [_dump(content)], flush=self._flush)
+            record = write_file(path, [_dump(content)], flush=self.flush)
         files = ComponentFiles(component.pattern, {part: (path.name,)})
         return Contents({component.name: files}, {path.name: record})
 
@@ -238,15 +230,15 @@ class AsyncWriter:
         return Contents.from_json(record)
 
     def _publish(self, partial: Path, manifest: Manifest) -> None:
-        write_file(partial / MANIFEST_NAME, [manifest.render()], flush=self._flush)
-        if self._flush:
+        write_file(partial / MANIFEST_NAME, [manifest.render()], flush=self.flush)
+        if self.flush:
             flush_folder(partial)
-        final = step_folder(self._root, manifest.step)
+        final = step_folder(self.root, manifest.step)
         # An intact checkpoint of this name is replaced. Anything else of this name belongs to the user and is kept.
         if os.path.lexists(final) and (flaw := _flaw(final)):
-            aside = move_aside(self._root, [final])
+            aside = move_aside(self.root, [final])
             logger.warning("%s is not a usable checkpoint and was moved to %s: %s", final, aside, flaw)
-        make_visible(partial, final, flush=self._flush)
+        make_visible(partial, final, flush=self.flush)
 
     def _remove_failed(self) -> None:
         for partial in self._failed:
