@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline import __version__
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.files import FileRecord
 from paceline.core.tree import flatten, unflatten
@@ -131,14 +130,7 @@ class Manifest:
     configuration: Mapping[str, Any] = field(default_factory=dict)
     position: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "paceline": __version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "numpy": np.__version__,
-        }
-    )
+    versions: Mapping[str, str] = field(default_factory=lambda: library_versions())
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def render(self) -> bytes:
@@ -159,6 +151,17 @@ class Manifest:
             return cls(contents=Contents.from_json(found), **values)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"is damaged: {type(error).__name__}: {error}") from None
+
+
+def library_versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        own = version("paceline")
+    except PackageNotFoundError:
+        own = "unknown"
+    torch_version, python = str(torch.__version__), platform.python_version()
+    return {"paceline": own, "torch": torch_version, "python": python, "numpy": np.__version__}
 
 
 def _render(content: Mapping[str, Any]) -> bytes:
