@@ -45,7 +45,7 @@ def job(step: int, seed: int | None = None, **more: Any) -> Job:
 
 def save(root: Path, saved: Job, each: World | None = None, **options: Any) -> Path:
     """Save and wait for it. In a world of several, each worker calls it in a thread of its own."""
-    with closing(AsyncWriter(root, each, **options)) as writer:
+    with closing(AsyncWriter(root, each or World(), **options)) as writer:
         writer.save(*saved)
     return step_folder(root, saved[0].step)
 
@@ -60,6 +60,6 @@ def world(rank: int, size: int, local_rank: int | None = None, local_size: int |
 
 def settled(writer: AsyncWriter) -> AsyncWriter:
     """The writer, when its save is done or has failed and nothing was reported yet."""
-    assert writer._pending is not None
-    assert wait([writer._pending], timeout=20).done
+    assert writer.pending is not None
+    assert wait([writer.pending], timeout=20).done
     return writer

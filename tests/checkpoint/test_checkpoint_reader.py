@@ -172,7 +172,8 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "older than any": (lambda m: m.update(format_version=0), "format version is 0, which does not exist"),
     "another format": (lambda m: m.update(format="other"), "its format is 'other'"),
-    "a path": (lambda m: m["files"].update({"../x.json": m["files"]["model.json"]}), "belong to no component"),
+    "a path": (lambda m: m["files"].update({"../x.json": m["files"]["model.json"]}), r"lists a file '\.\./x.json'"),
+    "a file of nobody": (lambda m: m["files"].update({"x.json": m["files"]["model.json"]}), "belong to no component"),
     "another's file": (
         lambda m: m["components"]["model"]["parts"].update(whole=["model.json", "optimizer.safetensors"]),
         "'optimizer' has files .'optimizer.safetensors'. that are not its own",

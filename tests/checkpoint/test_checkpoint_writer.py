@@ -24,7 +24,7 @@ from paceline.checkpoint.policy import Retention
 from paceline.checkpoint.reader import Checkpoint, verify
 from paceline.checkpoint.run_folder import writer_ranks
 from paceline.checkpoint.staging import HostStaging
-from paceline.checkpoint.writer import AsyncWriter, Component, shares_of, split
+from paceline.checkpoint.writer import AsyncWriter, Component, files_of, split
 from paceline.core.world import World
 
 
@@ -118,13 +118,12 @@ SHARED_FILES = [
 PER_NODE_FILES = [*SHARED_FILES[:3], SHARED_FILES[3] | {"replicated"}, SHARED_FILES[4]]
 
 
-@pytest.mark.parametrize(("shared_disk", "expected"), [(True, SHARED_FILES), (False, PER_NODE_FILES)])
-def test_who_writes_what(shared_disk: bool, expected: list[set[str]]) -> None:
-    for each, stems in zip(NODES, expected, strict=True):
-        shares = shares_of(ALL_PATTERNS, each, writer_ranks(each, shared_disk=shared_disk))
-        assert len(shares) == len(stems)
-        assert {name for share in shares for name in share.texts} == {f"{stem}.json" for stem in stems}
-        assert {name for share in shares for name in share.tensors} == {f"{stem}.safetensors" for stem in stems}
+@pytest.mark.parametrize(("shared_disk", "stems_by_rank"), [(True, SHARED_FILES), (False, PER_NODE_FILES)])
+def test_who_writes_what(shared_disk: bool, stems_by_rank: list[set[str]]) -> None:
+    for each, stems in zip(NODES, stems_by_rank, strict=True):
+        files = files_of(ALL_PATTERNS, each, writer_ranks(each, shared_disk=shared_disk))
+        expected = {f"{stem}{suffix}" for stem in stems for suffix in (".json", ".safetensors")}
+        assert set(files) == expected
     assert writer_ranks(NODES[4], shared_disk=shared_disk) == (range(5) if shared_disk else range(3, 5))
     assert Pattern.PER_NODE.part_of(NODES[4]) == "node-3"
 
@@ -335,7 +334,7 @@ def test_what_cannot_be_stored_is_told_by_save_itself(tmp_path: Path) -> None:
 
 def test_the_best_two_and_the_last_are_kept(tmp_path: Path) -> None:
     left = []
-    with closing(AsyncWriter(tmp_path, retention=Retention(best=2, metric="loss"))) as writer:
+    with closing(AsyncWriter(tmp_path, retention=Retention(best=("loss", 2)))) as writer:
         for step, loss in enumerate([3, 2, 2.5, 2.2, 2.1, 9], 1):
             writer.save(Manifest(step, metrics={"loss": loss}), components(step))
             writer.wait()

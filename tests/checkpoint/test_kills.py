@@ -147,6 +147,7 @@ def test_the_next_start_goes_on_where_the_killed_one_was(tmp_path: Path) -> None
     process.start()
     process.join(20)
     assert [path.name.split("-")[:2] for path in tmp_path.glob(".step*")] == [[".step", "00000002.partial"]]
-    assert len(clean_up(tmp_path)) == 1
+    clean_up(tmp_path)
+    assert not [*tmp_path.glob(".step*")]
     save_steps(tmp_path, 2)
     assert complete_steps(tmp_path) == [1, 2]

@@ -30,7 +30,7 @@ def test_opening_cleans_up_and_keeps_others_out(tmp_path: Path, monkeypatch: pyt
     partial_folder(tmp_path, 3, "12ab").mkdir()
     folder = opened(tmp_path)
     assert not partial_folder(tmp_path, 3, "12ab").exists()
-    assert folder.found() == [("disk", 1), ("disk", 2)]
+    assert folder.found() == [tmp_path / "step-00000001", tmp_path / "step-00000002"]
     with pytest.raises(LockedError, match="is in use by process"):
         opened(tmp_path)
     folder.close()
@@ -56,9 +56,8 @@ def test_snapshots_are_found_beside_checkpoints_and_those_of_an_earlier_run_are_
     try:
         save_steps(folder.memory, 5)
         save_steps(tmp_path, 4)
-        assert folder.found() == [("disk", 4), ("memory", 5)]
-        assert folder.path("memory", 5) == folder.memory / "step-00000005"
-        assert folder.discard([4, 5]) == tmp_path / "set-aside-1"
+        assert folder.found() == [tmp_path / "step-00000004", folder.memory / "step-00000005"]
+        assert folder.discard(folder.found()) == tmp_path / "set-aside-1"
         assert folder.found() == []
         folder.close()
         (tmp_path / IDENTIFIER_NAME).unlink()
@@ -75,12 +74,12 @@ def test_folders_in_memory_are_named_by_place_and_run(tmp_path: Path) -> None:
 
 
 def test_discarded_steps_are_moved_whole_into_numbered_folders(tmp_path: Path) -> None:
-    save_steps(tmp_path, 1, 2, 3)
+    saved = save_steps(tmp_path, 1, 2, 3)
     folder = opened(tmp_path)
     assert folder.discard([]) is None
-    assert folder.discard([2, 3]) == tmp_path / "set-aside-1"
+    assert folder.discard(saved[1:]) == tmp_path / "set-aside-1"
     save_steps(tmp_path, 2)
-    assert folder.discard([2]) == tmp_path / "set-aside-2"
+    assert folder.discard([saved[1]]) == tmp_path / "set-aside-2"
     folder.close()
     assert complete_steps(tmp_path) == [1]
     assert complete_steps(tmp_path / "set-aside-1") == [2, 3]

@@ -38,7 +38,13 @@ def check_replication(name: str, state: Any, level: Level, communicator: Communi
     if level == "none" or communicator.world.size == 1:
         return
     tensors = flatten(state, name).tensors
-    _raise_on_all_workers(name, _compare_outlines(_outline(state, name, tensors), communicator), communicator)
+    # Everything except the tensors' values, as lines.
+    outline = [f"tensor {name} is {tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors.items()]
+    outline += _plain_values(state, name)
+    theirs = from_rank_0("\n".join(outline).encode(), communicator).decode().split("\n")
+    pairs = zip_longest(outline, theirs, fillvalue="nothing more")
+    difference = next((f"{mine}, on rank 0 {other}" for mine, other in pairs if mine != other), "")
+    _raise_on_all_workers(name, difference, communicator)
     if level == "full":
         difference = _compare_values(tensors, communicator)
     else:
@@ -55,12 +61,6 @@ def _raise_on_all_workers(name: str, difference: str, communicator: Communicator
         )
 
 
-def _outline(state: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Everything except the tensors' values, as lines."""
-    shapes = [f"tensor {name} is {tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors.items()]
-    return [*shapes, *_plain_values(state, name)]
-
-
 def _plain_values(node: Any, path: str) -> Iterator[str]:
     if isinstance(node, dict | list | tuple):
         yield f"{path} is a {type(node).__name__} of {len(node)}"
@@ -68,13 +68,6 @@ def _plain_values(node: Any, path: str) -> Iterator[str]:
             yield from _plain_values(value, f"{path}[{key!r}]")
     elif not isinstance(node, torch.Tensor | np.ndarray):
         yield f"{path} is {node!r}"
-
-
-def _compare_outlines(own: list[str], communicator: Communicator) -> str:
-    """The first line in which this worker differs from rank 0."""
-    theirs = from_rank_0("\n".join(own).encode(), communicator).decode().split("\n")
-    pairs = zip_longest(own, theirs, fillvalue="nothing more")
-    return next((f"{mine}, on rank 0 {other}" for mine, other in pairs if mine != other), "")
 
 
 def _compare_fingerprints(

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -72,10 +74,10 @@ def read_file(path: Path, limit_bytes: int, expected: FileRecord | None = None) 
     return content
 
 
-def check_file(path: Path, expected: FileRecord, on_bytes: Callable[[int], object] | None = None) -> None:
-    """Raise unless the file's size and content are as recorded. Calls `on_bytes(count)` after each part read."""
+def check_file(path: Path, expected: FileRecord) -> None:
+    """Raise unless the file's size and content are as recorded."""
     with open_regular(path, expected) as file:
-        _check_content(path, file, expected, on_bytes)
+        _check_digest(path, hashlib.file_digest(file, "sha256").hexdigest(), expected)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, flush: bool = True) -> FileRecord:
@@ -91,19 +93,25 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, flush: boo
 
 
 def read_tensors(path: Path, expected: FileRecord | None = None) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, copied into new memory. With `expected` the file is checked before."""
+    """The tensors of a safetensors file, copied into new memory. With `expected` the copies are checked."""
     from safetensors import SafetensorError, safe_open
 
-    with open_regular(path, expected) as checked:
-        if expected is not None:
-            _check_content(path, checked, expected)
+    with open_regular(path, expected) as file:
         try:
-            # By descriptor: the file that was checked, and the library refuses paths that are not UTF-8.
-            with safe_open(f"/dev/fd/{checked.fileno()}", framework="pt") as file:
+            # By descriptor: the library refuses paths that are not UTF-8.
+            with safe_open(f"/dev/fd/{file.fileno()}", framework="pt") as tensors:
                 # Cloned: the library returns views of the mapped file, aligned as the file happens to be.
-                return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+                copies = {name: tensors.get_tensor(name).clone() for name in tensors.offset_keys()}
         except (SafetensorError, OSError, ValueError, RuntimeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged or not a safetensors file: {error}") from None
+        if expected is not None:
+            # The library has checked that the file is a header and the tensors, one after another.
+            length = file.read(8)
+            digest = hashlib.sha256(length + file.read(int.from_bytes(length, "little")))
+            for copy in copies.values():
+                digest.update(bytes_of(copy))
+            _check_digest(path, digest.hexdigest(), expected)
+        return copies
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -111,6 +119,19 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if tensor.numel() == 0:
         return memoryview(b"")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
+    """A temporary name beside `path`, for a file or folder that is renamed to `path` when the block has succeeded."""
+    unfinished = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+    if flush:
+        flush_folder(path.parent)
 
 
 def flush_folder(folder: Path) -> None:
@@ -146,17 +167,6 @@ def open_regular(path: Path, expected: FileRecord | None = None) -> Iterator[Fil
             yield file
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _check_content(
-    path: Path, file: FileIO, expected: FileRecord, on_bytes: Callable[[int], object] | None = None
-) -> None:
-    digest, scratch = hashlib.sha256(), memoryview(bytearray(CHUNK_BYTES))
-    while count := file.readinto(scratch):
-        digest.update(scratch[:count])
-        if on_bytes is not None:
-            on_bytes(count)
-    _check_digest(path, digest.hexdigest(), expected)
 
 
 def _check_digest(path: Path, found: str, expected: FileRecord) -> None:

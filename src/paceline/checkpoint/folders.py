@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from paceline.checkpoint.files import flush_folder
@@ -30,8 +31,9 @@ def step_of(folder: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def partial_folder(root: Path, step: int, token: str) -> Path:
-    return _hidden(root, step, "partial", token)
+def partial_folder(root: Path, step: int, token: str, state: str = "partial") -> Path:
+    """The hidden name of a checkpoint that is being written, replaced or deleted."""
+    return root / f".{step_folder(root, step).name}.{state}-{token}"
 
 
 def new_token() -> str:
@@ -51,8 +53,8 @@ def unusable(root: Path) -> dict[Path, str]:
 
 
 def _named(root: Path) -> list[tuple[Path, int]]:
-    steps = [(path, step_of(path)) for path in root.iterdir()] if root.is_dir() else []
-    return [(path, step) for path, step in steps if step is not None]
+    paths = root.iterdir() if root.is_dir() else ()
+    return [(path, step) for path in paths if (step := step_of(path)) is not None]
 
 
 def _flaw(path: Path, step: int) -> str | None:
@@ -92,16 +94,14 @@ def make_visible(partial: Path, final: Path, *, flush: bool = True) -> None:
 
 def delete(root: Path, step: int) -> None:
     """Delete a checkpoint. It is renamed before, so an incomplete one is never visible."""
-    hidden = _hidden(root, step, "deleted", new_token())
+    hidden = partial_folder(root, step, new_token(), "deleted")
     step_folder(root, step).rename(hidden)
     shutil.rmtree(hidden)
 
 
 def move_aside(root: Path, entries: Sequence[Path]) -> Path:
     """Move these entries of `root` into a new folder `set-aside-N`, in the given order; returns the folder."""
-    number = 1
-    while (aside := root / f"set-aside-{number}").exists():
-        number += 1
+    aside = next(path for number in count(1) if not (path := root / f"set-aside-{number}").exists())
     aside.mkdir()
     for entry in entries:
         entry.rename(aside / entry.name)
@@ -110,12 +110,11 @@ def move_aside(root: Path, entries: Sequence[Path]) -> Path:
     return aside
 
 
-def clean_up(root: Path) -> list[Path]:
+def clean_up(root: Path) -> None:
     """Remove the remains of interrupted saves and deletions, and restore a checkpoint that was being replaced.
 
     Only for the worker that holds the run's lock, at the start of a run: it also removes a save in progress.
     """
-    removed = []
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         match = _HIDDEN.fullmatch(path.name)
         if match is None or path.is_symlink():
@@ -126,9 +125,3 @@ def clean_up(root: Path) -> list[Path]:
             flush_folder(root)
         else:
             shutil.rmtree(path)
-            removed.append(path)
-    return removed
-
-
-def _hidden(root: Path, step: int, state: str, token: str) -> Path:
-    return root / f".{step_folder(root, step).name}.{state}-{token}"

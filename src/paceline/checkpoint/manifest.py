@@ -36,7 +36,11 @@ _PART_NAME = re.compile(r"whole|(rank|node)-\d+")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.(json|safetensors)")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-_FIELDS = ("step", "world_size", "created", "versions", "configuration", "position", "metrics")
+_FIELDS: dict[str, type] = {
+    **{"step": int, "world_size": int, "created": str},
+    **dict.fromkeys(("versions", "configuration", "position", "metrics"), dict),
+}
+_KIND_NAMES = {int: "a count", str: "a text", dict: "a dict"}
 
 
 class Pattern(StrEnum):
@@ -79,7 +83,27 @@ class Contents:
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Contents:
         """Raises ValueError, KeyError, TypeError or AttributeError for anything that `to_json` did not return."""
-        return cls(_parse_components(found), _parse_files(found["files"]))
+        files = {name: FileRecord(**record) for name, record in found["files"].items()}
+        for file, record in files.items():
+            # Only names inside this folder: the manifest must not lead to another one.
+            if not _FILE_NAME.fullmatch(file) or file == MANIFEST_NAME:
+                raise ValueError(f"it lists a file {file!r}")
+            if type(record.size) is not int or record.size < 0 or not _SHA256.fullmatch(record.sha256):
+                raise ValueError(f"it lists {file!r} as {record}")
+        components = {}
+        unclaimed = set(files)
+        for name, entry in found["components"].items():
+            parts = {part: tuple(names) for part, names in entry["parts"].items()}
+            if not COMPONENT_NAME.fullmatch(name) or not all(map(_PART_NAME.fullmatch, parts)):
+                raise ValueError(f"component {name!r} has parts {list(parts)}")
+            components[name] = ComponentFiles(Pattern(entry["pattern"]), parts)
+            for names in parts.values():
+                if foreign := sorted(set(names) - unclaimed):
+                    raise ValueError(f"component {name!r} has files {foreign} that are not its own")
+                unclaimed.difference_update(names)
+        if unclaimed:
+            raise ValueError(f"the files {sorted(unclaimed)} belong to no component")
+        return cls(components, files)
 
     @classmethod
     def merge(cls, shares: Iterable[Contents]) -> Contents:
@@ -121,7 +145,10 @@ class Manifest:
             _check_version(found)
             _check_digest(found, content)
             values = unflatten({name: found[name] for name in _FIELDS}, {})
-            return cls(contents=Contents.from_json(found), **_check_types(values))
+            for name, kind in _FIELDS.items():
+                if type(values[name]) is not kind or (kind is int and values[name] < 0):
+                    raise ValueError(f"{name} is {values[name]!r}, not {_KIND_NAMES[kind]}")
+            return cls(contents=Contents.from_json(found), **values)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"is damaged: {type(error).__name__}: {error}") from None
 
@@ -137,16 +164,16 @@ def library_versions() -> dict[str, str]:
     return {"paceline": own, "torch": torch_version, "python": python, "numpy": np.__version__}
 
 
-def _render(content: dict[str, Any]) -> bytes:
+def _render(content: Mapping[str, Any]) -> bytes:
     content = {name: value for name, value in content.items() if name != "digest"}
     return _dump({**content, "digest": hashlib.sha256(_dump(content)).hexdigest()})
 
 
-def _dump(content: dict[str, Any]) -> bytes:
+def _dump(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"
 
 
-def _check_version(found: dict[str, Any]) -> None:
+def _check_version(found: Mapping[str, Any]) -> None:
     if found["format"] != FORMAT:
         raise ValueError(f"its format is {found['format']!r}, not {FORMAT!r}")
     version = found["format_version"]
@@ -159,7 +186,7 @@ def _check_version(found: dict[str, Any]) -> None:
         raise ValueError(f"its format version is {version!r}, which does not exist")
 
 
-def _check_digest(found: dict[str, Any], content: bytes) -> None:
+def _check_digest(found: Mapping[str, Any], content: bytes) -> None:
     expected = _render(found)
     if content != expected:
         digest = json.loads(expected)["digest"]
@@ -167,41 +194,3 @@ def _check_digest(found: dict[str, Any], content: bytes) -> None:
             f"is damaged: it says its digest is {found.get('digest')!r}, its content gives {digest!r}"
             + (", but some of its bytes differ from how it was written" if digest == found.get("digest") else "")
         )
-
-
-def _check_types(values: dict[str, Any]) -> dict[str, Any]:
-    for name in ("step", "world_size"):
-        if type(values[name]) is not int or values[name] < 0:
-            raise ValueError(f"{name} is {values[name]!r}, not a count")
-    for name in ("versions", "configuration", "position", "metrics"):
-        if type(values[name]) is not dict:
-            raise ValueError(f"{name} is {values[name]!r}, not a dict")
-    return values
-
-
-def _parse_components(found: Mapping[str, Any]) -> dict[str, ComponentFiles]:
-    components = {}
-    unclaimed = set(found["files"])
-    for name, entry in found["components"].items():
-        parts = {part: tuple(names) for part, names in entry["parts"].items()}
-        if not COMPONENT_NAME.fullmatch(name) or not all(map(_PART_NAME.fullmatch, parts)):
-            raise ValueError(f"component {name!r} has parts {list(parts)}")
-        components[name] = ComponentFiles(Pattern(entry["pattern"]), parts)
-        for names in parts.values():
-            if not unclaimed.issuperset(names):
-                raise ValueError(f"component {name!r} has files {sorted(set(names) - unclaimed)} that are not its own")
-            unclaimed.difference_update(names)
-    if unclaimed:
-        raise ValueError(f"the files {sorted(unclaimed)} belong to no component")
-    return components
-
-
-def _parse_files(found: Mapping[str, Any]) -> dict[str, FileRecord]:
-    files = {name: FileRecord(**record) for name, record in found.items()}
-    for name, record in files.items():
-        # Only names inside this folder: the manifest must not lead to another one.
-        if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
-            raise ValueError(f"it lists a file {name!r}")
-        if type(record.size) is not int or record.size < 0 or not _SHA256.fullmatch(record.sha256):
-            raise ValueError(f"it lists {name!r} as {record}")
-    return files

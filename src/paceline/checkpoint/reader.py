@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -81,23 +81,22 @@ class Checkpoint:
 
 def inspect(folder: Path) -> Manifest:
     """A checkpoint's manifest, after a check of the manifest and the folder's entries. Contents are not read."""
-    manifest = _read_manifest(folder)
-    if problems := _entry_problems(folder, manifest):
+    manifest, problems = _examine(folder)
+    if problems:
         raise CheckpointError("; ".join(problems.values()))
     return manifest
 
 
-def verify(folder: Path, on_bytes: Callable[[int], object] | None = None) -> list[str]:
-    """Read everything and return all problems of a checkpoint; empty if it is intact. `on_bytes`: see `check_file`."""
+def verify(folder: Path) -> list[str]:
+    """Read everything and return all problems of a checkpoint; empty if it is intact."""
     try:
-        manifest = _read_manifest(folder)
+        manifest, problems = _examine(folder)
     except CheckpointError as error:
         return [str(error)]
-    problems = _entry_problems(folder, manifest)
     for name, record in manifest.contents.files.items():
         if name not in problems:
             try:
-                check_file(folder / name, record, on_bytes)
+                check_file(folder / name, record)
             except CheckpointError as error:
                 problems[name] = str(error)
     return list(problems.values())
@@ -153,7 +152,8 @@ def _read_with_torch(path: Path) -> Any:
     return found
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _examine(folder: Path) -> tuple[Manifest, dict[str, str]]:
+    """A checkpoint's manifest, and the problems of its files by name, as far as can be seen without reading them."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist or is not a folder")
     path = folder / MANIFEST_NAME
@@ -169,11 +169,6 @@ def _read_manifest(folder: Path) -> Manifest:
             f"{folder} is named for step {named}, but its manifest says step {manifest.step}: rename it to "
             f"{step_folder(folder.parent, manifest.step).name}"
         )
-    return manifest
-
-
-def _entry_problems(folder: Path, manifest: Manifest) -> dict[str, str]:
-    """Problems visible in the folder's entries: missing, additional, irregular files, and wrong sizes."""
     files = manifest.contents.files
     found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MANIFEST_NAME}
     problems = {
@@ -192,7 +187,7 @@ def _entry_problems(folder: Path, manifest: Manifest) -> dict[str, str]:
             problems[name] = f"{path} is a hard link, so it can be changed from outside: replace it with a copy"
         elif status.st_size != files[name].size:
             problems[name] = f"{path} has {status.st_size} bytes, the manifest says {files[name].size}"
-    return problems
+    return manifest, problems
 
 
 @contextmanager

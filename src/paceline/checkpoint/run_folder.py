@@ -22,11 +22,10 @@ from datetime import datetime
 from io import FileIO
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Literal
 
 from paceline.checkpoint.errors import CheckpointError, LockedError
-from paceline.checkpoint.files import flush_folder, write_file
-from paceline.checkpoint.folders import clean_up, complete_steps, move_aside, step_folder
+from paceline.checkpoint.files import replacing, write_file
+from paceline.checkpoint.folders import clean_up, complete_steps, move_aside, step_folder, step_of
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.private_folder import private_folder, why_not_private
@@ -45,9 +44,6 @@ _POLL_S = 0.1
 
 _IDENTIFIER = re.compile(r"[0-9a-f]{16}")
 
-Location = Literal["disk", "memory"]
-
-
 _locked: set[FileIO] = set()
 
 
@@ -61,13 +57,17 @@ def run_lock(folder: Path, *, timeout_s: float = 0.0) -> Iterator[None]:
     """
     deadline = monotonic() + timeout_s
     with FileIO(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+") as file:
-        while not _try_lock(file):
-            if monotonic() >= deadline:
-                holder = file.read(1000).decode(errors="replace").strip()
-                raise LockedError(
-                    f"{folder} is in use by {holder or 'another process'}: wait until that run has ended, stop it, or "
-                    "choose another folder"
-                )
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if monotonic() >= deadline:
+                    holder = file.read(1000).decode(errors="replace").strip() or "another process"
+                    raise LockedError(
+                        f"{folder} is in use by {holder}: wait until that run has ended, stop it, or choose another "
+                        "folder"
+                    ) from None
             sleep(_POLL_S)
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         file.truncate(0)
@@ -77,14 +77,6 @@ def run_lock(folder: Path, *, timeout_s: float = 0.0) -> Iterator[None]:
             yield
         finally:
             _locked.discard(file)
-
-
-def _try_lock(file: FileIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _release_in_child() -> None:
@@ -169,29 +161,21 @@ class RunFolder:
             if self._owns_memory:
                 private_folder(self.memory)
 
-    def found(self) -> list[tuple[Location, int]]:
+    def found(self) -> list[Path]:
         """The checkpoints and snapshots that this worker sees."""
-        on_disk: list[tuple[Location, int]] = [("disk", step) for step in complete_steps(self.root)]
-        return on_disk + [("memory", step) for step in self._in_memory()]
+        is_private = self._has_memory and why_not_private(self.memory) is None
+        roots = [self.root, self.memory] if is_private else [self.root]
+        return [step_folder(root, step) for root in roots for step in complete_steps(root)]
 
-    def _in_memory(self) -> list[int]:
-        is_own = self._has_memory and why_not_private(self.memory) is None
-        return complete_steps(self.memory) if is_own else []
-
-    def path(self, location: Location, step: int) -> Path:
-        return step_folder(self.root if location == "disk" else self.memory, step)
-
-    def discard(self, steps: Iterable[int]) -> Path | None:
-        """Delete the snapshots of these steps, and move their checkpoints on disk aside; returns where to.
-
-        The highest goes first, so an interruption leaves the lower ones visible.
-        """
-        unwanted = set(steps)
-        if self._owns_memory:
-            for step in unwanted.intersection(self._in_memory()):
-                shutil.rmtree(step_folder(self.memory, step))
-        on_disk = sorted(unwanted.intersection(complete_steps(self.root)), reverse=True) if self._owns_root else []
-        return move_aside(self.root, [step_folder(self.root, step) for step in on_disk]) if on_disk else None
+    def discard(self, unwanted: Iterable[Path]) -> Path | None:
+        """Delete these snapshots, and move these checkpoints on disk aside; returns where to."""
+        # The highest step first, so an interruption leaves the lower ones visible.
+        ordered = sorted(unwanted, key=lambda path: step_of(path) or 0, reverse=True)
+        for path in ordered if self._owns_memory else ():
+            if path.parent == self.memory:
+                shutil.rmtree(path)
+        on_disk = [path for path in ordered if path.parent == self.root] if self._owns_root else []
+        return move_aside(self.root, on_disk) if on_disk else None
 
     def remove_memory(self) -> None:
         if self._owns_memory and why_not_private(self.memory) is None:
@@ -219,11 +203,8 @@ def _identifier(root: Path) -> str:
     if path.is_file() and _IDENTIFIER.fullmatch(found := path.read_text(errors="replace").strip()):
         return found
     created = secrets.token_hex(8)
-    unfinished = path.with_name(f"{IDENTIFIER_NAME}.new")
-    unfinished.unlink(missing_ok=True)
-    write_file(unfinished, [f"{created}\n".encode()])
-    unfinished.replace(path)
-    flush_folder(root)
+    with replacing(path) as unfinished:
+        write_file(unfinished, [f"{created}\n".encode()])
     return created
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Each copy starts at a multiple of this, as torch's own allocations do.
-ALIGNMENT_BYTES = 64
+from paceline.checkpoint.files import ALIGNMENT_BYTES
 
 
 class HostStaging:
@@ -48,10 +47,8 @@ class HostStaging:
         self.reserve(tensors)
         for copy, tensor in zip(self._copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=tensor.is_cuda)
-        events = []
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            events.append(torch.cuda.Event())
-            events[-1].record(torch.cuda.current_stream(device))
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        events = [torch.cuda.current_stream(device).record_event() for device in devices]
 
         def wait() -> None:
             for event in events:

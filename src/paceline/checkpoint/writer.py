@@ -11,19 +11,19 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.files import FileRecord, flush_folder, write_file, write_tensors
+from paceline.checkpoint.files import flush_folder, replacing, write_file, write_tensors
 from paceline.checkpoint.folders import complete_steps, delete, make_visible, move_aside, partial_folder, step_folder
 from paceline.checkpoint.manifest import (
     COMPONENT_NAME,
@@ -34,7 +34,7 @@ from paceline.checkpoint.manifest import (
     Manifest,
     Pattern,
 )
-from paceline.checkpoint.policy import Retention, SavedStep, steps_to_delete
+from paceline.checkpoint.policy import Retention, steps_to_delete
 from paceline.checkpoint.reader import inspect, newest_intact
 from paceline.checkpoint.run_folder import writer_ranks
 from paceline.checkpoint.staging import HostStaging
@@ -45,6 +45,7 @@ logger = logging.getLogger("paceline")
 
 DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 0.02
+_TENSORS = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -68,104 +69,96 @@ class Component:
             )
 
 
-@dataclass(frozen=True)
-class Share:
-    """The files that one worker writes for one component: JSON values and tensors, by file name."""
+class PlannedFile(NamedTuple):
+    """A file that this worker writes. `content`: a JSON value, or tensors by name (in files named .safetensors)."""
 
     component: Component
     part: str
-    texts: Mapping[str, Any]
-    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    content: Any
 
 
+@dataclass(eq=False)
 class AsyncWriter:
     """Writes one worker's share of checkpoints into the run folder `root`. Every worker of the world has one.
 
     `save` copies the state and returns; a thread writes it, publishes the checkpoint and deletes those that `retention`
-    does not keep. One save runs at a time: the next one waits for it. A failure is reported once: returned by `poll` or
-    `settle`, or raised by the next `save`, `wait` or `close`. After an error elsewhere, call `abandon` before `close`.
+    does not keep. One save runs at a time: the next one waits for it. A failure is reported once: returned by `poll`,
+    or raised by the next `save`, `wait` or `close`. After an error elsewhere, call `abandon` before `close`.
 
     `token` must be equal on all workers. `shared_disk`: all workers write into one folder; otherwise each node has its
     own, which holds all replicated state and what belongs to that node. `num_shards`: how many workers write the
-    tensors of replicated components. `flush`: wait for the disk.
+    tensors of replicated components. `flush`: wait for the disk. `record`: entered in the thread for each save.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        world: World | None = None,
-        *,
-        token: str = "0",
-        shared_disk: bool = True,
-        num_shards: int = 1,
-        retention: Retention | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        flush: bool = True,
-    ) -> None:
-        self._root = root
-        self._world = world or World()
-        self._token = token
+    root: Path
+    world: World = field(default_factory=World)
+    _: KW_ONLY
+    token: str = "0"
+    shared_disk: bool = True
+    num_shards: int = 1
+    retention: Retention = field(default_factory=Retention)
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    flush: bool = True
+    record: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __post_init__(self) -> None:
         self._num_saves = 0
-        self._ranks = writer_ranks(self._world, shared_disk=shared_disk)
-        self._num_shards = num_shards
-        self._retention = retention or Retention()
-        self._timeout_s = timeout_s
-        self._flush = flush
+        self._ranks = writer_ranks(self.world, shared_disk=self.shared_disk)
         self._is_abandoned = Event()
         self._staging = HostStaging()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
-        self._pending: futures.Future[None] | None = None
+        self.pending: futures.Future[None] | None = None  # what the thread does, until its outcome is reported
         # Folders of failed saves, into which another worker may still write.
         self._failed: list[Path] = []
-        root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is being written."""
-        return self._pending is not None and not self._pending.done()
+        return self.pending is not None and not self.pending.done()
 
     def reserve(self, components: Sequence[Component]) -> None:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
-        self._pending = self._thread.submit(self._staging.reserve, _tensors_of(self._shares(components)))
+        files = files_of(components, self.world, self._ranks, self.num_shards)
+        self.pending = self._thread.submit(self._staging.reserve, _tensors_of(files))
 
     def save(self, manifest: Manifest, components: Sequence[Component]) -> None:
         """Copy the state and write it in the background. Returns when the state may change. `manifest`: no contents."""
         self._num_saves += 1  # first: it must be equal on all workers, also if one of them raises
         self.wait()
-        shares = self._shares(components)
-        tensors = _tensors_of(shares)
+        files = files_of(components, self.world, self._ranks, self.num_shards)
+        tensors = _tensors_of(files)
         copies, wait_for_copies = self._staging.copy(tensors)
         copy_of = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
-        for i, share in enumerate(shares):
-            files = {file: {n: copy_of[id(t)] for n, t in held.items()} for file, held in share.tensors.items()}
-            shares[i] = replace(share, tensors=files)
-        partial = partial_folder(self._root, manifest.step, f"{self._token}{self._num_saves:x}")
-        manifest = replace(manifest, world_size=self._world.size)
-        self._pending = self._thread.submit(self._write, manifest, shares, partial, wait_for_copies)
+        for held in _tensor_dicts(files):
+            held.update({name: copy_of[id(tensor)] for name, tensor in held.items()})
+        partial = partial_folder(self.root, manifest.step, f"{self.token}{self._num_saves:x}")
+        manifest = replace(manifest, world_size=self.world.size)
 
-    def poll(self) -> CheckpointError | None:
-        """The error of the last save, once; None if it succeeded or is being written. Does not wait."""
+        def write() -> None:
+            with self.record():
+                wait_for_copies()
+                self._write(manifest, files, partial)
+
+        self.pending = self._thread.submit(write)
+
+    def poll(self, *, wait: bool = False) -> CheckpointError | None:
+        """The error of the last save, once; None if it succeeded or, without `wait`, is being written."""
+        if wait and self.pending is not None:
+            futures.wait([self.pending])
         if self.is_busy:
             return None
         self._remove_failed()
-        if self._pending is None:
-            return None
-        done, self._pending = self._pending, None
-        error = done.exception()
+        done, self.pending = self.pending, None
+        error = None if done is None else done.exception()
         if error is not None and not isinstance(error, CheckpointError):
             raise error
         return error
 
-    def settle(self) -> CheckpointError | None:
-        """Wait until nothing is being written, and return the error of the last save if it was not reported yet."""
-        if self._pending is not None:
-            futures.wait([self._pending])
-        return self.poll()
-
     def wait(self) -> None:
         """Wait until nothing is being written, and raise the error of the last save if it was not reported yet."""
-        if error := self.settle():
+        if error := self.poll(wait=True):
             raise error
 
     def abandon(self) -> None:
@@ -180,22 +173,18 @@ class AsyncWriter:
             self._thread.shutdown()
             self._remove_failed()
 
-    def _shares(self, components: Sequence[Component]) -> list[Share]:
-        return shares_of(components, self._world, self._ranks, self._num_shards)
+    # In the background
 
-    def _write(
-        self, manifest: Manifest, shares: Sequence[Share], partial: Path, wait_for_copies: Callable[[], None]
-    ) -> None:
-        wait_for_copies()
-        is_first = self._world.rank == self._ranks[0]
+    def _write(self, manifest: Manifest, files: Mapping[str, PlannedFile], partial: Path) -> None:
+        is_first = self.world.rank == self._ranks[0]
         try:
             # Without parents: if the run folder vanished, its disk may no longer be mounted.
             partial.mkdir(exist_ok=True)
-            own = self._write_files(partial, shares)
+            own = Contents.merge(self._write_file(partial / name, file) for name, file in files.items())
             if not is_first:
-                _leave_record(partial, self._world.rank, own.to_json())
+                _leave_record(partial, self.world.rank, own.to_json())
                 return
-            deadline = monotonic() + self._timeout_s
+            deadline = monotonic() + self.timeout_s
             contents = [own, *(self._record_of(partial, rank, deadline) for rank in self._ranks[1:])]
             self._publish(partial, replace(manifest, contents=Contents.merge(contents)))
         except BaseException as error:
@@ -204,27 +193,24 @@ class AsyncWriter:
                 # No worker is further behind than the previous save.
                 self._failed = [*self._failed[-1:], partial]
             else:
-                _leave_error(partial, self._world.rank, shares, error)
+                _leave_error(partial, self.world.rank, files, error)
             if isinstance(error, OSError | CheckpointError):
-                raise CheckpointError(_not_saved(self._root, manifest.step, error)) from error
+                raise CheckpointError(_not_saved(self.root, manifest.step, error)) from error
             raise
         self._remove_failed()
         self._failed.clear()  # all workers have reached this save, so they have finished the earlier ones
-        delete_unneeded(self._root, manifest.step, self._retention)
+        _delete_unneeded(self.root, manifest.step, self.retention)
 
-    def _write_files(self, partial: Path, shares: Sequence[Share]) -> Contents:
-        written = []
-        for share in shares:
-            files: dict[str, FileRecord] = {}
-            if share.component.must_be_finite:
-                _check_finite(share)
-            for name, value in share.texts.items():
-                files[name] = write_file(partial / name, [_dump(value)], flush=self._flush)
-            for name, tensors in share.tensors.items():
-                files[name] = write_tensors(partial / name, tensors, flush=self._flush)
-            component = ComponentFiles(share.component.pattern, {share.part: tuple(files)})
-            written.append(Contents({share.component.name: component}, files))
-        return Contents.merge(written)
+    def _write_file(self, path: Path, file: PlannedFile) -> Contents:
+        component, part, content = file
+        if path.name.endswith(_TENSORS):
+            if component.must_be_finite and (bad := _first_not_finite(content)) is not None:
+                raise CheckpointError(f"tensor {bad!r} of component {component.name!r} contains inf or NaN")
+            record = write_tensors(path, content, flush=self.flush)
+        else:
+            record = write_file(path, [_dump(content)], flush=self.flush)
+        files = ComponentFiles(component.pattern, {part: (path.name,)})
+        return Contents({component.name: files}, {path.name: record})
 
     def _record_of(self, partial: Path, rank: int, deadline: float) -> Contents:
         """What another worker wrote, as soon as it has."""
@@ -244,20 +230,25 @@ class AsyncWriter:
         return Contents.from_json(record)
 
     def _publish(self, partial: Path, manifest: Manifest) -> None:
-        write_file(partial / MANIFEST_NAME, [manifest.render()], flush=self._flush)
-        if self._flush:
+        write_file(partial / MANIFEST_NAME, [manifest.render()], flush=self.flush)
+        if self.flush:
             flush_folder(partial)
-        final = step_folder(self._root, manifest.step)
-        _move_unusable_aside(final)
-        make_visible(partial, final, flush=self._flush)
+        final = step_folder(self.root, manifest.step)
+        # An intact checkpoint of this name is replaced. Anything else of this name belongs to the user and is kept.
+        if os.path.lexists(final) and (flaw := _flaw(final)):
+            aside = move_aside(self.root, [final])
+            logger.warning("%s is not a usable checkpoint and was moved to %s: %s", final, aside, flaw)
+        make_visible(partial, final, flush=self.flush)
 
     def _remove_failed(self) -> None:
         for partial in self._failed:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def shares_of(components: Sequence[Component], world: World, ranks: range, num_shards: int = 1) -> list[Share]:
-    """What this worker writes, when `ranks` write into its folder. Tensors are not copied.
+def files_of(
+    components: Sequence[Component], world: World, ranks: range, num_shards: int = 1
+) -> dict[str, PlannedFile]:
+    """What this worker writes, by file name, when `ranks` write into its folder. Tensors are not copied.
 
     The tensors of a replicated component are divided among the first `num_shards` of the ranks.
     """
@@ -265,18 +256,39 @@ def shares_of(components: Sequence[Component], world: World, ranks: range, num_s
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"several components are named {', '.join(repeated)}: names must be unique")
     index = world.rank - ranks.start
-    num_shards = min(num_shards, len(ranks))
     is_writer = {
         Pattern.REPLICATED: index < num_shards,
         Pattern.GLOBAL: world.is_main,
         Pattern.PER_RANK: True,
         Pattern.PER_NODE: world.local_rank == 0,
     }
-    return [
-        _share(component, world, *((index, num_shards) if component.pattern is Pattern.REPLICATED else (0, 1)))
-        for component in components
-        if is_writer[component.pattern]
-    ]
+    files = {}
+    for component in components:
+        if is_writer[component.pattern]:
+            shard = (index, min(num_shards, len(ranks))) if component.pattern is Pattern.REPLICATED else (0, 1)
+            part = component.pattern.part_of(world)
+            for name, content in _shard(component, part, *shard):
+                files[name] = PlannedFile(component, part, content)
+    return files
+
+
+def _shard(component: Component, part: str, shard: int, num_shards: int) -> Iterator[tuple[str, Any]]:
+    """Names and contents of the files of one of several shards."""
+    flat = flatten(component.state, component.name)
+    stem = component.name if part == WHOLE else f"{component.name}.{part}"
+    sizes = {name: tensor.nbytes for name, tensor in flat.tensors.items()}
+    groups = split(sizes, num_shards)
+    suffixes = [f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else "" for i in range(len(groups))]
+    names = [f"{stem}{suffix}{_TENSORS}" for suffix in suffixes]
+    if shard == 0:
+        yield f"{stem}.json", flat.structure
+        if len(groups) > 1:  # the index that Hugging Face tools expect beside a model in several files
+            file_of = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
+            weight_map = {tensor: file_of[tensor] for tensor in sizes}
+            metadata = {"total_size": sum(sizes.values())}
+            yield f"{stem}{_TENSORS}.index.json", {"metadata": metadata, "weight_map": weight_map}
+    if shard < len(groups):
+        yield names[shard], {name: flat.tensors[name] for name in groups[shard]}
 
 
 def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
@@ -290,38 +302,18 @@ def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
     return groups
 
 
-def _share(component: Component, world: World, shard: int, num_shards: int) -> Share:
-    flat = flatten(component.state, component.name)
-    part = component.pattern.part_of(world)
-    stem = component.name if part == WHOLE else f"{component.name}.{part}"
-    sizes = {name: tensor.nbytes for name, tensor in flat.tensors.items()}
-    groups = split(sizes, num_shards)
-    files = [f"{stem}-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
-    if len(groups) == 1:
-        files = [f"{stem}.safetensors"]
-    texts = {}
-    if shard == 0:
-        texts[f"{stem}.json"] = flat.structure
-        if len(groups) > 1:  # the index that Hugging Face tools expect beside a model in several files
-            file_of = {name: file for file, names in zip(files, groups, strict=True) for name in names}
-            weight_map = {name: file_of[name] for name in sizes}
-            metadata = {"total_size": sum(sizes.values())}
-            texts[f"{stem}.safetensors.index.json"] = {"metadata": metadata, "weight_map": weight_map}
-    own = {files[shard]: {name: flat.tensors[name] for name in groups[shard]}} if shard < len(groups) else {}
-    return Share(component, part, texts, own)
+def _tensor_dicts(files: Mapping[str, PlannedFile]) -> list[dict[str, torch.Tensor]]:
+    return [file.content for name, file in files.items() if name.endswith(_TENSORS)]
 
 
-def _tensors_of(shares: Sequence[Share]) -> list[torch.Tensor]:
+def _tensors_of(files: Mapping[str, PlannedFile]) -> list[torch.Tensor]:
     """Every tensor once, also if it has several names."""
-    tensors = (tensor for share in shares for held in share.tensors.values() for tensor in held.values())
-    return list({id(tensor): tensor for tensor in tensors}.values())
+    return list({id(tensor): tensor for held in _tensor_dicts(files) for tensor in held.values()}.values())
 
 
-def _check_finite(share: Share) -> None:
-    for tensors in share.tensors.values():
-        for name, tensor in tensors.items():
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise CheckpointError(f"tensor {name!r} of component {share.component.name!r} contains inf or NaN")
+def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    floating = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
+    return next((name for name, tensor in floating if not torch.isfinite(tensor).all()), None)
 
 
 def _record_path(partial: Path, rank: int) -> Path:
@@ -329,19 +321,16 @@ def _record_path(partial: Path, rank: int) -> Path:
 
 
 def _leave_record(partial: Path, rank: int, record: Mapping[str, Any]) -> None:
-    """Tell the first worker what this one wrote, or that it failed. Renamed into place, so it is never incomplete."""
-    path = _record_path(partial, rank)
-    unfinished = path.with_suffix(".new")
-    unfinished.write_bytes(_dump(record))
-    unfinished.rename(path)
+    """Tell the first worker what this one wrote, or that it failed."""
+    with replacing(_record_path(partial, rank), flush=False) as unfinished:
+        unfinished.write_bytes(_dump(record))
 
 
-def _leave_error(partial: Path, rank: int, shares: Iterable[Share], error: BaseException) -> None:
+def _leave_error(partial: Path, rank: int, files: Iterable[str], error: BaseException) -> None:
     """Tell the first worker that this one failed. Its files are removed before: the disk may be full."""
-    for share in shares:
-        for name in (*share.texts, *share.tensors):
-            with suppress(OSError):
-                (partial / name).unlink()
+    for name in files:
+        with suppress(OSError):
+            (partial / name).unlink()
     try:
         _leave_record(partial, rank, {"error": _cause(error)})
     except OSError:
@@ -349,25 +338,23 @@ def _leave_error(partial: Path, rank: int, shares: Iterable[Share], error: BaseE
             _record_path(partial, rank).touch()  # an empty file may still fit
 
 
-def _move_unusable_aside(final: Path) -> None:
-    """An intact checkpoint of this name is replaced. Anything else of this name belongs to the user and is kept."""
-    if not os.path.lexists(final):
-        return
+def _flaw(final: Path) -> str:
+    """Why this is not an intact checkpoint; empty if it is."""
     try:
         inspect(final)
-        flaw = "it is a symbolic link" if final.is_symlink() else ""
     except (CheckpointError, OSError) as error:
-        flaw = str(error)
-    if flaw:
-        aside = move_aside(final.parent, [final])
-        logger.warning("%s is not a usable checkpoint and was moved to %s: %s", final, aside, flaw)
+        return str(error)
+    return "it is a symbolic link" if final.is_symlink() else ""
 
 
-def delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
+def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
     """Delete the checkpoints that `retention` does not keep."""
-    if retention.keeps_all:
+    if retention == Retention():
         return
-    saved = [_saved_step(root, step, retention.metric) for step in complete_steps(root)]
+    saved = {}
+    for step in complete_steps(root):
+        with suppress(CheckpointError):
+            saved[step] = inspect(step_folder(root, step)).metrics
     for step in steps_to_delete(saved, just_written, retention):
         try:
             delete(root, step)
@@ -376,14 +363,6 @@ def delete_unneeded(root: Path, just_written: int, retention: Retention) -> None
                 f"the checkpoint of step {just_written} was saved, but the outdated {step_folder(root, step)} "
                 f"could not be deleted: {_cause(error)}"
             ) from error
-
-
-def _saved_step(root: Path, step: int, metric: str | None) -> SavedStep:
-    try:
-        metrics = inspect(step_folder(root, step)).metrics
-    except CheckpointError:
-        return SavedStep(step, is_intact=False)
-    return SavedStep(step, None if metric is None else metrics.get(metric))
 
 
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:

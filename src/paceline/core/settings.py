@@ -70,6 +70,8 @@ def check(group: Any) -> None:
 
 def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) not in options:
+        raise ValueError(f"{name}=None: give a value")
     items = [item for option in options if get_origin(option) is tuple for item in get_args(option)]
     numbers = {option for option in (*options, *items) if option in (int, float)}
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]

@@ -30,7 +30,6 @@ from paceline.run.run import Run
 from paceline.run.saving.checkpointer import Checkpointer, RunParts
 from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.options import Checkpoints
-from paceline.run.saving.resuming import ResumeOptions
 from paceline.run.saving.state import plain_model
 from paceline.run.step.build import watch_replacement
 from paceline.run.step.ema import WeightAverage
@@ -106,7 +105,7 @@ def assemble(
         stack.callback(recorder.close)
         parts = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
         # Loads the weights, before the exchange reads them.
-        checkpointer = Checkpointer(checkpoints, _resume_options(checkpoints, init_from), parts)
+        checkpointer = Checkpointer(checkpoints, init_from, parts)
         stack.callback(checkpointer.close)
         average = None if ema is None else WeightAverage(replica, ema)
         if average is not None and checkpoints is not None:
@@ -150,12 +149,6 @@ def _check_device(device: torch.device) -> None:
             f"{device} ({torch.cuda.get_device_name(device)}) cannot run a kernel: {str(error).splitlines()[0]}. Leave "
             "it out with CUDA_VISIBLE_DEVICES, or install a torch that supports it"
         ) from error
-
-
-def _resume_options(checkpoints: Checkpoints | None, init_from: str | PathLike[str] | None) -> ResumeOptions:
-    if checkpoints is None:
-        return ResumeOptions(init_from=init_from)
-    return ResumeOptions(checkpoints.resume, init_from, tuple(checkpoints.allow), tuple(checkpoints.skip))
 
 
 def _data_settings(config: RunConfig, world: World, weight_fn: Callable[[Any], int] | None) -> DataSettings:

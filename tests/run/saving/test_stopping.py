@@ -122,7 +122,7 @@ def test_handlers_are_set_for_the_runs_time_only_and_never_over_the_users(tmp_pa
 
 def test_a_thread_that_is_not_the_main_one_sets_no_handler() -> None:
     made: list[StopSignals] = []
-    thread = threading.Thread(target=lambda: made.append(StopSignals()))
+    thread = threading.Thread(target=lambda: made.append(StopSignals(lambda: None)))
     thread.start()
     thread.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

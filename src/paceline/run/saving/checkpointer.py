@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import logging
+import math
+import os
 import sys
-from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from paceline.checkpoint.compare import check_replication
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import new_token, step_folder
+from paceline.checkpoint.folders import new_token, step_folder, step_of
 from paceline.checkpoint.manifest import Manifest, Pattern
-from paceline.checkpoint.policy import Decision, Progress, Retention, Schedule
+from paceline.checkpoint.policy import Decision, Retention
 from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.writer import AsyncWriter, Component
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, wait_for_all
+from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.observe.timeline.recorder import Recorder
-from paceline.run.saving.options import Checkpoints
-from paceline.run.saving.resuming import OWN, ResumeOptions, Resumption, load_weights
+from paceline.plan.steps import Position
+from paceline.run.saving.options import DEFAULT_MINUTES, Checkpoints
+from paceline.run.saving.resuming import OWN, Resumption, load_weights
 from paceline.run.saving.state import HasState, has_state, random_state, replica_states
 from paceline.run.saving.stopping import StopSignals
 from paceline.run.step.loop import Loop
@@ -52,69 +56,60 @@ class Checkpointer:
     """Stops a run on request and, with `settings`, saves and resumes it.
 
     Lifecycle: created with the replica, which it loads; `load_loop` when the loop exists; `register` for the user's own
-    state. Each worker sends `requested` with every step, `observe` receives those of all workers, and before the next
-    step the loop calls `decide` and carries out its answer with `save_due` or `stop`. At the end `save_last`, `finish`
-    and `close`; `close` without `finish` is for errors and does not wait for other workers.
+    state. Each worker sends `requested` with every step, and `observe` receives those of all workers. Before the next
+    step the loop calls `decide`, if `is_active`, and carries out its answer with `save_due` or `stop`. At the end
+    `save_last`, `finish` and `close`; `close` without `finish` is for errors and does not wait for other workers.
     """
 
-    def __init__(self, settings: Checkpoints | None, options: ResumeOptions, run: RunParts) -> None:
+    def __init__(self, settings: Checkpoints | None, init_from: str | os.PathLike[str] | None, run: RunParts) -> None:
         self._settings = settings
         self._run = run
         self._world = run.communicator.world
-        self._schedule = settings.schedule if settings else Schedule(final=False)
-        self._request = self._agreed = Decision.CONTINUE
+        self.is_active = settings is not None  # otherwise until a request to stop
+        self.requested = Decision.CONTINUE  # what this worker asks all workers to do; the largest request counts
+        self._must_stop = False  # requested, and not done yet
+        self._agreed = Decision.CONTINUE
         # On a GPU the numbers arrive late. All workers read them with the same delay.
-        self._lag_steps = GPU_LAG_STEPS if self._world.device.type == "cuda" else 0
-        self._unread: deque[Numbers] = deque()
+        lag_steps = GPU_LAG_STEPS if self._world.device.type == "cuda" and self._world.size > 1 else 0
+        self._reader = DeferredReader[Numbers](self._agree, lag_steps)
         self._registered: dict[str, tuple[HasState, Pattern]] = {}
         self._metrics: dict[str, float] | None = None  # of a save requested by `save`
         self._has_saved = self._is_prepared = self._has_failed = self._is_finished = False
-        self._writing_since: float | None = None
         self._writers: list[AsyncWriter] = []  # of checkpoints, and of snapshots in memory
         self._signals: StopSignals | None = None
         self._resumption: Resumption | None = None
         self.resumed_from: Path | None = None
-        self._first_step = self._last_snapshot = 0
-        self._last = Progress(0, 0, monotonic())
+        self._last_step = 0  # that was saved, or at which the run started
+        self._next_step = self._next_epoch = self._next_snapshot = self._next_time_s = math.inf
         with ExitStack() as stack:
             if settings is not None:
-                self._open(settings, options, stack)
-            elif options.resume not in ("auto", None, False) or options.allow or options.skip:
-                raise ValueError(
-                    f"resume={options.resume!r}, allow={list(options.allow)} and skip={list(options.skip)} need "
-                    "checkpoints=Checkpoints(folder), the folder of the run"
-                )
-            elif options.init_from is not None:
-                load_weights(run.replica.model, Path(options.init_from))
+                self._open(settings, init_from, stack)
+            elif init_from is not None:
+                load_weights(run.replica.model, Path(init_from))
             self._resources = stack.pop_all()
 
-    def _open(self, settings: Checkpoints, options: ResumeOptions, stack: ExitStack) -> None:
-        run, world = self._run, self._world
+    def _open(self, settings: Checkpoints, init_from: str | os.PathLike[str] | None, stack: ExitStack) -> None:
+        run = self._run
         shared_disk, has_snapshots = settings.disk == "shared", settings.snapshot_every is not None
-        root = settings.root.absolute()
+        root = Path(settings.folder).absolute()
         self._folder = RunFolder(root, run.communicator, shared_disk=shared_disk, with_memory=has_snapshots)
         stack.callback(lambda: self._folder.close(is_abandoned=self._has_saved and not self._is_finished))
         token = decided_by_rank_0(new_token, run.communicator)
-        self._resumption = Resumption(
-            options, self._folder, run.communicator, run.replica, run.identity, settings.leave_out
-        )
+        self._resumption = Resumption(settings, init_from, self._folder, run.communicator, run.replica, run.identity)
         self.resumed_from = self._resumption.folder
-        position = self._resumption.position
-        self._first_step = self._last_snapshot = position.step
-        self._last = Progress(position.step, position.epoch, monotonic())
+        self._schedule(self._resumption.position)
         stack.callback(self._close_writers)
-        keep, num_shards = settings.retention, settings.num_writers
-        self._writers.append(
-            AsyncWriter(root, world, token=token, shared_disk=shared_disk, num_shards=num_shards, retention=keep)
+        make_writer = partial(
+            AsyncWriter, world=self._world, token=token, record=partial(run.timeline.during, "writing")
         )
+        keep, num_shards = settings.retention, settings.num_writers
+        self._writers.append(make_writer(root, shared_disk=shared_disk, num_shards=num_shards, retention=keep))
         if has_snapshots:
             self._folder.make_memory()
-            memory, keep = self._folder.memory, Retention(last=1)
-            self._writers.append(
-                AsyncWriter(memory, world, token=token, shared_disk=False, retention=keep, flush=False)
-            )
+            keep = Retention(last=1)
+            self._writers.append(make_writer(self._folder.memory, shared_disk=False, retention=keep, flush=False))
         if settings.handle_signals:
-            self._signals = StopSignals()
+            self._signals = StopSignals(lambda: self.request(Decision.STOP))
             stack.callback(self._signals.close)
 
     # What is saved
@@ -165,78 +160,87 @@ class Checkpointer:
         """Let all workers save, or save and stop, after one of the next steps. Called by any worker, in any thread."""
         if decision is Decision.SAVE:
             self._check_has_folder("request_save()")
-        self._request = max(self._request, decision)
+        self._must_stop |= decision is Decision.STOP
+        self._set_request(decision)
 
-    @property
-    def requested(self) -> Decision:
-        """What this worker asks all workers to do. The largest request of all workers counts."""
-        if self._signals is not None and self._signals.is_requested:
-            return Decision.STOP
-        is_due = self._world.is_main and self._schedule.is_due_by_clock(monotonic(), self._last)
-        return max(self._request, Decision.SAVE) if is_due else self._request
+    def _set_request(self, decision: Decision) -> None:
+        self.requested = decision
+        if self._must_stop:  # second: a signal may arrive between the two
+            self.requested = Decision.STOP
 
     def observe(self, numbers: Numbers) -> None:
-        """The numbers of a completed step, with all workers' requests; called for every step in order."""
-        if self._world.size == 1:
-            self._agreed = self.requested
-            return
-        self._unread.append(numbers)
-        if len(self._unread) > self._lag_steps:
-            requests = self._unread.popleft().wishes
-            check_nobody_left(requests)
-            self._agreed = Decision(int(max(requests)))
+        """The numbers of a completed step; called in order, on a CPU only for steps with a request."""
+        self._reader.add(numbers)
+
+    def _agree(self, numbers: Numbers) -> None:
+        # A single worker knows its own request: reading it from a GPU would wait.
+        requests = numbers.wishes if self._world.size > 1 else (self.requested,)
+        check_nobody_left(requests)
+        self._agreed = max(self._agreed, Decision(int(max(requests))))
+        self.is_active |= self._agreed > Decision.CONTINUE
 
     def decide(self, loop: Loop) -> Decision:
         """What to do before the next step, equal on all workers. Raises if an earlier save failed."""
+        position = loop.position
         if self._resumption is not None:
             self._resumption.complete()
             self._resumption = None
         for writer in self._writers:
-            self._report(writer.poll())
-        if self._writers and not self._is_prepared and loop.position.step > self._first_step:
-            # Now the optimizer has its state: allocate the memory for copies before a save needs it.
+            if writer.pending is not None or self._has_failed:
+                self._report(writer.poll())
+        if self._writers and not self._is_prepared and position.step > self._last_step:
+            # Now optimizers have their state: allocate the memory for copies before a save needs it.
             self._is_prepared = True
             components = self._states(loop)
             for writer in self._writers:
                 writer.reserve(components)
-        if self._agreed is Decision.STOP:
-            return Decision.STOP
-        is_due = self._is_save_due(loop) or self._is_snapshot_due(loop)
-        return Decision.SAVE if is_due else Decision.CONTINUE
+        if monotonic() >= self._next_time_s and not self.requested:
+            self._set_request(Decision.SAVE)
+        is_save_due = position.step >= self._next_step or position.epoch >= self._next_epoch
+        if self._agreed or not (is_save_due or position.step >= self._next_snapshot):
+            return self._agreed
+        return Decision.SAVE
 
-    def _is_save_due(self, loop: Loop) -> bool:
-        is_requested = self._agreed is Decision.SAVE or self._metrics is not None
-        return is_requested or self._schedule.is_due_by_count(_progress(loop), self._last)
+    def _schedule(self, now: Position, *, is_saved: bool = True) -> None:
+        """Set when to save next. Called at the start of a run and after each save or (is_saved=False) snapshot.
 
-    def _is_snapshot_due(self, loop: Loop) -> bool:
-        every = self._settings.snapshot_every if self._settings else None
-        return every is not None and loop.position.step - self._last_snapshot >= every
-
-    def _reset_requests(self, request: Decision) -> None:
-        """Requests sent so far are fulfilled."""
-        self._request, self._agreed = request, Decision.CONTINUE
-        self._unread.clear()
+        Steps and epochs are counted from the start of the run: a resumed run saves at the same steps as an
+        uninterrupted one. Clocks differ: rank 0 decides by its own, and the step's exchange tells the others.
+        """
+        settings = self._settings
+        assert settings is not None
+        self._next_step = _next_multiple(settings.every_steps, now.step)
+        self._next_epoch = _next_multiple(settings.every_epochs, now.epoch)
+        self._next_snapshot = _next_multiple(settings.snapshot_every, now.step)
+        if is_saved:
+            has_count = settings.every_steps is not None or settings.every_epochs is not None
+            minutes = settings.every_minutes or (math.inf if has_count else DEFAULT_MINUTES)
+            self._next_time_s = monotonic() + 60 * minutes if self._world.is_main else math.inf
+            self._last_step = now.step
 
     # How
 
     def save_due(self, loop: Loop) -> None:
         """Carry out `Decision.SAVE`."""
-        if self._is_save_due(loop):
+        position = loop.position
+        is_snapshot_due = position.step >= self._next_snapshot
+        if self._agreed or position.step >= self._next_step or position.epoch >= self._next_epoch:
             self._save(loop)
-        if self._is_snapshot_due(loop):
+        if is_snapshot_due:
             self._write(self._writers[1], loop, {})
-            self._last_snapshot = loop.position.step
+            self._schedule(position, is_saved=False)
 
     def stop(self, loop: Loop) -> None:
         """Carry out `Decision.STOP`: save the step, if the run has a folder. The loop then ends."""
         if not self._writers:
-            self._reset_requests(Decision.CONTINUE)
+            self.is_active = self._must_stop = False
+            self._forget_requests()
             loop.synchronize()
             return
-        self._has_failed |= self._writers[0].settle() is not None
-        if self._metrics is not None or loop.position.step > self._last.step or self._has_failed_on_rank_0():
+        self._has_failed |= self._writers[0].poll(wait=True) is not None
+        if self._metrics is not None or loop.position.step > self._last_step or self._has_failed_on_rank_0():
             self._save(loop)
-        if error := self._writers[0].settle():
+        if error := self._writers[0].poll(wait=True):
             raise error
         self._leave_together()
         if self._world.is_main:
@@ -247,33 +251,32 @@ class Checkpointer:
         """Save now; from a hook, before the next step."""
         self._check_has_folder("save()")
         self._metrics = (self._metrics or {}) | {name: float(value) for name, value in metrics.items()}
-        if not loop.is_in_hook:
+        if loop.is_in_hook:
+            self._agreed = max(self._agreed, Decision.SAVE)  # all workers run hooks
+        else:
             self._save(loop)
 
-    def save_last(self, loop: Loop) -> None:
-        """Save if the run ends here and has unsaved steps."""
-        if self._metrics is not None or self._schedule.is_due_at_end(_progress(loop), self._last):
+    def save_last(self, loop: Loop, *, again: bool = False) -> None:
+        """Save if the run ends here and has unsaved steps, or `again`."""
+        is_wanted = self._settings is not None and self._settings.final
+        if self._metrics is not None or (is_wanted and (again or loop.position.step > self._last_step)):
             self._save(loop)
 
     def finish(self, loop: Loop) -> None:
         """The run ended without an error: return when everything is on the disk, on all workers."""
         if self._is_finished or not self._writers:
             return
-        self._report(self._writers[0].settle())
-        if self._has_failed_on_rank_0() and self._schedule.final:
-            self._save(loop)  # again: the disk may have recovered
-        else:
-            self.save_last(loop)
-        self._report(self._writers[0].settle())
+        self._report(self._writers[0].poll(wait=True))
+        self.save_last(loop, again=self._has_failed_on_rank_0())  # the disk may have recovered
+        self._report(self._writers[0].poll(wait=True))
         self._leave_together()
 
     def close(self) -> None:
         is_interrupted = self._signals is not None and self._signals.is_requested and not self._is_finished
-        self._signals = None
         self._resources.close()
         if is_interrupted:  # another worker failed, so the step could not be completed
-            newest = max(self._folder.found(), key=lambda found: found[1], default=None)
-            path = f"the newest checkpoint is {self._folder.path(*newest)}" if newest else "there is no checkpoint"
+            newest = max(self._folder.found(), key=lambda path: step_of(path) or 0, default=None)
+            path = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
             print(
                 f"paceline: rank {self._world.rank} ended without saving: not all workers completed its step; {path}",
                 file=sys.stderr,
@@ -286,10 +289,16 @@ class Checkpointer:
     def _save(self, loop: Loop) -> None:
         metrics, self._metrics = self._metrics or {}, None
         self._write(self._writers[0], loop, metrics)
-        self._last = _progress(loop)
+        self._schedule(loop.position)
         self._has_failed = False
-        self._reset_requests(Decision.STOP if self._request is Decision.STOP else Decision.CONTINUE)
-        self._run.events.emit("save", folder=str(step_folder(self._folder.root, self._last.step)))
+        self._forget_requests()
+        self._run.events.emit("save", folder=str(step_folder(self._folder.root, loop.position.step)))
+
+    def _forget_requests(self) -> None:
+        """Requests sent so far are fulfilled, except one to stop that was not agreed on yet."""
+        self._agreed = Decision.CONTINUE
+        self._reader.clear()
+        self._set_request(Decision.CONTINUE)
 
     def _write(self, writer: AsyncWriter, loop: Loop, metrics: Mapping[str, float]) -> None:
         assert self._settings is not None
@@ -301,20 +310,18 @@ class Checkpointer:
             for component in components:
                 if component.pattern is Pattern.REPLICATED:
                     check_replication(component.name, component.state, level, self._run.communicator)
-            self._report(writer.settle())
+            self._report(writer.poll(wait=True))
             step, position = loop.position.step, loop.position.to_dict()
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)
             writer.save(manifest, components)
         self._has_saved = True
-        self._writing_since = perf_counter()
 
     def _leave_together(self) -> None:
         """All workers are done. Snapshots are removed if the newest state is on the disk."""
         is_on_disk = not self._has_failed_on_rank_0()
-        self._note_written()
         wait_for_all(self._run.communicator)
         for snapshots in self._writers[1:]:
-            snapshots.settle()
+            snapshots.poll(wait=True)
             if is_on_disk:
                 self._folder.remove_memory()
         self._is_finished = True
@@ -325,19 +332,12 @@ class Checkpointer:
 
     def _report(self, error: CheckpointError | None) -> None:
         """Handle a failed save as `on_error` says."""
-        self._note_written()
         if error is None:
             return
         self._has_failed = True
         if self._settings is not None and self._settings.on_error == "stop":
             raise error
         logger.warning("training continues without a checkpoint: %s", error)
-
-    def _note_written(self) -> None:
-        """Add the background write to the timeline once it is done."""
-        if self._writing_since is not None and not any(writer.is_busy for writer in self._writers):
-            self._run.timeline.span("writing", self._writing_since, perf_counter())
-            self._writing_since = None
 
     def _close_writers(self) -> None:
         for writer in self._writers:
@@ -349,5 +349,5 @@ class Checkpointer:
                 logger.warning("%s", error)
 
 
-def _progress(loop: Loop) -> Progress:
-    return Progress(loop.position.step, loop.position.epoch, monotonic())
+def _next_multiple(interval: int | None, last: int) -> float:
+    return math.inf if interval is None else (last // interval + 1) * interval

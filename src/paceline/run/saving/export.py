@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.checkpoint.files import flush_folder, write_tensors
-from paceline.checkpoint.folders import new_token
+from paceline.checkpoint.files import replacing, write_tensors
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0
 from paceline.core.errors import MisuseError
@@ -25,7 +24,16 @@ def export_weights(model: Any, path: Path, communicator: Communicator) -> None:
     """
     if path.suffix != SUFFIX or path.is_dir():
         raise ValueError(f"{path} cannot be written: give the path of a file that ends in {SUFFIX}")
-    decided_by_rank_0(lambda: _write(path, model_state(model)), communicator)
+
+    def write() -> None:
+        tensors = {
+            name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in model_state(model).items()
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as unfinished:
+            write_tensors(unfinished, tensors)
+
+    decided_by_rank_0(write, communicator)
 
 
 def save_pretrained(model: Any, folder: Path, communicator: Communicator) -> None:
@@ -39,34 +47,12 @@ def save_pretrained(model: Any, folder: Path, communicator: Communicator) -> Non
             f"the model is a {type(model).__name__} without save_pretrained: use trainer.export(path), which writes a "
             "safetensors file"
         )
-    tokenizer = getattr(model, "tokenizer", None)
-    parts = [model] if tokenizer is None else [model, tokenizer]
-    decided_by_rank_0(lambda: _save_into(folder, parts), communicator)
 
+    def save() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with nullcontext(folder) if folder.exists() else replacing(folder) as target:
+            for part in (model, getattr(model, "tokenizer", None)):
+                if part is not None:
+                    part.save_pretrained(str(target))
 
-def _write(path: Path, state: Any) -> None:
-    tensors = {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = _unfinished(path)
-    try:
-        write_tensors(unfinished, tensors)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    flush_folder(path.parent)
-
-
-def _save_into(folder: Path, parts: list[Any]) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    target = folder if folder.exists() else _unfinished(folder)
-    try:
-        for part in parts:
-            part.save_pretrained(str(target))
-        target.rename(folder)
-    finally:
-        if target != folder:
-            shutil.rmtree(target, ignore_errors=True)
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial-{new_token()}")
+    decided_by_rank_0(save, communicator)

@@ -7,12 +7,11 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.folders import unusable
+from paceline.checkpoint.folders import step_folder, step_of, unusable
 from paceline.checkpoint.reader import Checkpoint, checkpoint_at, read_weights
 from paceline.checkpoint.run_folder import RunFolder, raising_on_all_workers
 from paceline.comm.base import Communicator
@@ -21,16 +20,14 @@ from paceline.core.errors import PacelineError
 from paceline.core.rank_variables import is_worker
 from paceline.plan.steps import Position
 from paceline.run.saving.identity import differences
-from paceline.run.saving.options import Resume
+from paceline.run.saving.options import Checkpoints, Resume
 from paceline.run.saving.state import (
     HasState,
-    listed,
     load_model,
     load_random_state,
     load_replica,
     model_differences,
     model_state,
-    optimizer_state,
 )
 from paceline.run.saving.validation import optimizer_differences, replica_problems, structure_problems
 from paceline.run.step.loop import Loop
@@ -53,59 +50,40 @@ class NoProgressError(PacelineError):
     """The workers were restarted and died again before a step was saved: another restart would not help."""
 
 
-@dataclass(frozen=True)
-class ResumeOptions:
-    """Where to start. See `Trainer.setup`."""
-
-    resume: Resume = "auto"
-    init_from: str | os.PathLike[str] | None = None
-    allow: tuple[str, ...] = ()
-    skip: tuple[str, ...] = ()
-
-
 class Resumption:
-    """Finds the checkpoint and loads the replica. Then: `load_loop`, `load` for registered objects, `complete`.
-
-    `leave_out`: components that this run does not save, and so does not expect.
-    """
+    """Finds the checkpoint and loads the replica. Then: `load_loop`, `load` for registered objects, `complete`."""
 
     def __init__(
         self,
-        options: ResumeOptions,
+        settings: Checkpoints,
+        init_from: str | os.PathLike[str] | None,
         folder: RunFolder,
         communicator: Communicator,
         replica: Replica,
         identity: Mapping[str, Any],
-        leave_out: Collection[str],
     ) -> None:
         self._world = communicator.world
-        self._skip = set(options.skip)
-        excluded = {*self._skip, *leave_out, *(() if replica.schedulers else ("scheduler",))}
+        self._skip = set(settings.skip)
+        excluded = {*settings.skip, *settings.leave_out, *(() if replica.schedulers else ("scheduler",))}
         self._own = [name for name in OWN if name not in excluded]
-        found = _find(folder, options.resume, self._read, communicator)
-        self._checkpoint: Checkpoint | None = found[0] if found else None
-        self._states: States = found[1] if found else {}
-        with raising_on_all_workers(communicator):
-            if self._checkpoint is not None:
-                self._check(self._checkpoint, replica, identity, options.allow)
+        self.position = Position()
+        self.folder: Path | None = None  # of the checkpoint; None for a fresh start
+        self._checkpoint: Checkpoint | None = None
+        self._states: States = {}
+        self._expected: list[str] = []  # components that are still to be registered
+        if (found := _find(folder, settings.resume, self._read, communicator)) is not None:
+            self._checkpoint, self._states = found
+            self.folder = self._checkpoint.folder
+            with raising_on_all_workers(communicator):
+                self._check(self._checkpoint, replica, identity, settings.allow)
                 with self._explaining("the model, optimizer or scheduler"):
                     load_replica(replica, self._states)
-        _check_progress(folder.root, self.position.step, communicator)
-        self._expected: list[str] = []
-        if self._checkpoint is not None:
             _discard_newer(folder, self._checkpoint)
             saved = self._checkpoint.manifest.contents.components
             self._expected = [name for name in saved if name not in {*OWN, *self._skip}]
-        elif options.init_from is not None:
-            load_weights(replica.model, Path(options.init_from))
-
-    @property
-    def folder(self) -> Path | None:
-        return None if self._checkpoint is None else self._checkpoint.folder
-
-    @property
-    def position(self) -> Position:
-        return Position.from_dict(self._states["engine"]["position"]) if "engine" in self._states else Position()
+        elif init_from is not None:
+            load_weights(replica.model, Path(init_from))
+        _check_progress(folder.root, self.position.step, communicator)
 
     def load_loop(self, loop: Loop) -> None:
         if "engine" in self._states:
@@ -163,45 +141,37 @@ class Resumption:
     ) -> None:
         """Raise, before anything is loaded, if the checkpoint is of another run or holds invalid states."""
         states = self._states
-        _refuse_invalid(checkpoint.folder, structure_problems(states, checkpoint.step))
+        invalid = f"the files of {checkpoint.folder} are intact, but their content is not a run's"
+        start_without = "Resume from another checkpoint, or set skip=[...] to start without these components"
+        _refuse(invalid, structure_problems(states, checkpoint.step), start_without)
+        if "engine" in states:
+            self.position = Position.from_dict(states["engine"]["position"])
         lines = differences(checkpoint.manifest.configuration, identity, allow, self.position)
         if "model" in states:
             lines += model_differences(states["model"], model_state(replica.model))
         if "optimizer" in states:
             replica.add_groups(states.get("engine", {}).get("groups", []))
-            lines += optimizer_differences(listed(states["optimizer"]), listed(optimizer_state(replica)))
-        if lines:
-            raise CheckpointError(
-                f"{checkpoint.folder} is of another run than this one:\n  "
-                + "\n  ".join(lines)
-                + "\nUse the settings that the checkpoint was saved with, or list in allow=[...] those that may differ"
-            )
-        _refuse_invalid(checkpoint.folder, replica_problems(states, replica))
-
-
-def _refuse_invalid(folder: Path, problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(
-            f"the files of {folder} are intact, but their content is not a run's:\n  "
-            + "\n  ".join(problems)
-            + "\nResume from another checkpoint, or set skip=[...] to start without these components"
-        )
+            lines += optimizer_differences(states["optimizer"], replica.optimizers)
+        remedy = "Use the settings that the checkpoint was saved with, or list in allow=[...] those that may differ"
+        _refuse(f"{checkpoint.folder} is of another run than this one", lines, remedy)
+        _refuse(invalid, replica_problems(states, replica), start_without)
 
 
 def load_weights(model: Any, path: Path) -> None:
     """Load weights whose names and shapes must match the model's."""
     weights = read_weights(path)
-    if lines := model_differences(weights, model_state(model)):
-        raise CheckpointError(f"the weights in {path} do not fit the model:\n  " + "\n  ".join(lines))
+    lines = model_differences(weights, model_state(model))
+    _refuse(f"the weights in {path} do not fit the model", lines, "Give weights that were saved from such a model")
     load_model(model, weights)
 
 
+def _refuse(what: str, lines: Collection[str], remedy: str) -> None:
+    """Raise an error that lists the problems, if there are any."""
+    if lines:
+        raise CheckpointError("\n  ".join([f"{what}:", *lines]) + f"\n{remedy}")
+
+
 # Which checkpoint
-
-
-def restart_count() -> int:
-    """How often the workers were restarted, as their launcher (ours or torchrun) says."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_worker() else 0
 
 
 def _find(
@@ -212,85 +182,84 @@ def _find(
     Restarted workers resume from the newest checkpoint: `resume` applied to the first start.
     """
     newest_first, flaws = _common_checkpoints(folder, communicator)
-    if flaws and not newest_first and (resume is None or resume == "auto" or isinstance(resume, bool)):
-        raise CheckpointError(
-            f"{folder.root} has no usable checkpoint, but entries that look like one:\n  "
-            + "\n  ".join(flaws)
-            + "\nTo resume from one of them, apply its remedy or set resume=PATH; to start from scratch, move them out "
-            "of the folder"
+    is_path = not (resume is None or resume == "auto" or isinstance(resume, bool))
+    if not newest_first and not is_path:
+        _refuse(
+            f"{folder.root} has no usable checkpoint, but entries that look like one",
+            flaws,
+            "To resume from one of them, apply its remedy or set resume=PATH; to start from scratch, move them out of "
+            "the folder",
         )
     if communicator.world.is_main:
         for flaw in flaws:
             logger.warning("not used: %s", flaw)
-    if (newest_first and restart_count()) or resume == "auto" or resume is True:
-        found = _first_readable(newest_first, read, communicator)
-        if found is None and resume is True:
-            raise CheckpointError(f"{folder.root} has no checkpoint to resume from: start with resume='auto'")
-        return found
-    if resume is None or resume is False:
-        if newest_first:
-            raise CheckpointError(
-                f"{folder.root} has checkpoints up to {newest_first[0].name}: set resume='auto' to continue from "
-                "there, or choose another folder"
-            )
+    if newest_first and (resume == "auto" or resume is True or _restart_count()):
+        return _first_readable(newest_first, read, communicator)
+    if resume is True:
+        raise CheckpointError(f"{folder.root} has no checkpoint to resume from: start with resume='auto'")
+    if newest_first and not is_path:
+        raise CheckpointError(
+            f"{folder.root} has checkpoints up to {newest_first[0].name}: set resume='auto' to continue from there, or "
+            "choose another folder"
+        )
+    if not is_path:
         return None
-    checkpoint = checkpoint_at(Path(resume))
-    return checkpoint, read(checkpoint)
+    with raising_on_all_workers(communicator):
+        checkpoint = checkpoint_at(Path(resume))  # type: ignore[arg-type]  # not a bool
+        return checkpoint, read(checkpoint)
 
 
 def _common_checkpoints(folder: RunFolder, communicator: Communicator) -> tuple[list[Path], list[str]]:
     """The checkpoints that every worker sees, newest first and on disk before in memory; and the flaws of others."""
+    own = [(step_of(path), path.parent == folder.memory) for path in folder.found()]
     flaws_here = {str(path): flaw for path, flaw in unusable(folder.root).items()}
-    own = json.dumps({"found": folder.found(), "unusable": flaws_here})
-    workers = [json.loads(text) for text in gather(own, communicator)]
-    seen = [{(location, step) for location, step in worker["found"]} for worker in workers]
-    flaws = {path: flaw for worker in workers for path, flaw in worker["unusable"].items()}
-    common = sorted(set.intersection(*seen), key=lambda found: (-found[1], found[0]))
-    if not common and any(location == "disk" for found in seen for location, _ in found):
+    workers = [json.loads(text) for text in gather(json.dumps([own, flaws_here]), communicator)]
+    seen = [{(step, is_memory) for step, is_memory in found} for found, _ in workers]
+    flaws = {path: flaw for _, flaws_there in workers for path, flaw in flaws_there.items()}
+    common = sorted(set.intersection(*seen), key=lambda found: (-found[0], found[1]))
+    if not common and any(not is_memory for found in seen for _, is_memory in found):
         ranks = [rank for rank, found in enumerate(seen) if not found]
         raise CheckpointError(
             f"some workers have checkpoints in {folder.root}, but ranks {ranks or 'of different nodes'} share none of "
             "them: copy the folder to every node, or choose an empty one"
         )
-    return [folder.path(location, step) for location, step in common], list(flaws.values())
+    paths = [step_folder(folder.memory if is_memory else folder.root, step) for step, is_memory in common]
+    return paths, list(flaws.values())
 
 
 def _first_readable(
     candidates: list[Path], read: Callable[[Checkpoint], States], communicator: Communicator
-) -> tuple[Checkpoint, States] | None:
+) -> tuple[Checkpoint, States]:
+    """The first candidate that every worker can read."""
     problem = ""
     for path in candidates:
-        found, own = None, ""
         try:
-            checkpoint = Checkpoint(path)
-            found = checkpoint, read(checkpoint)
-        except (CheckpointError, OSError) as error:
-            own = str(error)
-        problem = next(filter(None, gather(own, communicator)), "")
-        if found is not None and not problem:
-            return found
-        logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
-    if problem:
-        raise CheckpointError(f"no checkpoint can be read. The last one tried: {problem}")
-    return None
+            with raising_on_all_workers(communicator):
+                checkpoint = Checkpoint(path)
+                return checkpoint, read(checkpoint)
+        except CheckpointError as error:
+            problem = str(error)
+            logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
+    raise CheckpointError(f"no checkpoint can be read. The last one tried: {problem}")
 
 
 def _discard_newer(folder: RunFolder, checkpoint: Checkpoint) -> None:
     """Move checkpoints out of the run's folders that are not earlier steps of the resumed run."""
     is_own = checkpoint.folder.parent.resolve() in (folder.root.resolve(), folder.memory.resolve())
-    steps = [step for _, step in folder.found() if not is_own or step > checkpoint.step]
-    if aside := folder.discard(steps):
-        logger.warning(
-            "resumed from %s; the checkpoints of %s that do not precede it were moved to %s",
-            checkpoint.folder,
-            folder.root,
-            aside,
-        )
+    newer = [path for path in folder.found() if not is_own or (step_of(path) or 0) > checkpoint.step]
+    if aside := folder.discard(newer):
+        text = "resumed from %s; the checkpoints of %s that do not precede it were moved to %s"
+        logger.warning(text, checkpoint.folder, folder.root, aside)
+
+
+def _restart_count() -> int:
+    """How often the workers were restarted, as their launcher (ours or torchrun) says."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_worker() else 0
 
 
 def _check_progress(root: Path, step: int, communicator: Communicator) -> None:
     """Raise on all workers if they were restarted twice at the same step."""
-    if restart_count() and decided_by_rank_0(lambda: not _note_restart(root / RESTART_NAME, step), communicator):
+    if _restart_count() and not decided_by_rank_0(lambda: _note_restart(root / RESTART_NAME, step), communicator):
         raise NoProgressError(
             f"the workers were restarted at step {step} and died before a newer one was saved: save more often, or "
             "find out why they died"

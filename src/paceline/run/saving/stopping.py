@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -24,14 +25,15 @@ class Stopped(SystemExit):
 
 
 class StopSignals:
-    """Sets `is_requested` on the first SIGTERM or SIGINT. A second signal ends the process immediately.
+    """Calls `request_stop` on the first SIGTERM or SIGINT. A second signal ends the process immediately.
 
     Handlers of the user and ignored signals are left alone; handlers can only be set in the main thread. `close`
     restores the previous handlers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, request_stop: Callable[[], None]) -> None:
         self.is_requested = False
+        self._request_stop = request_stop
         self._previous = {}
         if threading.current_thread() is threading.main_thread():
             defaults = (signal.SIG_DFL, signal.default_int_handler)
@@ -42,6 +44,7 @@ class StopSignals:
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
+        self._request_stop()
         # The kernel's default action: a second signal must work while Python waits inside an exchange.
         for handled in self._previous:
             signal.signal(handled, signal.SIG_DFL)

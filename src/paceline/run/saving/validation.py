@@ -68,13 +68,14 @@ def replica_problems(states: Mapping[str, Any], replica: Replica) -> list[str]:
     return problems
 
 
-def optimizer_differences(saved: Sequence[Any], now: Sequence[Any]) -> list[str]:
+def optimizer_differences(saved: Any, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
     """Whether the number of optimizers, or of parameters in their groups, differs."""
-    counts = [[[len(group["params"]) for group in state["param_groups"]] for state in side] for side in (saved, now)]
-    if counts[0] == counts[1]:
+    groups = [state["param_groups"] for state in listed(saved)], [optimizer.param_groups for optimizer in optimizers]
+    before, now = ([[len(group["params"]) for group in each] for each in side] for side in groups)
+    if before == now:
         return []
-    before, after = map(only_or_all, counts)
-    return [f"optimizer: its groups had {before} parameters in the checkpoint, {after} now"]
+    texts = only_or_all(before), only_or_all(now)
+    return [f"optimizer: its groups had {texts[0]} parameters in the checkpoint, {texts[1]} now"]
 
 
 def _engine_problems(state: Any, step: int) -> list[str]:

@@ -166,6 +166,8 @@ class Loop:
                 self.abandon()
 
     def _save_or_stop(self) -> None:
+        if not self._checkpointer.is_active:
+            return
         decision = self._checkpointer.decide(self)
         if decision is Decision.SAVE:
             self._checkpointer.save_due(self)
