@@ -9,7 +9,7 @@ import torch
 from capture_runs import Case, FakeGraphs, both, sgd
 
 import paceline as pl
-from paceline.run.capture.update import _obstacle
+from paceline.run.capture.update import optimizer_obstacle
 
 
 def test_a_schedule_in_every_step_leaves_the_optimizer_to_python_and_says_so() -> None:
@@ -78,7 +78,7 @@ def parameters() -> list[torch.Tensor]:
     ],
 )
 def test_optimizers_that_a_graph_can_repeat(optimizer: torch.optim.Optimizer, reason: str | None) -> None:
-    obstacle = _obstacle([optimizer])
+    obstacle = optimizer_obstacle([optimizer])
     assert obstacle is None if reason is None else obstacle is not None and obstacle.startswith(reason)
 
 

@@ -23,7 +23,8 @@ from paceline.data.sources.streams import IterableStream
 from paceline.observe.timeline.recorder import NoTimeline, TimelineRecorder
 from paceline.plan.cadence import Cadence
 from paceline.run.batch_norm import batch_norm_in_training, explain_one_sample_tail
-from paceline.run.capture.step import Stepping, graphs_for
+from paceline.run.capture.graphs import graphs_for
+from paceline.run.capture.step import Stepping
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.run import Run
