@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -38,8 +38,7 @@ from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, watch_replacement
-from paceline.sync.averaging.gradients_first import GradientsFirst
-from paceline.sync.averaging.strategy import AveragedReplicas, Averaging
+from paceline.sync.averaging.strategy import AveragedReplicas, Averaging, GradientsFirst
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.gradients.exchange import MeanGradients
@@ -189,7 +188,8 @@ def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, e
 
     if strategy.first_step == 0:
         return averaging()
-    return GradientsFirst(_gradients(config, replica, communicator), averaging, strategy.first_step)
+    first = GradientsFirst(_gradients(config, replica, communicator), averaging, strategy.first_step)
+    return cast("GradientExchange", first)  # forwards to one
 
 
 def _gradients(config: RunConfig, replica: Replica, communicator: Communicator) -> GradientExchange:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -30,8 +29,7 @@ class RoundTotals:
     micro_batches: int = 0
 
 
-@dataclass(frozen=True)
-class RoundResult:
+class RoundResult(NamedTuple):
     """The result of an average.
 
     `round_s`: seconds that the slowest worker needed for the `steps` before it. `sync_s`: seconds that the previous
@@ -80,14 +78,15 @@ class ReplicaAverage:
         self._sizes = [tensor.numel() for tensor in self._tensors]
         self._communicator = communicator
         self._common = self._read()
-        device, size = self._common.device, communicator.world.size
-        self._travelling = communicator.empty(self._common.numel(), transfer, device)
-        self._table = communicator.empty(size * len(_Row._fields), torch.float64, device)
+        self._device = self._common.device
+        self._travelling = communicator.empty(self._common.numel(), transfer, self._device)
+        self._table = communicator.empty(communicator.world.size * len(_Row._fields), torch.float64, self._device)
         self._pending: list[Pending] = []
         # A view: the outer optimizer updates the common weights in place, and no statistics.
         self._trained = torch.nn.Parameter(self._common[: sum(p.numel() for p in parameters)])
         self._outer = None if outer is None else outer([self._trained])
-        self._clock = _Clock(device)
+        self._round_begun_s = perf_counter()
+        self._sync_s = 0.0  # spent on averaging since then
 
     @property
     def is_under_way(self) -> bool:
@@ -95,53 +94,54 @@ class ReplicaAverage:
 
     @torch.no_grad()
     def start(self, own: RoundTotals, timing: Timing, wish: float) -> None:
-        round_s, sync_s = self._clock.end_round()
-        with self._clock.sync():
-            self._steps = own.steps
-            self._change = self._read().sub_(self._common)
-            # Scaled by a number that all workers know, so that the sum stays in the range of fp16.
-            self._scale = 1.0 / max(own.micro_batches, 1)
-            torch.mul(self._change, own.weight * self._scale, out=self._travelling)
-            square = own.weight * self._change.norm(dtype=torch.float64).square().item()
-            row = _Row(
-                own.weight,
-                square,
-                round_s,
-                sync_s,
-                timing.micro_batch,
-                timing.rest,
-                wish,
-                own.loss_sum,
-                own.loss_weight,
-            )
-            rank = self._communicator.world.rank
-            self._table.zero_()
-            self._table.view(-1, len(row))[rank] = torch.tensor(row, dtype=torch.float64)
-            self._pending = [self._communicator.all_reduce(t) for t in (self._table, self._travelling)]
+        begun_s = self._now_s()
+        round_s, sync_s = begun_s - self._round_begun_s - self._sync_s, self._sync_s
+        self._round_begun_s = begun_s
+        self._steps = own.steps
+        self._change = self._read().sub_(self._common)
+        # Scaled by a number that all workers know, so that the sum stays in the range of fp16.
+        self._scale = 1.0 / max(own.micro_batches, 1)
+        torch.mul(self._change, own.weight * self._scale, out=self._travelling)
+        square = own.weight * self._change.norm(dtype=torch.float64).square().item()
+        times = (round_s, sync_s, timing.micro_batch, timing.rest)
+        row = _Row(own.weight, square, *times, wish, own.loss_sum, own.loss_weight)
+        self._table.zero_()
+        self._table.view(-1, len(row))[self._communicator.world.rank] = torch.tensor(row, dtype=torch.float64)
+        self._pending = [self._communicator.all_reduce(tensor) for tensor in (self._table, self._travelling)]
+        self._sync_s = self._now_s() - begun_s
 
     @torch.no_grad()
     def finish(self, *, has_moved_on: bool) -> RoundResult:
         """Set the replica to the common weights. If it took steps since `start`, add the difference instead."""
-        with self._clock.sync():
-            for pending in self._pending:
-                pending.wait()
-            self._pending = []
-            rows = [_Row(*row) for row in self._table.view(-1, len(_Row._fields)).tolist()]
-            total = max(sum(row.weight for row in rows), 1.0)  # no worker saw a sample
-            mean = self._travelling.to(torch.float32).div_(total * self._scale)
-            before = self._common.clone() if has_moved_on else None
-            self._advance(mean)
-            if before is None:
-                self._write(self._common)
-            else:
-                self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
-            length = mean.norm(dtype=torch.float64).item()
-            square_distance = max(0.0, sum(row.weighted_square for row in rows) / total - length**2)
-            drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
-        timings = tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows)
-        round_s, sync_s = max(row.round_s for row in rows), min(row.sync_s for row in rows)
-        wishes = tuple(row.wish for row in rows)
-        return RoundResult(drift, _mean_of(rows, self._steps), timings, wishes, self._steps, round_s, sync_s)
+        begun_s = self._now_s()
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        rows = [_Row(*row) for row in self._table.view(-1, len(_Row._fields)).tolist()]
+        weight = sum(row.weight for row in rows)
+        total = max(weight, 1.0)  # no worker saw a sample
+        mean = self._travelling.to(torch.float32).div_(total * self._scale)
+        before = self._common.clone() if has_moved_on else None
+        self._advance(mean)
+        if before is None:
+            self._write(self._common)
+        else:
+            self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
+        length = mean.norm(dtype=torch.float64).item()
+        square_distance = max(0.0, sum(row.weighted_square for row in rows) / total - length**2)
+        drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
+        self._sync_s += self._now_s() - begun_s
+        loss_weight = sum(row.loss_weight for row in rows)
+        loss = sum(row.loss_sum for row in rows) / loss_weight if loss_weight else math.nan
+        return RoundResult(
+            drift,
+            RoundMean(loss, weight / max(self._steps, 1)),
+            tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows),
+            tuple(row.wish for row in rows),
+            self._steps,
+            max(row.round_s for row in rows),
+            min(row.sync_s for row in rows),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Only valid while no average is under way and no worker has taken a step since the last one."""
@@ -170,37 +170,7 @@ class ReplicaAverage:
             part = part.view_as(tensor)
             tensor.copy_(part if tensor.is_floating_point() else part.round())
 
-
-def _mean_of(rows: Sequence[_Row], num_steps: int) -> RoundMean:
-    loss_weight = sum(row.loss_weight for row in rows)
-    loss = sum(row.loss_sum for row in rows) / loss_weight if loss_weight else math.nan
-    return RoundMean(loss, sum(row.weight for row in rows) / max(num_steps, 1))
-
-
-class _Clock:
-    """Splits this worker's time into averaging and the steps between two averages."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun = perf_counter()
-        self._sync_s = 0.0
-
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        begun = self._now()
-        try:
-            yield
-        finally:
-            self._sync_s += self._now() - begun
-
-    def end_round(self) -> tuple[float, float]:
-        """Seconds since the last call, in steps and in averaging."""
-        now = self._now()
-        sync_s, self._sync_s = self._sync_s, 0.0
-        round_s, self._begun = now - self._begun - sync_s, now
-        return round_s, sync_s
-
-    def _now(self) -> float:
+    def _now_s(self) -> float:
         if self._device.type == "cuda":  # otherwise work queued before the average would count as averaging
             torch.cuda.synchronize(self._device)
         return perf_counter()
