@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.base import Communicator
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class Buffers:
@@ -31,14 +33,8 @@ class Buffers:
     """
 
     def __init__(self, model: object, communicator: Communicator) -> None:
-        modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-        self._statistics = _Statistics(modules)
-        self._others = [
-            _Unmanaged(f"{path}.{key}".lstrip("."), module, key)
-            for path, module in modules.items()
-            for key, tensor in module._buffers.items()
-            if tensor is not None and module not in self._statistics.modules
-        ]
+        self._statistics = _Statistics(model)
+        self._others = [_Unmanaged(*place) for place in _places(model) if not _has_statistics(place[1])]
         self._communicator = communicator
         self.numel = self._statistics.numel
         self.num_unmanaged = len(self._others)
@@ -78,9 +74,11 @@ class Buffers:
 
     def add(self, change: torch.Tensor) -> torch.Tensor | None:
         """Add a change to the step's sum. Returns the largest magnitude of each statistic in exact mode."""
-        peaks = self.peaks_of(change) if self._anchors is not None else None
-        self._space.add_(change if self._anchors is None else change.add(self._anchors).sub_(self._anchors))
-        return peaks
+        if self._anchors is None:
+            self._space.add_(change)
+            return None
+        self._space.add_(change.add(self._anchors).sub_(self._anchors))
+        return self.peaks_of(change)
 
     def peaks_of(self, change: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of each statistic; NaN if there is a NaN."""
@@ -105,42 +103,89 @@ class Buffers:
             other.end_micro_batch(keep=False)
 
 
+class BufferWatch:
+    """Finds the changes that a forward pass makes to a model's buffers, and can undo them."""
+
+    def __init__(self, model: Any) -> None:
+        self._buffers = {place[0]: _Watched(*place) for place in _places(model)}
+        # Kernels that write running statistics do not increment the tensor's version.
+        self._statistics = {name for name, module, _ in _places(model) if _has_statistics(module)}
+
+    def begin(self) -> None:
+        """Call before a forward pass: remembers the current buffers."""
+        for buffer in self._changed().values():
+            buffer.note()
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """The buffers that were written or replaced since `begin`, and all running statistics."""
+        return {name: buffer.current for name, buffer in self._changed().items()}
+
+    @torch.no_grad()
+    def take(self) -> dict[str, torch.Tensor]:
+        """Restore the changed buffers and return their new values.
+
+        A buffer whose size changed, such as a growing cache, is left alone.
+        """
+        changed = {name: buffer for name, buffer in self._changed().items() if not buffer.has_other_form()}
+        values = {name: buffer.current.clone() for name, buffer in changed.items()}
+        for buffer in changed.values():
+            buffer.restore()
+        return values
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            self._buffers[name].current.copy_(value)
+
+    def _changed(self) -> dict[str, _Watched]:
+        return {n: buffer for n, buffer in self._buffers.items() if n in self._statistics or buffer.has_changed()}
+
+
 def statistics_of(model: object) -> list[torch.Tensor]:
     """The running statistics and counters of the model's normalization layers."""
-    return _Statistics(dict(model.named_modules()) if isinstance(model, nn.Module) else {}).tensors
+    return _Statistics(model).tensors
+
+
+def _places(model: object) -> list[tuple[str, nn.Module, str]]:
+    """Where the model's buffers are: name, module, and key in the module."""
+    return [
+        (f"{path}.{key}".lstrip("."), module, key)
+        for path, module in _modules(model).items()
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def _modules(model: object) -> Mapping[str, nn.Module]:
+    return dict(model.named_modules()) if isinstance(model, nn.Module) else {}
 
 
 class _Statistics:
     """The running statistics and counters of all normalization layers, as one float64 vector."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        found = {name: m for name, m in modules.items() if isinstance(m, _NormBase) and m.running_mean is not None}
-        self.modules = list(found.values())
-        keys = ("running_mean", "running_var", "num_batches_tracked")
-        self.names = [f"{name}.{key}".lstrip(".") for name in found for key in keys]
-        self.tensors: list[torch.Tensor] = []
-        keeps: list[torch.Tensor] = []  # per element: the part of the old value that remains after one batch
-        averages: list[torch.Tensor] = []  # per element: the index of its counter if it is a running average, else -1
-        end = 0
-        for module in self.modules:
-            mean, variance, counter = module.running_mean, module.running_var, module.num_batches_tracked
-            assert mean is not None
-            assert variance is not None
-            assert counter is not None
-            size = 2 * mean.numel()
-            self.tensors += [mean, variance, counter]
-            keeps.append(torch.full((size + 1,), 1.0 - (module.momentum or 0.0), dtype=torch.float64))
-            keeps[-1][size] = 1.0  # counters add up
-            averages.append(torch.full((size + 1,), end + size if module.momentum is None else -1))
-            averages[-1][size] = -1
-            end += size + 1
-        self.numel = end
+    def __init__(self, model: object) -> None:
+        modules = {name: module for name, module in _modules(model).items() if _has_statistics(module)}
+        self.names = [f"{name}.{key}".lstrip(".") for name in modules for key in _STATISTICS]
+        self.tensors: list[torch.Tensor] = [getattr(m, key) for m in modules.values() for key in _STATISTICS]
         self.sizes = [tensor.numel() for tensor in self.tensors]
-        if end:
-            device = self.tensors[0].device
-            self._keep = torch.cat(keeps).to(device)
-            self._counter = torch.cat(averages).to(device)
-            self._has_averages = any(module.momentum is None for module in self.modules)
+        self.numel = sum(self.sizes)
+        if not modules:
+            return
+        keeps: list[float] = []  # by tensor: the part of the old value that remains after one batch
+        counters: list[int] = []  # by tensor: the index of its counter if it is a running average, else -1
+        for number, module in enumerate(modules.values()):
+            momentum = cast("_NormBase", module).momentum
+            counter = sum(self.sizes[: 3 * number + 2]) if momentum is None else -1
+            keeps += [1.0 - (momentum or 0.0)] * 2 + [1.0]  # counters add up
+            counters += [counter, counter, -1]
+        device, sizes = self.tensors[0].device, torch.tensor(self.sizes)
+        self._keep = torch.tensor(keeps, dtype=torch.float64).repeat_interleave(sizes).to(device)
+        self._counter = torch.tensor(counters).repeat_interleave(sizes).to(device)
+        self._has_averages = max(counters) >= 0
 
     def read(self) -> torch.Tensor:
         return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors])
@@ -159,60 +204,56 @@ class _Statistics:
         return weights
 
 
-class _Unmanaged:
-    """A buffer without a rule. Most never change: checking them costs a comparison."""
+class _Watched:
+    """A buffer of a module, and its value when it was last noted. Finding out whether it changed costs a comparison."""
 
     def __init__(self, name: str, module: nn.Module, key: str) -> None:
         self.name = name
         self._buffers = cast("dict[str, torch.Tensor]", module._buffers)
         self._key = key
-        self._tensor = self._buffers[key]
-        self._before = self._tensor.clone()
+        self.note()
+
+    @property
+    def current(self) -> torch.Tensor:
+        return self._buffers[self._key]
+
+    def has_changed(self) -> bool:
+        """Whether it was written or replaced. Kernels that update running statistics go unnoticed."""
+        current = self._buffers[self._key]
+        return current is not self._tensor or current._version != self._version
+
+    def has_other_form(self) -> bool:
+        """Whether it has another shape or dtype, as a cache that grows with its input."""
+        return self.current.shape != self._noted.shape or self.current.dtype != self._noted.dtype
+
+    def note(self) -> None:
+        self._tensor, self._noted, self._version = self.current, self.current.clone(), self.current._version
+
+    def restore(self) -> None:
+        """Set it to the value noted last."""
+        self._tensor.copy_(self._noted)
+        self._buffers[self._key] = self._tensor
         self._version = self._tensor._version
-        self._last: torch.Tensor | None = None
-        self._has_warned = False
-        self.is_changed = False
+
+
+class _Unmanaged(_Watched):
+    """A buffer without a rule. Most never change."""
+
+    _last: torch.Tensor | None = None
+    _has_warned = is_changed = False
 
     def begin_step(self) -> None:
         self.is_changed = False
         self._last = None
-        current = self._buffers[self._key]
-        if current is not self._tensor or current._version != self._version:
-            # Changed between two steps, by a hook or by the user.
-            self._tensor, self._before = current, current.clone()
-            self._version = current._version
+        if self.has_changed():  # between two steps, by a hook or by the user
+            self.note()
 
     def end_micro_batch(self, *, keep: bool) -> None:
-        current = self._buffers[self._key]
-        if current is self._tensor and current._version == self._version:
+        if not self.has_changed():
             return
-        if current.shape != self._before.shape or current.dtype != self._before.dtype:
-            # A cache that grew with its input: each worker keeps its own.
-            self._tensor, self._before, self._version = current, current.clone(), current._version
+        if self.has_other_form():
+            self.note()  # each worker keeps its own
             return
-        self._warn_once()
-        self.is_changed = True
-        if keep:
-            self._last = current.clone()
-        self._put(self._before)
-
-    def take(self, communicator: Communicator, owner: int) -> None:
-        value = self._before.clone() if self._last is None else self._last
-        if value.dtype == torch.bool:
-            carrier = value.to(torch.uint8)
-            communicator.broadcast(carrier, owner).wait()
-            value = carrier.to(torch.bool)
-        else:
-            communicator.broadcast(value, owner).wait()
-        self._before = value
-        self._put(value)
-
-    def _put(self, value: torch.Tensor) -> None:
-        self._tensor.copy_(value)
-        self._buffers[self._key] = self._tensor
-        self._version = self._tensor._version
-
-    def _warn_once(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -220,3 +261,15 @@ class _Unmanaged:
                 "after each step it has the value of the step's last micro-batch",
                 stacklevel=2,
             )
+        self.is_changed = True
+        if keep:
+            self._last = self.current.clone()
+        self.restore()
+
+    def take(self, communicator: Communicator, owner: int) -> None:
+        value = self._noted if self._last is None else self._last
+        # Not every backend carries booleans.
+        carrier = value.to(torch.uint8) if value.dtype == torch.bool else value.clone()
+        communicator.broadcast(carrier, owner).wait()
+        self._noted = carrier.to(value.dtype)
+        self.restore()

@@ -1,13 +1,14 @@
 """The mean gradient over replicas in a loop owned by the user, one or several per process.
 
-The exchange treats each replica with weight as a micro-batch, whose gradients are handed over after its backward, in
-global order. So the mean, plain or exact, does not depend on the process that holds a replica.
+The exchange treats each replica with weight as a micro-batch: gradients, buffers and loss are handed over after its
+backward, in global order. So the mean, plain or exact, does not depend on the process that holds a replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,24 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.core.errors import GradientError, MisuseError
 from paceline.plan.shares import Plan, ranges
-from paceline.sync.buffers import Buffers
+from paceline.sync.buffers import Buffers, BufferWatch
 from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.step_numbers import StepNumbers
 
 # From the gradients of one parameter, one per replica with weight, and these weights, to the common gradient.
 Reduce = Callable[[list[torch.Tensor], list[int]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The result of one replica: the mean loss of `weight` samples, and the buffers that its forward changed.
+
+    Gradients stay in `.grad`.
+    """
+
+    weight: int
+    loss: torch.Tensor
+    buffers: Mapping[str, torch.Tensor]
 
 
 class ReplicaGradients:
@@ -107,6 +120,30 @@ class ReplicaGradients:
                         _hand_over(mean, parameter)
             self._exchange.complete()
         return plan, numbers
+
+    def average_offers(
+        self, offers: Sequence[Offer | None], watches: Sequence[BufferWatch], reduce: Reduce | None
+    ) -> tuple[Plan, StepNumbers]:
+        """`average` of what this process's replicas offer; also gives all replicas the same buffers.
+
+        A replica without an offer has no batch in this step. watches: one per replica.
+        """
+        weights = self.gather([0 if offer is None else offer.weight for offer in offers])
+        if not any(weights):
+            raise MisuseError("no replica has a gradient to share: call train_step for at least one of them first")
+        first, *others = watches
+
+        def end(index: int) -> torch.Tensor:
+            offer = offers[index]
+            assert offer is not None
+            first.put(offer.buffers)
+            return offer.loss
+
+        result = self.average(weights, end, reduce)
+        combined = first.changed()
+        for other in others:
+            other.put(combined)
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         return self._exchange.state_dict()
