@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -33,15 +33,24 @@ class Buffers:
     """
 
     def __init__(self, model: object, communicator: Communicator) -> None:
-        self._statistics = _Statistics(model)
-        self._others = [_Unmanaged(*place) for place in _places(model) if not _has_statistics(place[1])]
         self._communicator = communicator
-        self.numel = self._statistics.numel
+        layers = _normalization_layers(model)
+        self._statistics = statistics_of(model)
+        self.names_of_statistics = [f"{name}.{key}".lstrip(".") for name in layers for key in _STATISTICS]
+        self._others = [buffer for buffer in _buffers_of(model) if not buffer.is_statistic]
         self.num_unmanaged = len(self._others)
-
-    @property
-    def names_of_statistics(self) -> list[str]:
-        return self._statistics.names
+        self._sizes = [tensor.numel() for tensor in self._statistics]
+        self.numel = sum(self._sizes)
+        keeps: list[float] = []  # by statistic: the part of the old value that remains after one batch
+        counters: list[int] = []  # by statistic: the index of its counter if it is a running average, else -1
+        for number, layer in enumerate(layers.values()):
+            counter = sum(self._sizes[: 3 * number + 2]) if layer.momentum is None else -1
+            keeps += [1.0 - (layer.momentum or 0.0)] * 2 + [1.0]  # counters add up
+            counters += [counter, counter, -1]
+        device, sizes = self._statistics[0].device if layers else None, torch.tensor(self._sizes, dtype=torch.int64)
+        self._keep = torch.tensor(keeps, dtype=torch.float64).repeat_interleave(sizes).to(device=device)
+        self._counter = torch.tensor(counters, dtype=torch.int64).repeat_interleave(sizes).to(device=device)
+        self._has_averages = max(counters, default=-1) >= 0
 
     def accumulate_in(self, space: torch.Tensor, *, exact: bool) -> None:
         self._space = space
@@ -50,13 +59,13 @@ class Buffers:
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The anchors of the statistics' grids."""
         if self._anchors is not None and self.numel:
-            self._anchors.copy_(torch.from_numpy(np.repeat(anchors, self._statistics.sizes)))
+            self._anchors.copy_(torch.from_numpy(np.repeat(anchors, self._sizes)))
 
     def begin_step(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
         if self.numel:
             self._space.zero_()
-            self._before = self._statistics.read()
+            self._before = self._read()
         for other in self._others:
             other.begin_step()
 
@@ -66,10 +75,8 @@ class Buffers:
             other.end_micro_batch(keep=number == self._num_micro_batches - 1)
         if not self.numel:
             return None
-        change = (self._statistics.read() - self._before).mul_(
-            self._statistics.weights(self._before, number, self._num_micro_batches)
-        )
-        self._statistics.write(self._before)
+        change = (self._read() - self._before).mul_(self._weights(number))
+        self._write(self._before)
         return change
 
     def add(self, change: torch.Tensor) -> torch.Tensor | None:
@@ -82,7 +89,7 @@ class Buffers:
 
     def peaks_of(self, change: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of each statistic; NaN if there is a NaN."""
-        return torch.stack([part.abs().amax() for part in change.split(self._statistics.sizes)])
+        return torch.stack([part.abs().amax() for part in change.split(self._sizes)])
 
     def changed_unmanaged(self) -> Sequence[bool]:
         return [other.is_changed for other in self._others]
@@ -90,7 +97,7 @@ class Buffers:
     def finish(self, changed: Sequence[float], owner_of_last: int) -> None:
         """After the exchange: write the combined values. owner_of_last: the rank that ran the last micro-batch."""
         if self.numel:
-            self._statistics.write(self._before + self._space)
+            self._write(self._before + self._space)
         for other, is_changed in zip(self._others, changed, strict=True):
             if is_changed:
                 other.take(self._communicator, owner_of_last)
@@ -98,18 +105,32 @@ class Buffers:
     def restore(self) -> None:
         """Restore the buffers that the step began with."""
         if self.numel:
-            self._statistics.write(self._before)
+            self._write(self._before)
         for other in self._others:
             other.end_micro_batch(keep=False)
+
+    def _read(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self._statistics])
+
+    def _write(self, values: torch.Tensor) -> None:
+        for tensor, part in zip(self._statistics, torch.split(values, self._sizes), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def _weights(self, number: int) -> torch.Tensor:
+        """The part of micro-batch `number`'s change that remains after the later ones."""
+        weights = self._keep ** (self._num_micro_batches - 1 - number)
+        if self._has_averages:
+            count = self._before[self._counter.clamp(min=0)]
+            averaged = (count + 1.0) / (count + self._num_micro_batches)
+            weights = torch.where(self._counter >= 0, averaged, weights)
+        return weights
 
 
 class BufferWatch:
     """Finds the changes that a forward pass makes to a model's buffers, and can undo them."""
 
-    def __init__(self, model: Any) -> None:
-        self._buffers = {place[0]: _Watched(*place) for place in _places(model)}
-        # Kernels that write running statistics do not increment the tensor's version.
-        self._statistics = {name for name, module, _ in _places(model) if _has_statistics(module)}
+    def __init__(self, model: object) -> None:
+        self._buffers = {buffer.name: buffer for buffer in _buffers_of(model)}
 
     def begin(self) -> None:
         """Call before a forward pass: remembers the current buffers."""
@@ -137,80 +158,41 @@ class BufferWatch:
         for name, value in values.items():
             self._buffers[name].current.copy_(value)
 
-    def _changed(self) -> dict[str, _Watched]:
-        return {n: buffer for n, buffer in self._buffers.items() if n in self._statistics or buffer.has_changed()}
+    def _changed(self) -> dict[str, _Buffer]:
+        return {name: buffer for name, buffer in self._buffers.items() if buffer.has_changed()}
 
 
 def statistics_of(model: object) -> list[torch.Tensor]:
     """The running statistics and counters of the model's normalization layers."""
-    return _Statistics(model).tensors
+    return [getattr(layer, key) for layer in _normalization_layers(model).values() for key in _STATISTICS]
 
 
-def _places(model: object) -> list[tuple[str, nn.Module, str]]:
-    """Where the model's buffers are: name, module, and key in the module."""
+def _normalization_layers(model: object) -> dict[str, _NormBase]:
+    """The layers with running statistics."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    return {name: m for name, m in modules if isinstance(m, _NormBase) and m.running_mean is not None}
+
+
+def _buffers_of(model: object) -> list[_Buffer]:
+    layers = _normalization_layers(model)
     return [
-        (f"{path}.{key}".lstrip("."), module, key)
-        for path, module in _modules(model).items()
+        _Buffer(f"{path}.{key}".lstrip("."), module, key, is_statistic=path in layers)
+        for path, module in (model.named_modules() if isinstance(model, nn.Module) else ())
         for key, buffer in module._buffers.items()
         if buffer is not None
     ]
 
 
-def _has_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and module.running_mean is not None
+class _Buffer:
+    """A buffer of a module, and its value when it was last noted. Most never change: checking costs a comparison."""
 
-
-def _modules(model: object) -> Mapping[str, nn.Module]:
-    return dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-
-
-class _Statistics:
-    """The running statistics and counters of all normalization layers, as one float64 vector."""
-
-    def __init__(self, model: object) -> None:
-        modules = {name: module for name, module in _modules(model).items() if _has_statistics(module)}
-        self.names = [f"{name}.{key}".lstrip(".") for name in modules for key in _STATISTICS]
-        self.tensors: list[torch.Tensor] = [getattr(m, key) for m in modules.values() for key in _STATISTICS]
-        self.sizes = [tensor.numel() for tensor in self.tensors]
-        self.numel = sum(self.sizes)
-        if not modules:
-            return
-        keeps: list[float] = []  # by tensor: the part of the old value that remains after one batch
-        counters: list[int] = []  # by tensor: the index of its counter if it is a running average, else -1
-        for number, module in enumerate(modules.values()):
-            momentum = cast("_NormBase", module).momentum
-            counter = sum(self.sizes[: 3 * number + 2]) if momentum is None else -1
-            keeps += [1.0 - (momentum or 0.0)] * 2 + [1.0]  # counters add up
-            counters += [counter, counter, -1]
-        device, sizes = self.tensors[0].device, torch.tensor(self.sizes)
-        self._keep = torch.tensor(keeps, dtype=torch.float64).repeat_interleave(sizes).to(device)
-        self._counter = torch.tensor(counters).repeat_interleave(sizes).to(device)
-        self._has_averages = max(counters) >= 0
-
-    def read(self) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors])
-
-    def write(self, values: torch.Tensor) -> None:
-        for tensor, part in zip(self.tensors, torch.split(values, self.sizes), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-    def weights(self, before: torch.Tensor, number: int, num_micro_batches: int) -> torch.Tensor:
-        """The part of micro-batch `number`'s change that remains after the later ones."""
-        weights = self._keep ** (num_micro_batches - 1 - number)
-        if self._has_averages:
-            count = before[self._counter.clamp(min=0)]
-            averaged = (count + 1.0) / (count + num_micro_batches)
-            weights = torch.where(self._counter >= 0, averaged, weights)
-        return weights
-
-
-class _Watched:
-    """A buffer of a module, and its value when it was last noted. Finding out whether it changed costs a comparison."""
-
-    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+    def __init__(self, name: str, module: nn.Module, key: str, *, is_statistic: bool) -> None:
         self.name = name
+        self.is_statistic = is_statistic
+        self.is_changed = self._has_warned = False
         self._buffers = cast("dict[str, torch.Tensor]", module._buffers)
         self._key = key
+        self._last: torch.Tensor | None = None
         self.note()
 
     @property
@@ -218,9 +200,9 @@ class _Watched:
         return self._buffers[self._key]
 
     def has_changed(self) -> bool:
-        """Whether it was written or replaced. Kernels that update running statistics go unnoticed."""
+        """Whether it was written or replaced. Running statistics may always be: their kernels count no version."""
         current = self._buffers[self._key]
-        return current is not self._tensor or current._version != self._version
+        return current is not self._tensor or current._version != self._version or self.is_statistic
 
     def has_other_form(self) -> bool:
         """Whether it has another shape or dtype, as a cache that grows with its input."""
@@ -234,13 +216,6 @@ class _Watched:
         self._tensor.copy_(self._noted)
         self._buffers[self._key] = self._tensor
         self._version = self._tensor._version
-
-
-class _Unmanaged(_Watched):
-    """A buffer without a rule. Most never change."""
-
-    _last: torch.Tensor | None = None
-    _has_warned = is_changed = False
 
     def begin_step(self) -> None:
         self.is_changed = False

@@ -22,7 +22,7 @@ from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.averaging.guard import DivergenceGuard
-from paceline.sync.averaging.rounds import ReplicaAverage, RoundTotals
+from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
 from paceline.sync.buffers import Buffers
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
 from paceline.sync.step_numbers import StepNumbers
@@ -100,7 +100,7 @@ class AveragedReplicas:
         self._events = events
         transfer = TRANSFER_TYPES[settings.transfer]
         self._average = ReplicaAverage(parameters, statistics, communicator, transfer, settings.outer)
-        self._round = RoundTotals()
+        self._round = WorkerRound()
         self._mean = RoundMean()
         self._newest: LocalNumbers | None = None  # of the last finished step
         self._losses = DeferredReader(self._add_loss, is_ready=lambda numbers: numbers.has_arrived)  # of this round
@@ -165,13 +165,13 @@ class AveragedReplicas:
         assert self._newest is not None
         self._losses.add(self._newest)
         self._round.weight += self._weight
-        self._round.steps += 1
-        self._round.micro_batches += self._plan[-1].stop
-        if self._round.steps >= self._interval.total_batches:
+        self._round.num_steps += 1
+        self._round.num_micro_batches += self._plan[-1].stop
+        if self._round.num_steps >= self._interval.total_batches:
             self._start_average(is_final=False)
 
     def synchronize(self) -> None:
-        if self._round.steps or self._average.is_under_way:
+        if self._round.num_steps or self._average.is_under_way:
             self._start_average(is_final=True)
 
     def abandon(self) -> None:
@@ -204,28 +204,34 @@ class AveragedReplicas:
         if self._average.is_under_way:
             self._finish_average()
         self._losses.flush()
-        self._average.start(self._round, self._timing, self._wish)
-        self._round = RoundTotals()
+        self._round.micro_batch_s, self._round.rest_s = self._timing.micro_batch, self._timing.rest
+        self._round.wish = self._wish
+        self._average.start(self._round)
+        self._round = WorkerRound()
         if is_final or not self._is_overlapping:
             self._finish_average()
 
     def _finish_average(self) -> None:
-        result = self._average.finish(has_moved_on=self._round.steps > 0)
-        check_nobody_left(result.wishes)
-        self._told = result.timings, result.wishes
-        self._mean = result.mean
+        rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
+        wishes, num_steps = [each.wish for each in rounds], int(rounds[0].num_steps)
+        check_nobody_left(wishes)
+        self._told = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], wishes
+        loss_weight = sum(each.loss_weight for each in rounds)
+        loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
+        self._mean = RoundMean(loss, sum(each.weight for each in rounds) / max(num_steps, 1))
         if self._newest is not None:  # its record was not handed out yet, or the epoch is over
-            self._newest.mean = result.mean
-        if self._is_cadence and result.steps and result.round_s > 0:
-            sync_ms = 1e3 * result.sync_s if result.sync_s else None
-            self._interval.report_timing([1e3 * result.round_s], [result.steps], sync_ms)
-        if self._guard.is_alarmed_by(result.drift) and self._interval.total_batches > 1:
+            self._newest.mean = self._mean
+        # The slowest worker's steps, and the average of the worker that arrived last, which did not wait for others.
+        round_s, sync_s = max(each.round_s for each in rounds), min(each.sync_s for each in rounds)
+        if self._is_cadence and num_steps and round_s > 0:
+            self._interval.report_timing([1e3 * round_s], [num_steps], 1e3 * sync_s or None)
+        if self._guard.is_alarmed_by(drift) and self._interval.total_batches > 1:
             self._interval.nudge_anchor_down(0.5)
             every = self._interval.total_batches
-            self._events.emit("drift", drift=result.drift, every=every)
+            self._events.emit("drift", drift=drift, every=every)
             logger.warning(
                 "replicas drift apart (relative distance %.3g, rising): averaging every %d steps from now on",
-                result.drift,
+                drift,
                 every,
             )
 
