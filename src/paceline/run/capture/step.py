@@ -180,27 +180,23 @@ class CapturedStepFunction(StepFunction):
         versions = self._buffer_versions()
 
         def side_effect(outputs: _Outputs) -> str | None:
-            number = next(
-                (name for name, value in outputs.scalars.items() if not isinstance(value, torch.Tensor)), None
-            )
-            return (
-                snapshot.change()
-                or ("a buffer changes that is not a statistic" if self._buffer_versions() != versions else None)
-                or (None if number is None else f"{number!r} is a Python number: return it as a tensor")
-            )
+            if change := snapshot.change():
+                return change
+            if self._buffer_versions() != versions:
+                return "a buffer changes that is not a statistic"
+            numbers = [name for name, value in outputs.scalars.items() if not isinstance(value, torch.Tensor)]
+            return f"{numbers[0]!r} is a Python number: return it as a tensor" if numbers else None
 
         inputs = Inputs(batch)
+        work = partial(self._forward_backward, inputs.batch)
         try:
-            graph, outputs = self._recorder.record(
-                "micro-batch", lambda: self._forward_backward(inputs.batch), side_effect
-            )
+            graph, outputs = self._recorder.record("micro-batch", work, side_effect)
         except CaptureFailed:
             snapshot.restore()
             raise
         self._snapshot = self._snapshot or snapshot
-        self._captured[shape] = _Captured(inputs, graph, outputs)
-        self._update.enable()
-        return self._captured[shape]
+        captured = self._captured[shape] = _Captured(inputs, graph, outputs)
+        return captured
 
     def _forward_backward(self, batch: Any) -> _Outputs:
         loss, scalars = self._function(batch)
@@ -221,8 +217,10 @@ class CapturedStepFunction(StepFunction):
 
     def _find_or_capture_whole(self, captured: _Captured, tensors: Sequence[torch.Tensor]) -> _WholeStep | None:
         """The graph of the whole step, if it exists or can be captured now."""
+        if not self._may_be_whole or self._loop.has_gradient_hooks or not self._loop.weight:
+            return None
         snapshot = self._update.unchanged_snapshot()
-        if not self._may_be_whole or snapshot is None or self._loop.has_gradient_hooks or not self._loop.weight:
+        if snapshot is None:
             return None
         if captured.whole is not None and captured.whole.snapshot is snapshot:
             return captured.whole
@@ -242,6 +240,7 @@ class CapturedStepFunction(StepFunction):
 
     def _replay(self, captured: _Captured, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
         self._num_replays += 1
+        self._update.enable()
         whole = self._find_or_capture_whole(captured, tensors)
         if whole is None:
             outputs = captured.outputs
