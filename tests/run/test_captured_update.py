@@ -112,12 +112,12 @@ def test_the_numbers_of_the_step_before_are_safe_from_a_replayed_update() -> Non
         assert isinstance(update, CapturedUpdate)
         for parameter in trainer.model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        update.enable()
+        update.is_enabled = True
         while graphs.num_replayed == 0:
             update.step()
         left = torch.tensor(7.0)
         outbox = Outbox([left])
-        update._recorder.before_replay(outbox)
+        update.recorder.before_replay(outbox)
         (loss,) = outbox.add()
         update.step()
         left.fill_(float("nan"))

@@ -59,12 +59,12 @@ class Stepping:
         self._reason = graphs if isinstance(graphs, str) else None
         if not isinstance(graphs, str):
             is_forced = config.runtime.capture == "on"
-            self._recorder = GraphRecorder(graphs, self._device, events, is_forced=is_forced)
-            self._update = loop.update = CapturedUpdate(loop.replica, config.max_grad_norm, self._recorder)
+            recorder = GraphRecorder(graphs, self._device, events, is_forced=is_forced)
+            self._update = loop.update = CapturedUpdate(loop.replica, config.max_grad_norm, recorder)
 
     def with_function(self, function: Function) -> StepFunction:
         if self._reason is None:
-            return CapturedStepFunction(self._loop, function, self._exchange, self._update, self._recorder)
+            return CapturedStepFunction(self._loop, function, self._exchange, self._update)
         if self._device.type == "cuda":  # other devices have no graphs
             self._events.emit("capture", what="micro-batch", reason=self._reason)
         return StepFunction(self._loop, function)
@@ -91,19 +91,12 @@ class StepFunction:
 class CapturedStepFunction(StepFunction):
     """Replays graphs where possible; see the module's docstring."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        function: Function,
-        exchange: GradientExchange,
-        update: CapturedUpdate,
-        recorder: GraphRecorder,
-    ) -> None:
+    def __init__(self, loop: Loop, function: Function, exchange: GradientExchange, update: CapturedUpdate) -> None:
         super().__init__(loop, function)
         self._replica = loop.replica
         self._exchange = exchange
         self._update = update
-        self._recorder = recorder
+        self._recorder = update.recorder
         self._has_given_up = False
         self._may_be_whole = isinstance(exchange, DirectGradients)
         self._num_warm_up = 0
@@ -240,7 +233,7 @@ class CapturedStepFunction(StepFunction):
 
     def _replay(self, captured: _Captured, tensors: Sequence[torch.Tensor]) -> Mapping[str, Any]:
         self._num_replays += 1
-        self._update.enable()
+        self._update.is_enabled = True
         whole = self._find_or_capture_whole(captured, tensors)
         if whole is None:
             outputs = captured.outputs
@@ -286,7 +279,7 @@ class CapturedStepFunction(StepFunction):
         self._recorder.before_replay(None)
         self._captured, self._snapshot = {}, None
         self._times.clear()
-        self._update.disable()
+        self._update.reset()
 
     def _give_up(self, reason: str) -> None:
         self._has_given_up = True

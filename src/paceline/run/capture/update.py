@@ -29,8 +29,10 @@ class CapturedUpdate(Update):
 
     def __init__(self, replica: Replica, max_norm: float | None, recorder: GraphRecorder) -> None:
         super().__init__(replica, max_norm)
-        self._recorder = recorder
-        self._is_enabled = self._has_given_up = self.is_done = False
+        self.recorder = recorder
+        self.is_enabled = False  # while micro-batches are replayed, which leave their gradients at fixed addresses
+        self.is_done = False  # a graph has run this step's update
+        self._has_given_up = False
         self._norm: Number | None = None
         self._num_captures = self._num_changes = 0
         self._snapshot: OptimizerSnapshot | None = None
@@ -39,19 +41,14 @@ class CapturedUpdate(Update):
 
     @property
     def can_be_voided(self) -> bool:
-        return not self._is_enabled and super().can_be_voided
+        return not self.is_enabled and super().can_be_voided
 
-    def enable(self) -> None:
-        """Micro-batches are replayed from now on: their gradients have fixed addresses."""
-        if not self._is_enabled and not self._has_given_up:
-            self._is_enabled = True
-            if obstacle := optimizer_obstacle(self._replica.optimizers, num_own_hooks=1):
-                self._give_up(obstacle)
-
-    def disable(self) -> None:
-        """Micro-batches are no longer replayed: their gradients have no fixed addresses."""
-        self._is_enabled = False
-        self._forget()
+    def reset(self) -> None:
+        """Micro-batches are no longer replayed: their gradients have no fixed addresses. Drop all graphs."""
+        self.is_enabled = False
+        self._snapshot = None
+        self._captured.clear()
+        self._times.clear()
 
     def unchanged_snapshot(self) -> OptimizerSnapshot | None:
         """The optimizers' state at capture, if there is a graph and the state is unchanged."""
@@ -89,15 +86,19 @@ class CapturedUpdate(Update):
 
     def _replay(self) -> None:
         """Replay the graph of this step, if there is one or it can be captured now."""
-        if not self._is_enabled or self._has_given_up:
+        if not self.is_enabled or self._has_given_up:
             return
         change = None if self._snapshot is None else self._snapshot.change()
+        if self._snapshot is None and (obstacle := optimizer_obstacle(self._replica.optimizers, num_own_hooks=1)):
+            self._give_up(obstacle)
+            return
         if self._snapshot is None or change is not None:
-            self._forget()
+            self._captured.clear()
+            self._times.clear()
             self._snapshot = OptimizerSnapshot(self._replica.optimizers)
             self._num_changes += 1
             if self._num_changes == STEPS_BEFORE_REASON:
-                self._recorder.report("optimizer", f"{change} in nearly every step")
+                self.recorder.report("optimizer", f"{change} in nearly every step")
         addresses = self._addresses(parameter.grad for parameter in self._replica.parameters.values())
         if addresses not in self._captured and len(self._captured) < MAX_GRAPHS:
             self._times[addresses] += 1
@@ -105,7 +106,7 @@ class CapturedUpdate(Update):
                 self._capture(addresses, self._snapshot)
         if addresses in self._captured:
             graph, norm = self._captured[addresses]
-            self._recorder.before_replay(None)
+            self.recorder.before_replay(None)
             graph.replay()
             self.was_replayed(None if norm is None else norm.clone())  # the next step overwrites it
 
@@ -113,7 +114,7 @@ class CapturedUpdate(Update):
         try:
             if self._num_captures == MAX_CAPTURES:
                 raise CaptureFailed(f"its settings changed after each of {MAX_CAPTURES} captures")
-            captured = self._recorder.record("optimizer", self.clip_and_step, lambda _: snapshot.change())
+            captured = self.recorder.record("optimizer", self.clip_and_step, lambda _: snapshot.change())
         except CaptureFailed as failure:
             reason = str(failure)
         else:
@@ -123,19 +124,14 @@ class CapturedUpdate(Update):
             return
         self._give_up(reason)
 
+    def _give_up(self, reason: str) -> None:
+        self._has_given_up = True
+        self._captured.clear()
+        self.recorder.give_up("optimizer", reason)
+
     def _addresses(self, gradients: Iterable[torch.Tensor | None]) -> _Addresses:
         own = [parameter.data_ptr() for parameter in self._replica.parameters.values()]
         return (*own, *[0 if gradient is None else gradient.data_ptr() for gradient in gradients])
-
-    def _forget(self) -> None:
-        self._snapshot = None
-        self._captured.clear()
-        self._times.clear()
-
-    def _give_up(self, reason: str) -> None:
-        self._has_given_up = True
-        self._forget()
-        self._recorder.give_up("optimizer", reason)
 
 
 class OptimizerSnapshot:
