@@ -39,11 +39,9 @@ NUM_TIMED = 3
 LAUNCH_BOUND = 1.25
 TIMES_BEFORE_CAPTURE = 3
 MAX_GRAPHS = 16
-# A graph pays off after this many replays; give up after this many graphs that did not.
-WORTHWHILE_REPLAYS = 50
-MAX_WASTED = 3
-# Give up if after this many eager micro-batches fewer were replayed.
-SELDOM = 200
+# Give up if this many micro-batches ran eagerly and fewer were replayed. Capturing again takes as long as many of them.
+MAX_LOSS = 200
+COST_OF_CHANGE = 50
 
 
 class Stepping:
@@ -104,7 +102,7 @@ class CapturedStepFunction(StepFunction):
         self._times: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, _Captured] = {}
         self._snapshot: ModelSnapshot | None = None
-        self._num_wasted = self._num_eager = self._num_replays = self._num_replays_before = 0
+        self._num_eager = self._num_replays = 0
         loop.on_parameters(self._forget)
 
     def run_micro_batch(self, batch: Any) -> Mapping[str, Any]:
@@ -139,32 +137,25 @@ class CapturedStepFunction(StepFunction):
         return scalars
 
     def _find_or_capture(self, shape: Hashable, tensors: Sequence[torch.Tensor], batch: Any) -> _Captured | None:
-        """The graph of this shape; None if the micro-batch is to be run eagerly."""
+        """The graph of this shape; None if the micro-batch is to be run eagerly.
+
+        If Python would not run the same code as at capture, all graphs are dropped.
+        """
         captured = self._captured.get(shape)
-        if captured is not None and self._is_model_unchanged():
-            return captured
+        if captured is not None and self._snapshot is not None:
+            change = self._snapshot.change()
+            if change is None:
+                return captured
+            self._forget()
+            self._num_eager += COST_OF_CHANGE
+            self._recorder.report("micro-batch", change)
         self._times[shape] += 1
         self._num_eager += 1
-        if self._num_eager == SELDOM and self._num_replays < SELDOM:
-            raise CaptureFailed("too few micro-batches have the same shapes")
+        if self._num_eager > max(self._num_replays, MAX_LOSS):
+            raise CaptureFailed("too few micro-batches can be replayed: shapes or the model change too often")
         if self._times[shape] < TIMES_BEFORE_CAPTURE or len(self._captured) == MAX_GRAPHS:
             return None
         return self._capture(shape, tensors, batch)
-
-    def _is_model_unchanged(self) -> bool:
-        """Whether Python would run the same code as at capture. If not, all graphs are dropped."""
-        assert self._snapshot is not None
-        change = self._snapshot.change()
-        if change is None:
-            return True
-        if self._num_replays - self._num_replays_before < WORTHWHILE_REPLAYS:
-            self._num_wasted += 1
-        self._num_replays_before = self._num_replays
-        self._forget()
-        self._recorder.report("micro-batch", change)
-        if self._num_wasted == MAX_WASTED:
-            raise CaptureFailed(f"{change}: the model keeps changing between captures")
-        return False
 
     def _capture(self, shape: Hashable, tensors: Sequence[torch.Tensor], batch: Any) -> _Captured:
         if obstacle := self._obstacle(tensors):
