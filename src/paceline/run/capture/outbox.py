@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from threading import Lock
+from threading import RLock
 
 import torch
 
@@ -32,7 +32,7 @@ class Outbox:
         self._num_rows = 0
         self._is_pending = False
         self._page = _Page(self)
-        self.lock = Lock()
+        self.lock = RLock()
 
     def pending(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The copies that must be made before the next replay: their targets and sources."""
@@ -53,18 +53,15 @@ class Outbox:
     def settle(self) -> None:
         """Make the pending copies now."""
         with self.lock:
-            self._settle()
+            for target, source in zip(*self.pending(), strict=True):
+                target.copy_(source)
 
     def send(self, page: _Page) -> None:
         """Copy this page to the host, if it was not copied yet."""
         with self.lock:
             if page is self._page:
-                self._settle()
+                self.settle()
                 self._send()
-
-    def _settle(self) -> None:
-        for target, source in zip(*self.pending(), strict=True):
-            target.copy_(source)
 
     def _send(self) -> None:
         numbers = self._block.flatten()
@@ -80,14 +77,6 @@ class _Page:
     outbox: Outbox
     source: list[float] | HostCopy | None = None
 
-    def values(self) -> list[float]:
-        if self.source is None:
-            self.outbox.send(self)
-        if isinstance(self.source, HostCopy):
-            self.source = self.source.tolist()
-        assert self.source is not None
-        return self.source
-
 
 @dataclass(eq=False, slots=True)
 class Entry:
@@ -102,7 +91,13 @@ class Entry:
         return source is not None and (isinstance(source, list) or source.has_arrived)
 
     def item(self) -> float:
-        return self._page.values()[self._index]
+        if self._page.source is None:
+            self._page.outbox.send(self._page)
+        source = self._page.source
+        if isinstance(source, HostCopy):
+            self._page.source = source = source.tolist()
+        assert source is not None
+        return source[self._index]
 
     def tolist(self) -> list[float]:
         return [self.item()]
