@@ -147,7 +147,7 @@ class BufferWatch:
 
         A buffer whose size changed, such as a growing cache, is left alone.
         """
-        changed = {name: buffer for name, buffer in self._changed().items() if not buffer.has_other_form()}
+        changed = {name: buffer for name, buffer in self._changed().items() if not buffer.is_incompatible()}
         values = {name: buffer.current.clone() for name, buffer in changed.items()}
         for buffer in changed.values():
             buffer.restore()
@@ -204,8 +204,8 @@ class _Buffer:
         current = self._buffers[self._key]
         return current is not self._tensor or current._version != self._version or self.is_statistic
 
-    def has_other_form(self) -> bool:
-        """Whether it has another shape or dtype, as a cache that grows with its input."""
+    def is_incompatible(self) -> bool:
+        """Whether its shape or dtype differs from the noted value, as of a cache that grows with its input."""
         return self.current.shape != self._noted.shape or self.current.dtype != self._noted.dtype
 
     def note(self) -> None:
@@ -226,7 +226,7 @@ class _Buffer:
     def end_micro_batch(self, *, keep: bool) -> None:
         if not self.has_changed():
             return
-        if self.has_other_form():
+        if self.is_incompatible():
             self.note()  # each worker keeps its own
             return
         if not self._has_warned:

@@ -139,7 +139,7 @@ class GraphRecorder:
     def before_replay(self, outbox: Outbox | None) -> None:
         """Save what another graph left in memory that this one may overwrite. outbox: of the graph to be replayed."""
         if self._outbox is not None and self._outbox is not outbox:
-            self._outbox.settle()
+            self._outbox.copy_pending()
         self._outbox = outbox
 
     def report(self, what: str, reason: str) -> None:

@@ -50,7 +50,7 @@ class Outbox:
         self._is_pending = True
         return [Entry(self._page, first + column) for column in range(len(self._outputs))]
 
-    def settle(self) -> None:
+    def copy_pending(self) -> None:
         """Make the pending copies now."""
         with self.lock:
             for target, source in zip(*self.pending(), strict=True):
@@ -60,7 +60,7 @@ class Outbox:
         """Copy this page to the host, if it was not copied yet."""
         with self.lock:
             if page is self._page:
-                self.settle()
+                self.copy_pending()
                 self._send()
 
     def _send(self) -> None:

@@ -15,7 +15,7 @@ from paceline.comm.base import Communicator, Pending
 
 @dataclass
 class WorkerRound:
-    """What a worker tells the others in an average about the steps since the last one."""
+    """What each worker sends in an average: a summary of its steps since the last one."""
 
     weight: float = 0.0
     loss_sum: float = 0.0  # weighted; the weights add up to loss_weight
@@ -51,7 +51,7 @@ class ReplicaAverage:
         self._communicator = communicator
         self._common = self._read()
         self._device = self._common.device
-        self._travelling = communicator.empty(self._common.numel(), transfer, self._device)
+        self._sent = communicator.empty(self._common.numel(), transfer, self._device)
         size, width = communicator.world.size, len(fields(WorkerRound))
         self._table = communicator.empty(size * width, torch.float64, self._device).view(size, width)
         self._pending: list[Pending] = []
@@ -73,18 +73,18 @@ class ReplicaAverage:
         self._change = self._read().sub_(self._common)
         # Scaled by a number that all workers know, so that the sum stays in the range of fp16.
         self._scale = 1.0 / max(own.num_micro_batches, 1.0)
-        torch.mul(self._change, own.weight * self._scale, out=self._travelling)
+        torch.mul(self._change, own.weight * self._scale, out=self._sent)
         own.weighted_square = own.weight * self._change.norm(dtype=torch.float64).square().item()
         self._table.zero_()
         self._table[self._communicator.world.rank] = torch.tensor(astuple(own), dtype=torch.float64)
-        self._pending = [self._communicator.all_reduce(tensor) for tensor in (self._table, self._travelling)]
+        self._pending = [self._communicator.all_reduce(tensor) for tensor in (self._table, self._sent)]
         self._sync_s = self._now_s() - begun_s
 
     @torch.no_grad()
     def finish(self, *, has_moved_on: bool) -> tuple[list[WorkerRound], float]:
         """Set the replica to the common weights. If it took steps since `start`, add the difference instead.
 
-        Returns what the workers told, by rank, and the drift.
+        Returns what the workers report, by rank, and the drift.
         """
         begun_s = self._now_s()
         for pending in self._pending:
@@ -92,7 +92,7 @@ class ReplicaAverage:
         self._pending = []
         rounds = [WorkerRound(*row) for row in self._table.tolist()]
         total = max(sum(each.weight for each in rounds), 1.0)  # no worker saw a sample
-        mean = self._travelling.to(torch.float32).div_(total * self._scale)
+        mean = self._sent.to(torch.float32).div_(total * self._scale)
         before = self._common.clone() if has_moved_on else None
         self._advance(mean)
         if before is None:

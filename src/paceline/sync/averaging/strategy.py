@@ -106,9 +106,9 @@ class AveragedReplicas:
         self._losses = DeferredReader(self._add_loss, is_ready=lambda numbers: numbers.has_arrived)  # of this round
         self._timing = NOT_MEASURED
         self._wish = 0.0
-        # Timings and wishes by rank, told in the step after an average.
-        self._nothing_told = ((NOT_MEASURED,) * self._world.size, (0.0,) * self._world.size)
-        self._told: tuple[Sequence[Timing], Sequence[float]] = self._nothing_told
+        # Timings and wishes by rank, reported in the step after an average.
+        self._nothing_reported = ((NOT_MEASURED,) * self._world.size, (0.0,) * self._world.size)
+        self._reported: tuple[Sequence[Timing], Sequence[float]] = self._nothing_reported
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         self._plan = plan
@@ -153,7 +153,7 @@ class AveragedReplicas:
             self._local.send(message)
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> LocalNumbers:
-        (timings, wishes), self._told = self._told, self._nothing_told
+        (timings, wishes), self._reported = self._reported, self._nothing_reported
         own = self._local.finish() if self._mine else OneLoss(None, 0.0)
         assert isinstance(own, StepNumbers | OneLoss)
         first, is_loss_known = self._mine.start, self._is_loss_known
@@ -215,7 +215,7 @@ class AveragedReplicas:
         rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
         wishes, num_steps = [each.wish for each in rounds], int(rounds[0].num_steps)
         check_nobody_left(wishes)
-        self._told = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], wishes
+        self._reported = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], wishes
         loss_weight = sum(each.loss_weight for each in rounds)
         loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
         self._mean = RoundMean(loss, sum(each.weight for each in rounds) / max(num_steps, 1))
