@@ -72,7 +72,7 @@ def both(case: Case, **settings: Any) -> Outcome:
 @pytest.fixture(autouse=True)
 def same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the device waits for the host depends on the machine, and cuDNN's sums on the moment."""
-    monkeypatch.setattr("paceline.run.capture.warm_up.LAUNCH_BOUND", float("inf"))
+    monkeypatch.setattr("paceline.run.capture.step.LAUNCH_BOUND", float("inf"))
     monkeypatch.setattr("torch.backends.cudnn.deterministic", True)
 
 
@@ -100,10 +100,9 @@ def test_two_ranks_on_one_gpu_replay_and_agree(pool: WorkerPool) -> None:
         return case.run(device="cuda", capture=capture, exact=True)
 
     def judged_worthwhile(capture: str) -> Outcome:
-        from paceline.run.capture import warm_up
-
-        warm_up.LAUNCH_BOUND = float("inf")
-        return work(capture)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paceline.run.capture.step.LAUNCH_BOUND", float("inf"))
+            return work(capture)
 
     captured, plain = pool.run(judged_worthwhile, 2, "auto"), pool.run(work, 2, "off")
     (alone,) = pool.run(work, 1, "off")

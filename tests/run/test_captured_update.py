@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from capture_runs import Case, FakeGraphs, both, sgd
+from capture_runs import Case, FakeGraphs, both, class_loss, sgd, use_graphs
+from models import mlp, vectors
 
 import paceline as pl
-from paceline.run.capture.update import _obstacle
+from paceline.run.capture.outbox import Outbox
+from paceline.run.capture.update import CapturedUpdate, optimizer_obstacle
 
 
 def test_a_schedule_in_every_step_leaves_the_optimizer_to_python_and_says_so() -> None:
@@ -78,7 +80,7 @@ def parameters() -> list[torch.Tensor]:
     ],
 )
 def test_optimizers_that_a_graph_can_repeat(optimizer: torch.optim.Optimizer, reason: str | None) -> None:
-    obstacle = _obstacle([optimizer])
+    obstacle = optimizer_obstacle([optimizer])
     assert obstacle is None if reason is None else obstacle is not None and obstacle.startswith(reason)
 
 
@@ -99,3 +101,39 @@ def test_a_step_hook_of_the_optimizers_is_called_in_every_step() -> None:
     outcome = Case(optimizer=optimizer).run(FakeGraphs())
     assert len(calls) == 40
     assert outcome.reasons == ["SGD has step hooks, which a replay does not call"]
+
+
+def test_the_numbers_of_the_step_before_are_safe_from_a_replayed_update() -> None:
+    """Graphs share their memory: the optimizer's may overwrite what the graph of a whole step has left."""
+    with pl.Trainer.setup(mlp, sgd, data=vectors(32), global_batch=16, runtime=pl.Runtime(quiet=True)) as trainer:
+        graphs = FakeGraphs()
+        use_graphs(trainer, graphs)
+        update = trainer.run.loop.update
+        assert isinstance(update, CapturedUpdate)
+        for parameter in trainer.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        update.is_enabled = True
+        while graphs.num_replayed == 0:
+            update.step()
+        left = torch.tensor(7.0)
+        outbox = Outbox([left])
+        update.recorder.before_replay(outbox)
+        (loss,) = outbox.add()
+        update.step()
+        left.fill_(float("nan"))
+        assert loss.item() == 7.0
+
+
+def test_a_function_that_cannot_be_captured_leaves_the_optimizer_of_another_captured() -> None:
+    with pl.Trainer.setup(mlp, sgd, data=vectors(16 * 60), global_batch=16, runtime=pl.Runtime(quiet=True)) as trainer:
+        captured: list[str] = []
+        trainer.listen(
+            lambda event: captured.append(event.details.get("what", "")) if event.name == "capture" else None
+        )
+        use_graphs(trainer, FakeGraphs())
+        first = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
+        second = trainer.step_with(lambda batch: class_loss(trainer.model, batch) * float(torch.rand(())))
+        for epoch in trainer.epochs(1):
+            for number, batch in enumerate(epoch):
+                (second if 20 <= number < 32 else first)(batch)
+    assert captured == ["micro-batch", "optimizer", "whole step", "micro-batch", "optimizer", "whole step"]

@@ -44,10 +44,10 @@ def test_asking_early_disturbs_no_other(interval: int) -> None:
     assert [entry.item() for entry in entries] == list(range(3 * ROWS))
 
 
-def test_what_was_settled_is_safe_from_another_graph() -> None:
+def test_numbers_that_were_copied_are_safe_from_another_graph() -> None:
     replays = Replays()
     loss, norm = replays.replay(7.0)
-    replays.outbox.settle()
+    replays.outbox.copy_pending()
     for left in replays.left:
         left.fill_(float("nan"))  # its memory now serves another graph
     assert (loss.item(), norm.item()) == (7.0, 7.0)

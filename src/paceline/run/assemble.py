@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,7 +23,8 @@ from paceline.data.sources.streams import IterableStream
 from paceline.observe.timeline.recorder import NoTimeline, TimelineRecorder
 from paceline.plan.cadence import Cadence
 from paceline.run.batch_norm import batch_norm_in_training, explain_one_sample_tail
-from paceline.run.capture.step import Stepping, graphs_for
+from paceline.run.capture.graphs import graphs_for
+from paceline.run.capture.step import Stepping
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.run import Run
@@ -37,8 +38,7 @@ from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory
-from paceline.sync.averaging.gradients_first import GradientsFirst
-from paceline.sync.averaging.strategy import AveragedReplicas, Averaging
+from paceline.sync.averaging.strategy import AveragedReplicas, Averaging, GradientsFirst
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.gradients.exchange import MeanGradients
@@ -182,7 +182,8 @@ def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, e
 
     if strategy.first_step == 0:
         return averaging()
-    return GradientsFirst(_gradients(config, replica, communicator), averaging, strategy.first_step)
+    first = GradientsFirst(_gradients(config, replica, communicator), averaging, strategy.first_step)
+    return cast("GradientExchange", first)  # forwards to one
 
 
 def _gradients(config: RunConfig, replica: Replica, communicator: Communicator) -> GradientExchange:

@@ -22,6 +22,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.base import Communicator
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 
 class Buffers:
     """The buffers of a model, combined over the micro-batches of a step.
@@ -31,21 +33,24 @@ class Buffers:
     """
 
     def __init__(self, model: object, communicator: Communicator) -> None:
-        modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-        self._statistics = _Statistics(modules)
-        self._others = [
-            _Unmanaged(f"{path}.{key}".lstrip("."), module, key)
-            for path, module in modules.items()
-            for key, tensor in module._buffers.items()
-            if tensor is not None and module not in self._statistics.modules
-        ]
         self._communicator = communicator
-        self.numel = self._statistics.numel
+        layers = _normalization_layers(model)
+        self._statistics = statistics_of(model)
+        self.names_of_statistics = [f"{name}.{key}".lstrip(".") for name in layers for key in _STATISTICS]
+        self._others = [buffer for buffer in _buffers_of(model) if not buffer.is_statistic]
         self.num_unmanaged = len(self._others)
-
-    @property
-    def names_of_statistics(self) -> list[str]:
-        return self._statistics.names
+        self._sizes = [tensor.numel() for tensor in self._statistics]
+        self.numel = sum(self._sizes)
+        keeps: list[float] = []  # by statistic: the part of the old value that remains after one batch
+        counters: list[int] = []  # by statistic: the index of its counter if it is a running average, else -1
+        for number, layer in enumerate(layers.values()):
+            counter = sum(self._sizes[: 3 * number + 2]) if layer.momentum is None else -1
+            keeps += [1.0 - (layer.momentum or 0.0)] * 2 + [1.0]  # counters add up
+            counters += [counter, counter, -1]
+        device, sizes = self._statistics[0].device if layers else None, torch.tensor(self._sizes, dtype=torch.int64)
+        self._keep = torch.tensor(keeps, dtype=torch.float64).repeat_interleave(sizes).to(device=device)
+        self._counter = torch.tensor(counters, dtype=torch.int64).repeat_interleave(sizes).to(device=device)
+        self._has_averages = max(counters, default=-1) >= 0
 
     def accumulate_in(self, space: torch.Tensor, *, exact: bool) -> None:
         self._space = space
@@ -54,13 +59,13 @@ class Buffers:
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The anchors of the statistics' grids."""
         if self._anchors is not None and self.numel:
-            self._anchors.copy_(torch.from_numpy(np.repeat(anchors, self._statistics.sizes)))
+            self._anchors.copy_(torch.from_numpy(np.repeat(anchors, self._sizes)))
 
     def begin_step(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
         if self.numel:
             self._space.zero_()
-            self._before = self._statistics.read()
+            self._before = self._read()
         for other in self._others:
             other.begin_step()
 
@@ -70,21 +75,21 @@ class Buffers:
             other.end_micro_batch(keep=number == self._num_micro_batches - 1)
         if not self.numel:
             return None
-        change = (self._statistics.read() - self._before).mul_(
-            self._statistics.weights(self._before, number, self._num_micro_batches)
-        )
-        self._statistics.write(self._before)
+        change = (self._read() - self._before).mul_(self._weights(number))
+        self._write(self._before)
         return change
 
     def add(self, change: torch.Tensor) -> torch.Tensor | None:
         """Add a change to the step's sum. Returns the largest magnitude of each statistic in exact mode."""
-        peaks = self.peaks_of(change) if self._anchors is not None else None
-        self._space.add_(change if self._anchors is None else change.add(self._anchors).sub_(self._anchors))
-        return peaks
+        if self._anchors is None:
+            self._space.add_(change)
+            return None
+        self._space.add_(change.add(self._anchors).sub_(self._anchors))
+        return self.peaks_of(change)
 
     def peaks_of(self, change: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of each statistic; NaN if there is a NaN."""
-        return torch.stack([part.abs().amax() for part in change.split(self._statistics.sizes)])
+        return torch.stack([part.abs().amax() for part in change.split(self._sizes)])
 
     def changed_unmanaged(self) -> Sequence[bool]:
         return [other.is_changed for other in self._others]
@@ -92,7 +97,7 @@ class Buffers:
     def finish(self, changed: Sequence[float], owner_of_last: int) -> None:
         """After the exchange: write the combined values. owner_of_last: the rank that ran the last micro-batch."""
         if self.numel:
-            self._statistics.write(self._before + self._space)
+            self._write(self._before + self._space)
         for other, is_changed in zip(self._others, changed, strict=True):
             if is_changed:
                 other.take(self._communicator, owner_of_last)
@@ -100,119 +105,130 @@ class Buffers:
     def restore(self) -> None:
         """Restore the buffers that the step began with."""
         if self.numel:
-            self._statistics.write(self._before)
+            self._write(self._before)
         for other in self._others:
             other.end_micro_batch(keep=False)
 
+    def _read(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self._statistics])
 
-def statistics_of(model: object) -> list[torch.Tensor]:
-    """The running statistics and counters of the model's normalization layers."""
-    return _Statistics(dict(model.named_modules()) if isinstance(model, nn.Module) else {}).tensors
-
-
-class _Statistics:
-    """The running statistics and counters of all normalization layers, as one float64 vector."""
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        found = {name: m for name, m in modules.items() if isinstance(m, _NormBase) and m.running_mean is not None}
-        self.modules = list(found.values())
-        keys = ("running_mean", "running_var", "num_batches_tracked")
-        self.names = [f"{name}.{key}".lstrip(".") for name in found for key in keys]
-        self.tensors: list[torch.Tensor] = []
-        keeps: list[torch.Tensor] = []  # per element: the part of the old value that remains after one batch
-        averages: list[torch.Tensor] = []  # per element: the index of its counter if it is a running average, else -1
-        end = 0
-        for module in self.modules:
-            mean, variance, counter = module.running_mean, module.running_var, module.num_batches_tracked
-            assert mean is not None
-            assert variance is not None
-            assert counter is not None
-            size = 2 * mean.numel()
-            self.tensors += [mean, variance, counter]
-            keeps.append(torch.full((size + 1,), 1.0 - (module.momentum or 0.0), dtype=torch.float64))
-            keeps[-1][size] = 1.0  # counters add up
-            averages.append(torch.full((size + 1,), end + size if module.momentum is None else -1))
-            averages[-1][size] = -1
-            end += size + 1
-        self.numel = end
-        self.sizes = [tensor.numel() for tensor in self.tensors]
-        if end:
-            device = self.tensors[0].device
-            self._keep = torch.cat(keeps).to(device)
-            self._counter = torch.cat(averages).to(device)
-            self._has_averages = any(module.momentum is None for module in self.modules)
-
-    def read(self) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(torch.float64) for tensor in self.tensors])
-
-    def write(self, values: torch.Tensor) -> None:
-        for tensor, part in zip(self.tensors, torch.split(values, self.sizes), strict=True):
+    def _write(self, values: torch.Tensor) -> None:
+        for tensor, part in zip(self._statistics, torch.split(values, self._sizes), strict=True):
             tensor.copy_(part.view_as(tensor))
 
-    def weights(self, before: torch.Tensor, number: int, num_micro_batches: int) -> torch.Tensor:
+    def _weights(self, number: int) -> torch.Tensor:
         """The part of micro-batch `number`'s change that remains after the later ones."""
-        weights = self._keep ** (num_micro_batches - 1 - number)
+        weights = self._keep ** (self._num_micro_batches - 1 - number)
         if self._has_averages:
-            count = before[self._counter.clamp(min=0)]
-            averaged = (count + 1.0) / (count + num_micro_batches)
+            count = self._before[self._counter.clamp(min=0)]
+            averaged = (count + 1.0) / (count + self._num_micro_batches)
             weights = torch.where(self._counter >= 0, averaged, weights)
         return weights
 
 
-class _Unmanaged:
-    """A buffer without a rule. Most never change: checking them costs a comparison."""
+class BufferWatch:
+    """Finds the changes that a forward pass makes to a model's buffers, and can undo them."""
 
-    def __init__(self, name: str, module: nn.Module, key: str) -> None:
+    def __init__(self, model: object) -> None:
+        self._buffers = {buffer.name: buffer for buffer in _buffers_of(model)}
+
+    def begin(self) -> None:
+        """Call before a forward pass: remembers the current buffers."""
+        for buffer in self._changed().values():
+            buffer.note()
+
+    def changed(self) -> dict[str, torch.Tensor]:
+        """The buffers that were written or replaced since `begin`, and all running statistics."""
+        return {name: buffer.current for name, buffer in self._changed().items()}
+
+    @torch.no_grad()
+    def take(self) -> dict[str, torch.Tensor]:
+        """Restore the changed buffers and return their new values.
+
+        A buffer whose size changed, such as a growing cache, is left alone.
+        """
+        changed = {name: buffer for name, buffer in self._changed().items() if not buffer.is_incompatible()}
+        values = {name: buffer.current.clone() for name, buffer in changed.items()}
+        for buffer in changed.values():
+            buffer.restore()
+        return values
+
+    @torch.no_grad()
+    def put(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            self._buffers[name].current.copy_(value)
+
+    def _changed(self) -> dict[str, _Buffer]:
+        return {name: buffer for name, buffer in self._buffers.items() if buffer.has_changed()}
+
+
+def statistics_of(model: object) -> list[torch.Tensor]:
+    """The running statistics and counters of the model's normalization layers."""
+    return [getattr(layer, key) for layer in _normalization_layers(model).values() for key in _STATISTICS]
+
+
+def _normalization_layers(model: object) -> dict[str, _NormBase]:
+    """The layers with running statistics."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    return {name: m for name, m in modules if isinstance(m, _NormBase) and m.running_mean is not None}
+
+
+def _buffers_of(model: object) -> list[_Buffer]:
+    layers = _normalization_layers(model)
+    return [
+        _Buffer(f"{path}.{key}".lstrip("."), module, key, is_statistic=path in layers)
+        for path, module in (model.named_modules() if isinstance(model, nn.Module) else ())
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
+class _Buffer:
+    """A buffer of a module, and its value when it was last noted. Most never change: checking costs a comparison."""
+
+    def __init__(self, name: str, module: nn.Module, key: str, *, is_statistic: bool) -> None:
         self.name = name
+        self.is_statistic = is_statistic
+        self.is_changed = self._has_warned = False
         self._buffers = cast("dict[str, torch.Tensor]", module._buffers)
         self._key = key
-        self._tensor = self._buffers[key]
-        self._before = self._tensor.clone()
-        self._version = self._tensor._version
         self._last: torch.Tensor | None = None
-        self._has_warned = False
-        self.is_changed = False
+        self.note()
+
+    @property
+    def current(self) -> torch.Tensor:
+        return self._buffers[self._key]
+
+    def has_changed(self) -> bool:
+        """Whether it was written or replaced. Running statistics may always be: their kernels count no version."""
+        current = self._buffers[self._key]
+        return current is not self._tensor or current._version != self._version or self.is_statistic
+
+    def is_incompatible(self) -> bool:
+        """Whether its shape or dtype differs from the noted value, as of a cache that grows with its input."""
+        return self.current.shape != self._noted.shape or self.current.dtype != self._noted.dtype
+
+    def note(self) -> None:
+        self._tensor, self._noted, self._version = self.current, self.current.clone(), self.current._version
+
+    def restore(self) -> None:
+        """Set it to the value noted last."""
+        self._tensor.copy_(self._noted)
+        self._buffers[self._key] = self._tensor
+        self._version = self._tensor._version
 
     def begin_step(self) -> None:
         self.is_changed = False
         self._last = None
-        current = self._buffers[self._key]
-        if current is not self._tensor or current._version != self._version:
-            # Changed between two steps, by a hook or by the user.
-            self._tensor, self._before = current, current.clone()
-            self._version = current._version
+        if self.has_changed():  # between two steps, by a hook or by the user
+            self.note()
 
     def end_micro_batch(self, *, keep: bool) -> None:
-        current = self._buffers[self._key]
-        if current is self._tensor and current._version == self._version:
+        if not self.has_changed():
             return
-        if current.shape != self._before.shape or current.dtype != self._before.dtype:
-            # A cache that grew with its input: each worker keeps its own.
-            self._tensor, self._before, self._version = current, current.clone(), current._version
+        if self.is_incompatible():
+            self.note()  # each worker keeps its own
             return
-        self._warn_once()
-        self.is_changed = True
-        if keep:
-            self._last = current.clone()
-        self._put(self._before)
-
-    def take(self, communicator: Communicator, owner: int) -> None:
-        value = self._before.clone() if self._last is None else self._last
-        if value.dtype == torch.bool:
-            carrier = value.to(torch.uint8)
-            communicator.broadcast(carrier, owner).wait()
-            value = carrier.to(torch.bool)
-        else:
-            communicator.broadcast(value, owner).wait()
-        self._before = value
-        self._put(value)
-
-    def _put(self, value: torch.Tensor) -> None:
-        self._tensor.copy_(value)
-        self._buffers[self._key] = self._tensor
-        self._version = self._tensor._version
-
-    def _warn_once(self) -> None:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -220,3 +236,15 @@ class _Unmanaged:
                 "after each step it has the value of the step's last micro-batch",
                 stacklevel=2,
             )
+        self.is_changed = True
+        if keep:
+            self._last = self.current.clone()
+        self.restore()
+
+    def take(self, communicator: Communicator, owner: int) -> None:
+        value = self._noted if self._last is None else self._last
+        # Not every backend carries booleans.
+        carrier = value.to(torch.uint8) if value.dtype == torch.bool else value.clone()
+        communicator.broadcast(carrier, owner).wait()
+        self._noted = carrier.to(value.dtype)
+        self.restore()

@@ -1,13 +1,15 @@
 """The mean gradient over replicas in a loop owned by the user, one or several per process.
 
-The exchange treats each replica with weight as a micro-batch, whose gradients are handed over after its backward, in
-global order. So the mean, plain or exact, does not depend on the process that holds a replica.
+The exchange treats each replica with weight as a micro-batch: gradients, buffers and loss are handed over after its
+backward, in global order. So the mean, plain or exact, does not depend on the process that holds a replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +17,24 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.core.errors import GradientError, MisuseError
 from paceline.plan.shares import Plan, ranges
-from paceline.sync.buffers import Buffers
+from paceline.sync.buffers import Buffers, BufferWatch
 from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.step_numbers import StepNumbers
 
 # From the gradients of one parameter, one per replica with weight, and these weights, to the common gradient.
 Reduce = Callable[[list[torch.Tensor], list[int]], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The result of one replica: the mean loss of `weight` samples, and the buffers that its forward changed.
+
+    Gradients stay in `.grad`.
+    """
+
+    weight: int
+    loss: torch.Tensor
+    buffers: Mapping[str, torch.Tensor]
 
 
 class ReplicaGradients:
@@ -76,31 +90,62 @@ class ReplicaGradients:
             everybody: list[int] = self._weights.tolist()
         return everybody
 
+    def average_offers(
+        self, offers: Sequence[Offer | None], watches: Sequence[BufferWatch], reduce: Reduce | None
+    ) -> tuple[Plan, StepNumbers]:
+        """`average` of what this process's replicas offer; also gives all replicas the same buffers.
+
+        A replica without an offer has no batch in this step. watches: one per replica.
+        """
+        weights = self.gather([0 if offer is None else offer.weight for offer in offers])
+        if not any(weights):
+            raise MisuseError("no replica has a gradient to share: call train_step for at least one of them first")
+        first, *others = watches
+        result = self.average(weights, offers, first, reduce)
+        combined = first.changed()
+        for other in others:
+            other.put(combined)
+        return result
+
     @torch.no_grad()
     def average(
         self,
         weights: Sequence[int],
-        end: Callable[[int], torch.Tensor | None] = lambda _: None,
+        offers: Sequence[Offer | None] | None = None,
+        first: BufferWatch | None = None,
         reduce: Reduce | None = None,
     ) -> tuple[Plan, StepNumbers]:
         """Set the gradient of every replica to the weighted mean over all replicas, or to the result of `reduce`.
 
-        `end` is called for each replica of this process with weight: it copies the replica's buffers into those of the
-        first one, and returns its loss. Returns the plan, by process, and the step's numbers.
-
         A parameter with a gradient on some replicas counts as zero on the others. Without a gradient on any replica
-        with weight it gets none. Frozen parameters are skipped.
+        with weight it gets none. Frozen parameters are skipped. Returns the plan, by process, and the step's numbers.
+
+        offers: losses, and buffers to be combined in the first replica.
         """
-        self._check_frozen()
-        gradients = [self._gradients(i) for i in range(len(self._replicas))]
+        gradients = self._checked_gradients()
+        own = [index for index, rank in enumerate(self._ranks) if weights[rank]]
         with self._on_device():
             plan = ranges([sum(weights[rank] > 0 for rank in ranks) for ranks in self._all_ranks])
-            while (numbers := self._exchange_all(plan, gradients, weights, end)) is None:
-                pass  # repeat on wider grids
+            numbers = None
+            while numbers is None:  # else repeated on wider grids
+                self._exchange.begin_step(plan, total_weight=sum(weights))
+                for number, index in zip(plan[self._communicator.world.rank], own, strict=True):
+                    self._exchange.begin_micro_batch(number, weights[self._ranks[index]], is_last=False)
+                    for alias, gradient in zip(self._aliases, gradients[index], strict=True):
+                        alias.grad = None if gradient is None else gradient.to(self._device)
+                    offer = None if offers is None else offers[index]
+                    if offer is not None and first is not None:
+                        first.put(offer.buffers)
+                    self._exchange.end_micro_batch(None if offer is None else offer.loss)
+                self._exchange.send()
+                numbers = self._exchange.finish()
             means = [alias.grad for alias in self._aliases]
             if reduce is not None:
-                own = [g for rank, g in zip(self._ranks, gradients, strict=True) if weights[rank]]
-                means = self._reduced(reduce, means, own, plan, [weight for weight in weights if weight])
+                reduced = partial(self._reduced, reduce, plan, [weight for weight in weights if weight])
+                means = [
+                    None if mean is None else reduced(index, [gradients[replica][index] for replica in own])
+                    for index, mean in enumerate(means)
+                ]
             for parameters in self._replicas:
                 for mean, parameter in zip(means, parameters, strict=True):
                     if parameter.requires_grad:
@@ -117,80 +162,43 @@ class ReplicaGradients:
     def close(self) -> None:
         self._exchange.close()
 
-    def _check_frozen(self) -> None:
+    def _checked_gradients(self) -> list[list[torch.Tensor | None]]:
+        """The gradients of each replica of this process."""
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise MisuseError(
                     f"parameter {name!r} was frozen when the replicas were wrapped and requires a gradient now: wrap "
                     "the replicas again after unfreezing"
                 )
-
-    def _gradients(self, index: int) -> list[torch.Tensor | None]:
-        """The gradients of one replica of this process, checked."""
-        parameters = self._replicas[index]
-        gradients = [parameter.grad if parameter.requires_grad else None for parameter in parameters]
-        for name, gradient in zip(self._names, gradients, strict=True):
-            if gradient is not None and gradient.layout != torch.strided:
-                raise GradientError(
-                    f"parameter {name!r} of replica {self._ranks[index]} has a sparse gradient, which cannot be "
-                    "averaged in a flat buffer: build its layer with sparse=False"
-                )
+        gradients = [[p.grad if p.requires_grad else None for p in parameters] for parameters in self._replicas]
+        for rank, of_replica in zip(self._ranks, gradients, strict=True):
+            for name, gradient in zip(self._names, of_replica, strict=True):
+                if gradient is not None and gradient.layout != torch.strided:
+                    raise GradientError(
+                        f"parameter {name!r} of replica {rank} has a sparse gradient, which cannot be averaged in a "
+                        "flat buffer: build its layer with sparse=False"
+                    )
         return gradients
 
-    def _exchange_all(
-        self,
-        plan: Plan,
-        gradients: Sequence[Sequence[torch.Tensor | None]],
-        weights: Sequence[int],
-        end: Callable[[int], torch.Tensor | None],
-    ) -> StepNumbers | None:
-        """Put the mean into the aliases and return the step's numbers; None if the step must be repeated."""
-        numbers = iter(plan[self._communicator.world.rank])
-        self._exchange.begin_step(plan, total_weight=sum(weights))
-        for index, (rank, offered) in enumerate(zip(self._ranks, gradients, strict=True)):
-            if not weights[rank]:
-                continue
-            self._exchange.begin_micro_batch(next(numbers), weights[rank], is_last=False)
-            for alias, gradient in zip(self._aliases, offered, strict=True):
-                alias.grad = None if gradient is None else gradient.to(self._device)
-            self._exchange.end_micro_batch(end(index))
-        self._exchange.send()
-        return self._exchange.finish()
-
     def _reduced(
-        self,
-        reduce: Reduce,
-        means: Sequence[torch.Tensor | None],
-        own: Sequence[Sequence[torch.Tensor | None]],
-        plan: Plan,
-        weights: list[int],
-    ) -> list[torch.Tensor | None]:
-        """The result of `reduce` for each parameter that has a gradient on any replica."""
-        reduced: list[torch.Tensor | None] = []
-        for index, (name, parameter, mean) in enumerate(zip(self._names, self._replicas[0], means, strict=True)):
-            if mean is None:
-                reduced.append(None)
-                continue
-            result = reduce(self._from_all([g[index] for g in own], parameter, plan), list(weights))
-            if not isinstance(result, torch.Tensor) or result.shape != parameter.shape:
-                what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-                raise ValueError(
-                    f"reduce returned {what} for parameter {name!r}: it must return one gradient, a tensor of shape "
-                    f"{tuple(parameter.shape)}"
-                )
-            reduced.append(result.to(device=self._device, dtype=parameter.dtype))
-        return reduced
-
-    def _from_all(self, own: Sequence[torch.Tensor | None], parameter: torch.Tensor, plan: Plan) -> list[torch.Tensor]:
-        """One parameter's gradients from every replica with weight; zeros for replicas that did not use it."""
-        here = [torch.zeros_like(parameter) if gradient is None else gradient.to(self._device) for gradient in own]
-        if len(plan) == 1:
-            return [gradient.clone() for gradient in here]
+        self, reduce: Reduce, plan: Plan, weights: list[int], index: int, own: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """The result of `reduce` for one parameter. own: its gradients on this process's replicas with weight."""
+        name, parameter = self._names[index], self._replicas[0][index]
+        # From every replica with weight; zeros from those that did not use the parameter.
         rows = torch.zeros(plan[-1].stop, *parameter.shape, dtype=parameter.dtype, device=self._device)
-        for number, gradient in zip(plan[self._communicator.world.rank], here, strict=True):
-            rows[number] = gradient
+        for number, gradient in zip(plan[self._communicator.world.rank], own, strict=True):
+            if gradient is not None:
+                rows[number] = gradient.to(self._device)
         self._communicator.all_reduce(rows).wait()
-        return list(rows)
+        result = reduce(list(rows), list(weights))
+        if not isinstance(result, torch.Tensor) or result.shape != parameter.shape:
+            what = f"shape {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+            raise ValueError(
+                f"reduce returned {what} for parameter {name!r}: it must return one gradient, a tensor of shape "
+                f"{tuple(parameter.shape)}"
+            )
+        return result.to(device=self._device, dtype=parameter.dtype)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """The exchange uses the current device's stream; outside of this block the user chooses the device."""

@@ -8,17 +8,14 @@ copied to the host. Reading a number copies its block at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
-from typing import TypeAlias
+from dataclasses import dataclass
+from threading import RLock
 
 import torch
 
 from paceline.sync.numbers import HostCopy
 
 ROWS = 32
-
-# Targets and sources of copies.
-Copies: TypeAlias = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 
 class Outbox:
@@ -27,93 +24,66 @@ class Outbox:
     For each replay, holding `lock`: make the copies of `pending`, replay, and `add`.
     """
 
-    def __init__(self, left: Sequence[torch.Tensor]) -> None:
-        self._left = [tensor.detach().reshape(()) for tensor in left]
-        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in left) else torch.float32
-        self._sheet = torch.zeros(ROWS, len(left), dtype=dtype, device=left[0].device)
-        self._rows = [list(row.unbind()) for row in self._sheet]
-        self._page = _Page(self)
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        self._outputs = [tensor.detach().reshape(()) for tensor in outputs]
+        dtype = torch.float64 if any(tensor.dtype == torch.float64 for tensor in outputs) else torch.float32
+        self._block = torch.zeros(ROWS, len(outputs), dtype=dtype, device=outputs[0].device)
+        self._rows = [list(row.unbind()) for row in self._block]
         self._num_rows = 0
         self._is_pending = False
-        self.lock = Lock()
+        self._page = _Page(self)
+        self.lock = RLock()
 
-    def pending(self) -> Copies:
-        """The copies that must be made before the next replay."""
+    def pending(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The copies that must be made before the next replay: their targets and sources."""
         if not self._is_pending:
             return [], []
         self._is_pending = False
-        return self._rows[self._num_rows - 1], self._left
+        return self._rows[self._num_rows - 1], self._outputs
 
     def add(self) -> list[Entry]:
         """After a replay: its numbers, in order."""
         if self._num_rows == ROWS:
             self._send()
-        row = self._num_rows
+        first = self._num_rows * len(self._outputs)
         self._num_rows += 1
         self._is_pending = True
-        return [Entry(self._page, row, column) for column in range(len(self._left))]
+        return [Entry(self._page, first + column) for column in range(len(self._outputs))]
 
-    def settle(self) -> None:
+    def copy_pending(self) -> None:
         """Make the pending copies now."""
         with self.lock:
-            self._settle()
+            for target, source in zip(*self.pending(), strict=True):
+                target.copy_(source)
 
     def send(self, page: _Page) -> None:
         """Copy this page to the host, if it was not copied yet."""
         with self.lock:
             if page is self._page:
-                self._settle()
+                self.copy_pending()
                 self._send()
 
-    def _settle(self) -> None:
-        places, left = self.pending()
-        for place, value in zip(places, left, strict=True):
-            place.copy_(value)
-
     def _send(self) -> None:
-        self._page.source = self._sheet.flatten().tolist() if self._sheet.is_cpu else HostCopy(self._sheet.flatten())
+        numbers = self._block.flatten()
+        self._page.source = numbers.tolist() if numbers.is_cpu else HostCopy(numbers)
         self._page = _Page(self)
         self._num_rows = 0
 
 
-class Outboxes:
-    """The outboxes of graphs that share memory: pending copies of one are made before another graph runs."""
-
-    def __init__(self) -> None:
-        self._last: Outbox | None = None
-
-    def turn_to(self, outbox: Outbox | None) -> None:
-        """Call before running the graph of this outbox; None for a graph without one."""
-        if self._last is not None and self._last is not outbox:
-            self._last.settle()
-        self._last = outbox
-
-
+@dataclass(eq=False, slots=True)
 class _Page:
-    """One filling of the block."""
+    """One filling of the block. source: None until it is sent."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
-        self.source: list[float] | HostCopy | None = None  # None: not sent
-
-    def values(self) -> list[float]:
-        if self.source is None:
-            self._outbox.send(self)
-        if isinstance(self.source, HostCopy):
-            self.source = self.source.tolist()
-        assert self.source is not None
-        return self.source
+    outbox: Outbox
+    source: list[float] | HostCopy | None = None
 
 
+@dataclass(eq=False, slots=True)
 class Entry:
     """A number of one step. Reading it waits for the device."""
 
-    __slots__ = ("_column", "_page", "_row")
-
-    def __init__(self, page: _Page, row: int, column: int) -> None:
-        self._page = page
-        self._row = row
-        self._column = column
+    _page: _Page
+    _index: int
 
     @property
     def has_arrived(self) -> bool:
@@ -121,8 +91,13 @@ class Entry:
         return source is not None and (isinstance(source, list) or source.has_arrived)
 
     def item(self) -> float:
-        values = self._page.values()
-        return values[self._row * (len(values) // ROWS) + self._column]
+        if self._page.source is None:
+            self._page.outbox.send(self._page)
+        source = self._page.source
+        if isinstance(source, HostCopy):
+            self._page.source = source = source.tolist()
+        assert source is not None
+        return source[self._index]
 
     def tolist(self) -> list[float]:
         return [self.item()]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 
-from paceline.core.errors import MisuseError
-from paceline.core.events import Events
-from paceline.run.capture.graphs import CaptureFailed, Graph, Graphs
+from paceline.run.capture.graphs import CaptureFailed, GraphRecorder
 from paceline.run.step.replica import Number, Replica, Update
 
 STEPS_BEFORE_CAPTURE = 3
@@ -21,58 +19,45 @@ STEPS_BEFORE_REASON = 50
 MAX_CAPTURES = 20
 MAX_GRAPHS = 4
 
-_Places: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+# Of parameters and gradients.
+_Addresses: TypeAlias = tuple[int, ...]
 
 
 class CapturedUpdate(Update):
-    """An `Update` that replays a graph once it is armed and steps repeat."""
+    """An `Update` that replays a graph while it is enabled and steps repeat."""
 
-    def __init__(
-        self, replica: Replica, max_norm: float | None, graphs: Graphs, events: Events, *, is_forced: bool
-    ) -> None:
+    def __init__(self, replica: Replica, max_norm: float | None, recorder: GraphRecorder) -> None:
         super().__init__(replica, max_norm)
-        self._graphs = graphs
-        self._events = events
-        self._is_forced = is_forced
-        self._is_armed = self._is_over = self.is_done = False
-        self._parameters = list(replica.parameters.values())
-        self._settings: Settings | None = None
-        self._times: Counter[_Places] = Counter()
-        self._captured: dict[_Places, tuple[Graph, torch.Tensor | None]] = {}
+        self.recorder = recorder
+        self.is_enabled = False  # while micro-batches are replayed, which leave their gradients at fixed addresses
+        self.is_done = False  # a graph has run this step's update
+        self._has_given_up = False
         self._norm: Number | None = None
         self._num_captures = self._num_changes = 0
-
-    def set_parameters(self) -> None:
-        """The set of trained parameters changed."""
-        self.disarm()
-        self._parameters = list(self._replica.parameters.values())
+        self._snapshot: OptimizerSnapshot | None = None
+        self._captured: dict[_Addresses, tuple[torch.cuda.CUDAGraph, torch.Tensor | None]] = {}
+        self._times: Counter[_Addresses] = Counter()
 
     @property
     def can_be_voided(self) -> bool:
-        return not self._is_armed and super().can_be_voided
+        return not self.is_enabled and super().can_be_voided
 
-    def arm(self) -> None:
-        """Micro-batches are replayed from now on: their gradients have fixed addresses."""
-        if self._is_armed or self._is_over:
-            return
-        self._is_armed = True
-        if obstacle := _obstacle(self._replica.optimizers, num_own_hooks=1):
-            self._end(obstacle)
+    def reset(self) -> None:
+        """Micro-batches are no longer replayed: their gradients have no fixed addresses. Drop all graphs."""
+        self.is_enabled = False
+        self._snapshot = None
+        self._captured.clear()
+        self._times.clear()
 
-    def disarm(self) -> None:
-        """Micro-batches are no longer replayed: their gradients have no fixed addresses."""
-        self._is_armed = False
-        self._forget()
-
-    def steady_settings(self) -> Settings | None:
-        """The settings of the recorded graph, if they are unchanged."""
-        if not self._captured or not self._is_armed or self._settings is None or self._settings.change() is not None:
+    def unchanged_snapshot(self) -> OptimizerSnapshot | None:
+        """The optimizers' state at capture, if there is a graph and the state is unchanged."""
+        if not self._captured or self._snapshot is None or self._snapshot.change() is not None:
             return None
-        return self._settings
+        return self._snapshot
 
-    def has_graph_for(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+    def has_graph_for(self, gradients: Iterable[torch.Tensor | None]) -> bool:
         """Whether there is a graph for gradients at these addresses."""
-        return self._places(gradients) in self._captured
+        return self._addresses(gradients) in self._captured
 
     def clip_and_step(self) -> torch.Tensor | None:
         """The whole update, for recording."""
@@ -87,98 +72,75 @@ class CapturedUpdate(Update):
         self._norm = norm
 
     def clip(self) -> Number | None:
-        if self._max_norm is None:
-            return None
-        if self.is_done:
-            return self._norm
-        captured = self._graph_of_this_step()
-        if captured is None:
-            return super().clip()
-        graph, norm = captured
-        graph.replay()
-        assert norm is not None
-        self.was_replayed(norm.clone())  # the next step overwrites it
-        return self._norm
+        if not self.is_done:
+            self._replay()
+        return self._norm if self.is_done else super().clip()
 
     def step(self) -> None:
-        if self.is_done:
-            self.is_done = False
-            return
-        captured = self._graph_of_this_step() if self._max_norm is None else None
-        if captured is None:
+        if not self.is_done and self._max_norm is None:  # else `clip` has tried to replay
+            self._replay()
+        if not self.is_done:
             super().step()
-        else:
-            captured[0].replay()
+        self.is_done = False
 
-    def _graph_of_this_step(self) -> tuple[Graph, torch.Tensor | None] | None:
-        if not self._is_armed or self._is_over:
-            return None
-        change = None if self._settings is None else self._settings.change()
-        if self._settings is None or change is not None:
-            self._forget()
-            self._settings = Settings(self._replica.optimizers)
+    def _replay(self) -> None:
+        """Replay the graph of this step, if there is one or it can be captured now."""
+        if not self.is_enabled or self._has_given_up:
+            return
+        change = None if self._snapshot is None else self._snapshot.change()
+        if self._snapshot is None and (obstacle := optimizer_obstacle(self._replica.optimizers, num_own_hooks=1)):
+            self._give_up(obstacle)
+            return
+        if self._snapshot is None or change is not None:
+            self._captured.clear()
+            self._times.clear()
+            self._snapshot = OptimizerSnapshot(self._replica.optimizers)
             self._num_changes += 1
             if self._num_changes == STEPS_BEFORE_REASON:
-                self._events.emit("capture", what="optimizer", reason=f"{change} in nearly every step")
-        places = self._places([parameter.grad for parameter in self._parameters])
-        captured = self._captured.get(places)
-        if captured is not None or len(self._captured) == MAX_GRAPHS:
-            return captured
-        self._times[places] += 1
-        return self._capture(places) if self._times[places] > STEPS_BEFORE_CAPTURE else None
+                self.recorder.report("optimizer", f"{change} in nearly every step")
+        addresses = self._addresses(parameter.grad for parameter in self._replica.parameters.values())
+        if addresses not in self._captured and len(self._captured) < MAX_GRAPHS:
+            self._times[addresses] += 1
+            if self._times[addresses] > STEPS_BEFORE_CAPTURE:
+                self._capture(addresses, self._snapshot)
+        if addresses in self._captured:
+            graph, norm = self._captured[addresses]
+            self.recorder.before_replay(None)
+            graph.replay()
+            self.was_replayed(None if norm is None else norm.clone())  # the next step overwrites it
 
-    def _capture(self, places: _Places) -> tuple[Graph, torch.Tensor | None] | None:
-        assert self._settings is not None
-        if self._num_captures == MAX_CAPTURES:
-            self._end(f"its settings changed after each of {MAX_CAPTURES} captures")
-            return None
+    def _capture(self, addresses: _Addresses, snapshot: OptimizerSnapshot) -> None:
         try:
-            captured = self._graphs.record(self.clip_and_step)
+            if self._num_captures == MAX_CAPTURES:
+                raise CaptureFailed(f"its settings changed after each of {MAX_CAPTURES} captures")
+            captured = self.recorder.record("optimizer", self.clip_and_step, lambda _: snapshot.change())
         except CaptureFailed as failure:
-            self._end(str(failure))
-            return None
-        if (change := self._settings.change()) is not None:
-            self._end(change)
-            return None
-        self._num_changes = 0
-        self._num_captures += 1
-        self._captured[places] = captured
-        self._events.emit("capture", what="optimizer", number=self._num_captures)
-        return captured
+            reason = str(failure)
+        else:
+            self._captured[addresses] = captured
+            self._num_captures += 1
+            self._num_changes = 0
+            return
+        self._give_up(reason)
 
-    def _places(self, gradients: Sequence[torch.Tensor | None]) -> _Places:
-        """The addresses of parameters and gradients."""
-        own = tuple([parameter.data_ptr() for parameter in self._parameters])
-        return own, tuple([0 if gradient is None else gradient.data_ptr() for gradient in gradients])
+    def _give_up(self, reason: str) -> None:
+        self._has_given_up = True
+        self._captured.clear()
+        self.recorder.give_up("optimizer", reason)
 
-    def _forget(self) -> None:
-        self._settings = None
-        self._captured = {}
-        self._times.clear()
-
-    def _end(self, reason: str) -> None:
-        self._is_over = True
-        self._forget()
-        if self._is_forced:
-            raise MisuseError(
-                f'capture="on", but the optimizer cannot be captured: {reason}. Change that, or choose capture="auto"'
-            )
-        self._events.emit("capture", what="optimizer", reason=reason)
+    def _addresses(self, gradients: Iterable[torch.Tensor | None]) -> _Addresses:
+        own = [parameter.data_ptr() for parameter in self._replica.parameters.values()]
+        return (*own, *[0 if gradient is None else gradient.data_ptr() for gradient in gradients])
 
 
-class Settings:
+class OptimizerSnapshot:
     """A snapshot of optimizer settings and state, which a replayed step requires to be unchanged."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
         self._groups = [(group, dict(group), len(group["params"])) for o in optimizers for group in o.param_groups]
-        self._states = [(o, o.state, list(o.state.values())) for o in optimizers]
         # References keep the memory that a graph writes to from being reused.
-        self._held = [
-            (values, len(values), name, value)
-            for o in optimizers
-            for values in o.state.values()
-            for name, value in values.items()
-        ]
+        self._state = self._current_state()
 
     def change(self) -> str | None:
         """What has changed; None if nothing has."""
@@ -186,35 +148,32 @@ class Settings:
             if group != then or len(group["params"]) != num_parameters:
                 changed = [key for key in group if group[key] != then.get(key)] or ["params"]
                 return f"{', '.join(map(repr, changed))} of its settings changed"
-        for optimizer, state, of_parameters in self._states:
-            if optimizer.state is not state or not _are_same(state.values(), of_parameters):
-                return "its state was replaced"
-        for values, num_values, name, value in self._held:
-            if values.get(name) is not value or len(values) != num_values:
-                return "its state was replaced"
+        state = self._current_state()
+        if len(state) != len(self._state) or not all(map(operator.is_, state, self._state)):
+            return "its state was replaced"
         return None
 
+    def _current_state(self) -> list[object]:
+        """The dicts of state, and what they hold."""
+        dicts = [values for optimizer in self._optimizers for values in optimizer.state.values()]
+        return [*dicts, *[value for values in dicts for value in values.values()]]
 
-def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
-
-def _obstacle(optimizers: Sequence[torch.optim.Optimizer], num_own_hooks: int = 0) -> str | None:
+def optimizer_obstacle(optimizers: Sequence[torch.optim.Optimizer], num_own_hooks: int = 0) -> str | None:
+    """Why the step of these optimizers cannot be captured."""
     for optimizer in optimizers:
         name = type(optimizer).__name__
         hooks: Any = optimizer
         if len(hooks._optimizer_step_pre_hooks) > num_own_hooks or hooks._optimizer_step_post_hooks:
             return f"{name} has step hooks, which a replay does not call"
         for group in optimizer.param_groups:
-            if type(optimizer).__module__.partition(".")[0] != "torch" or not _keeps_its_steps_on_device(group, name):
+            is_fused = name in ("Adam", "AdamW") and group.get("fused")
+            is_on_device = name == "SGD" or group.get("capturable") or is_fused
+            if not is_on_device or type(optimizer).__module__.partition(".")[0] != "torch":
                 return f"{name} computes on the host: choose SGD, or Adam or AdamW with fused=True"
             if name == "SGD" and isinstance(group["lr"], torch.Tensor):
                 return "SGD reads a learning rate that is a tensor on the host: use a number"
     return None
-
-
-def _keeps_its_steps_on_device(group: dict[str, Any], name: str) -> bool:
-    return name == "SGD" or bool(group.get("capturable") or (name in ("Adam", "AdamW") and group.get("fused")))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from paceline.core.world import World, choose_device
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import adopt_for_evaluation
 from paceline.data.sources.batches import num_samples_of
+from paceline.plan.shares import ranges
 from paceline.run.batch_norm import batch_norm_in_training
 from paceline.run.determinism import process_settings
 from paceline.run.evaluation.validation import Validation, checked_topk, validate
@@ -31,9 +32,9 @@ from paceline.run.settings import Optimization, Runtime
 from paceline.run.step.build import only_or_all
 from paceline.run.step.checks import FiniteWatch
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory
-from paceline.sync.averaging.replica_steps import BufferWatch, Offer, ReplicaSteps
+from paceline.sync.buffers import BufferWatch
 from paceline.sync.numbers import Numbers
-from paceline.sync.replica_gradients import Reduce
+from paceline.sync.replica_gradients import Offer, Reduce, ReplicaGradients
 
 # From model and batch to the model's output and its target, and from these to the loss.
 Forward = Callable[[Any, Any], tuple[Any, Any]]
@@ -76,13 +77,12 @@ class TrainingState:
                 model, self.devices, optimizer, scheduler, communicator, reading.seed, optimization
             )
             self._watches = [BufferWatch(replica.model) for replica in self._replicas]
-            self._exchange = ReplicaSteps(
-                self.models[0],
+            self._exchange = ReplicaGradients(
                 [replica.parameters for replica in self._replicas],
-                self._watches,
                 communicator,
-                counts,
+                ranges(counts),
                 exact=exact,
+                model=self.models[0],
             )
             stack.callback(self._exchange.close)
             report_missing_peer_access(self.devices, _num_bytes(self._replicas[0]))
@@ -170,7 +170,7 @@ class TrainingState:
         """Give every replica of all processes the same gradient and the same buffers."""
         if self._is_synchronized:
             raise MisuseError("the gradients of this step are already synchronized: call update before the next step")
-        plan, self._numbers = self._exchange.exchange(self._offers, reduce)
+        plan, self._numbers = self._exchange.average_offers(self._offers, self._watches, reduce)
         self._offers = [None] * len(self._replicas)
         self._is_synchronized = True
         self._watch.check(self.step + 1, plan, self._numbers)

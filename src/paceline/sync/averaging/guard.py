@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from itertools import pairwise
 
-MEMORY = 5
 RISES = 3
 
 
@@ -21,22 +19,12 @@ class DivergenceGuard:
         if not threshold > 0:
             raise ValueError(f"divergence_threshold={threshold}: choose a relative drift > 0, or None for no guard")
         self._threshold = threshold
-        self._drifts: deque[float] = deque(maxlen=MEMORY)
-
-    @property
-    def drifts(self) -> list[float]:
-        """The recent drifts, for checkpoints."""
-        return list(self._drifts)
-
-    @drifts.setter
-    def drifts(self, values: Sequence[float]) -> None:
-        self._drifts = deque(values, maxlen=MEMORY)
+        self.drifts: deque[float] = deque(maxlen=RISES + 1)
 
     def is_alarmed_by(self, drift: float) -> bool:
-        self._drifts.append(drift)
-        last = list(self._drifts)[-(RISES + 1) :]
-        is_rising = len(last) == RISES + 1 and all(a < b for a, b in pairwise(last))
+        self.drifts.append(drift)
+        is_rising = len(self.drifts) > RISES and all(a < b for a, b in pairwise(self.drifts))
         if not (is_rising and drift > self._threshold):
             return False
-        self._drifts.clear()
+        self.drifts.clear()
         return True

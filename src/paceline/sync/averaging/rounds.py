@@ -3,62 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from paceline.comm.base import Communicator, Pending
-from paceline.core.timing import Timing
-from paceline.sync.numbers import RoundMean
 
 
 @dataclass
-class RoundTotals:
-    """Totals since the last average: this worker's weight and losses, and the steps and micro-batches of all workers.
-
-    `loss_sum` is weighted; its weights add up to `loss_weight`.
-    """
+class WorkerRound:
+    """What each worker sends in an average: a summary of its steps since the last one."""
 
     weight: float = 0.0
-    loss_sum: float = 0.0
+    loss_sum: float = 0.0  # weighted; the weights add up to loss_weight
     loss_weight: float = 0.0
-    steps: int = 0
-    micro_batches: int = 0
-
-
-@dataclass(frozen=True)
-class RoundResult:
-    """The result of an average.
-
-    `round_s`: seconds that the slowest worker needed for the `steps` before it. `sync_s`: seconds that the previous
-    average cost the worker that arrived last, which is the cost without waiting.
-    """
-
-    drift: float
-    mean: RoundMean
-    timings: tuple[Timing, ...]
-    wishes: tuple[float, ...]
-    steps: int
-    round_s: float
-    sync_s: float
-
-
-class _Row(NamedTuple):
-    """What each worker sends with its change."""
-
-    weight: float
-    weighted_square: float  # of its change's length
-    round_s: float
-    sync_s: float
-    micro_batch_s: float
-    rest_s: float
-    wish: float
-    loss_sum: float
-    loss_weight: float
+    num_steps: float = 0.0
+    num_micro_batches: float = 0.0  # of all workers
+    micro_batch_s: float = 0.0
+    rest_s: float = 0.0
+    wish: float = 0.0
+    # Set by `ReplicaAverage`:
+    weighted_square: float = 0.0  # of its change's length
+    round_s: float = 0.0  # spent on the steps
+    sync_s: float = 0.0  # spent on the previous average, including the wait for others
 
 
 class ReplicaAverage:
@@ -80,68 +50,60 @@ class ReplicaAverage:
         self._sizes = [tensor.numel() for tensor in self._tensors]
         self._communicator = communicator
         self._common = self._read()
-        device, size = self._common.device, communicator.world.size
-        self._travelling = communicator.empty(self._common.numel(), transfer, device)
-        self._table = communicator.empty(size * len(_Row._fields), torch.float64, device)
+        self._device = self._common.device
+        self._sent = communicator.empty(self._common.numel(), transfer, self._device)
+        size, width = communicator.world.size, len(fields(WorkerRound))
+        self._table = communicator.empty(size * width, torch.float64, self._device).view(size, width)
         self._pending: list[Pending] = []
         # A view: the outer optimizer updates the common weights in place, and no statistics.
         self._trained = torch.nn.Parameter(self._common[: sum(p.numel() for p in parameters)])
         self._outer = None if outer is None else outer([self._trained])
-        self._clock = _Clock(device)
+        self._round_begun_s = perf_counter()
+        self._sync_s = 0.0  # spent on averaging since then
 
     @property
     def is_under_way(self) -> bool:
         return bool(self._pending)
 
     @torch.no_grad()
-    def start(self, own: RoundTotals, timing: Timing, wish: float) -> None:
-        round_s, sync_s = self._clock.end_round()
-        with self._clock.sync():
-            self._steps = own.steps
-            self._change = self._read().sub_(self._common)
-            # Scaled by a number that all workers know, so that the sum stays in the range of fp16.
-            self._scale = 1.0 / max(own.micro_batches, 1)
-            torch.mul(self._change, own.weight * self._scale, out=self._travelling)
-            square = own.weight * self._change.norm(dtype=torch.float64).square().item()
-            row = _Row(
-                own.weight,
-                square,
-                round_s,
-                sync_s,
-                timing.micro_batch,
-                timing.rest,
-                wish,
-                own.loss_sum,
-                own.loss_weight,
-            )
-            rank = self._communicator.world.rank
-            self._table.zero_()
-            self._table.view(-1, len(row))[rank] = torch.tensor(row, dtype=torch.float64)
-            self._pending = [self._communicator.all_reduce(t) for t in (self._table, self._travelling)]
+    def start(self, own: WorkerRound) -> None:
+        begun_s = self._now_s()
+        own.round_s, own.sync_s = begun_s - self._round_begun_s - self._sync_s, self._sync_s
+        self._round_begun_s = begun_s
+        self._change = self._read().sub_(self._common)
+        # Scaled by a number that all workers know, so that the sum stays in the range of fp16.
+        self._scale = 1.0 / max(own.num_micro_batches, 1.0)
+        torch.mul(self._change, own.weight * self._scale, out=self._sent)
+        own.weighted_square = own.weight * self._change.norm(dtype=torch.float64).square().item()
+        self._table.zero_()
+        self._table[self._communicator.world.rank] = torch.tensor(astuple(own), dtype=torch.float64)
+        self._pending = [self._communicator.all_reduce(tensor) for tensor in (self._table, self._sent)]
+        self._sync_s = self._now_s() - begun_s
 
     @torch.no_grad()
-    def finish(self, *, has_moved_on: bool) -> RoundResult:
-        """Set the replica to the common weights. If it took steps since `start`, add the difference instead."""
-        with self._clock.sync():
-            for pending in self._pending:
-                pending.wait()
-            self._pending = []
-            rows = [_Row(*row) for row in self._table.view(-1, len(_Row._fields)).tolist()]
-            total = max(sum(row.weight for row in rows), 1.0)  # no worker saw a sample
-            mean = self._travelling.to(torch.float32).div_(total * self._scale)
-            before = self._common.clone() if has_moved_on else None
-            self._advance(mean)
-            if before is None:
-                self._write(self._common)
-            else:
-                self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
-            length = mean.norm(dtype=torch.float64).item()
-            square_distance = max(0.0, sum(row.weighted_square for row in rows) / total - length**2)
-            drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
-        timings = tuple(Timing(row.micro_batch_s, row.sync_s, row.rest_s) for row in rows)
-        round_s, sync_s = max(row.round_s for row in rows), min(row.sync_s for row in rows)
-        wishes = tuple(row.wish for row in rows)
-        return RoundResult(drift, _mean_of(rows, self._steps), timings, wishes, self._steps, round_s, sync_s)
+    def finish(self, *, has_moved_on: bool) -> tuple[list[WorkerRound], float]:
+        """Set the replica to the common weights. If it took steps since `start`, add the difference instead.
+
+        Returns what the workers report, by rank, and the drift.
+        """
+        begun_s = self._now_s()
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        rounds = [WorkerRound(*row) for row in self._table.tolist()]
+        total = max(sum(each.weight for each in rounds), 1.0)  # no worker saw a sample
+        mean = self._sent.to(torch.float32).div_(total * self._scale)
+        before = self._common.clone() if has_moved_on else None
+        self._advance(mean)
+        if before is None:
+            self._write(self._common)
+        else:
+            self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
+        length = mean.norm(dtype=torch.float64).item()
+        square_distance = max(0.0, sum(each.weighted_square for each in rounds) / total - length**2)
+        drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
+        self._sync_s += self._now_s() - begun_s
+        return rounds, drift
 
     def state_dict(self) -> dict[str, Any]:
         """Only valid while no average is under way and no worker has taken a step since the last one."""
@@ -170,37 +132,7 @@ class ReplicaAverage:
             part = part.view_as(tensor)
             tensor.copy_(part if tensor.is_floating_point() else part.round())
 
-
-def _mean_of(rows: Sequence[_Row], num_steps: int) -> RoundMean:
-    loss_weight = sum(row.loss_weight for row in rows)
-    loss = sum(row.loss_sum for row in rows) / loss_weight if loss_weight else math.nan
-    return RoundMean(loss, sum(row.weight for row in rows) / max(num_steps, 1))
-
-
-class _Clock:
-    """Splits this worker's time into averaging and the steps between two averages."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._begun = perf_counter()
-        self._sync_s = 0.0
-
-    @contextmanager
-    def sync(self) -> Iterator[None]:
-        begun = self._now()
-        try:
-            yield
-        finally:
-            self._sync_s += self._now() - begun
-
-    def end_round(self) -> tuple[float, float]:
-        """Seconds since the last call, in steps and in averaging."""
-        now = self._now()
-        sync_s, self._sync_s = self._sync_s, 0.0
-        round_s, self._begun = now - self._begun - sync_s, now
-        return round_s, sync_s
-
-    def _now(self) -> float:
+    def _now_s(self) -> float:
         if self._device.type == "cuda":  # otherwise work queued before the average would count as averaging
             torch.cuda.synchronize(self._device)
         return perf_counter()

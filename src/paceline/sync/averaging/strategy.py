@@ -7,21 +7,22 @@ the result depends on the number of workers (local SGD). A worker's step uses it
 from __future__ import annotations
 
 import logging
-from collections import deque
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from paceline.comm.base import Communicator
+from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.averaging.guard import DivergenceGuard
-from paceline.sync.averaging.rounds import ReplicaAverage, RoundResult, RoundTotals
+from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
 from paceline.sync.buffers import Buffers
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
 from paceline.sync.step_numbers import StepNumbers
@@ -90,20 +91,24 @@ class AveragedReplicas:
         self._local = self._local_of_many = local
         self._local_of_one = local_single or local
         self._world = communicator.world
-        self._interval = _interval(settings.every)
         self._is_overlapping = settings.overlap
-        threshold = settings.divergence_threshold
-        self._guard = None if threshold is None else DivergenceGuard(threshold)
+        every, threshold = settings.every, settings.divergence_threshold
+        self._is_cadence = isinstance(every, Cadence)
+        # The number of steps between two averages. All workers take the same: shares follow their speeds.
+        self._interval = (every if isinstance(every, Cadence) else Cadence(every, max_anchor=every)).for_workers(1)
+        self._guard = DivergenceGuard(math.inf if threshold is None else threshold)
         self._events = events
         transfer = TRANSFER_TYPES[settings.transfer]
         self._average = ReplicaAverage(parameters, statistics, communicator, transfer, settings.outer)
-        self._round = RoundTotals()
+        self._round = WorkerRound()
         self._mean = RoundMean()
         self._newest: LocalNumbers | None = None  # of the last finished step
-        self._unread: deque[LocalNumbers] = deque()  # of this round, not yet in its totals
+        self._losses = DeferredReader(self._add_loss, is_ready=lambda numbers: numbers.has_arrived)  # of this round
         self._timing = NOT_MEASURED
         self._wish = 0.0
-        self._forget_result()
+        # Timings and wishes by rank, reported in the step after an average.
+        self._nothing_reported = ((NOT_MEASURED,) * self._world.size, (0.0,) * self._world.size)
+        self._reported: tuple[Sequence[Timing], Sequence[float]] = self._nothing_reported
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         self._plan = plan
@@ -148,149 +153,115 @@ class AveragedReplicas:
             self._local.send(message)
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> LocalNumbers:
-        timings, wishes = self._timings, self._wishes
-        self._forget_result()
+        (timings, wishes), self._reported = self._reported, self._nothing_reported
         own = self._local.finish() if self._mine else OneLoss(None, 0.0)
         assert isinstance(own, StepNumbers | OneLoss)
-        self._newest = LocalNumbers(
-            own, self._mine.start, timings, wishes, self._mean, is_loss_known=self._is_loss_known
-        )
+        first, is_loss_known = self._mine.start, self._is_loss_known
+        self._newest = LocalNumbers(own, first, timings, wishes, self._mean, is_loss_known=is_loss_known)
         return self._newest
 
     def complete(self) -> None:
         self._local.complete()
         assert self._newest is not None
-        self._unread.append(self._newest)
-        while self._unread and self._unread[0].has_arrived:
-            self._add_oldest()
+        self._losses.add(self._newest)
         self._round.weight += self._weight
-        self._round.steps += 1
-        self._round.micro_batches += self._plan[-1].stop
-        if self._round.steps >= self._interval.steps:
+        self._round.num_steps += 1
+        self._round.num_micro_batches += self._plan[-1].stop
+        if self._round.num_steps >= self._interval.total_batches:
             self._start_average(is_final=False)
 
     def synchronize(self) -> None:
-        if self._round.steps or self._average.is_under_way:
+        if self._round.num_steps or self._average.is_under_way:
             self._start_average(is_final=True)
 
     def abandon(self) -> None:
         self._local.abandon()
 
     def state_dict(self) -> dict[str, Any]:
-        drifts = [] if self._guard is None else self._guard.drifts
-        state = {"interval": self._interval.state(), "drifts": drifts, **self._average.state_dict()}
-        return {"averaging": state}
+        own = {"interval": self._interval.to_dict(), "drifts": list(self._guard.drifts)}
+        return {"averaging": {**own, **self._average.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state.get("averaging")
         if saved is None:
             return  # saved by a world of one, which averages nothing
-        self._interval.restore(saved["interval"])
-        if self._guard is not None:
-            self._guard.drifts = saved["drifts"]
+        self._interval = ElChe.from_dict(saved["interval"])
+        self._guard.drifts.clear()
+        self._guard.drifts.extend(saved["drifts"])
         self._average.load_state_dict(saved)
 
     def close(self) -> None:
         self._local_of_one.close()
         self._local_of_many.close()
 
-    def _forget_result(self) -> None:
-        self._timings: Sequence[Timing] = (NOT_MEASURED,) * self._world.size
-        self._wishes: Sequence[float] = (0.0,) * self._world.size
+    def _add_loss(self, numbers: LocalNumbers) -> None:
+        loss_sum, weight = numbers.own_part
+        self._round.loss_sum += loss_sum
+        self._round.loss_weight += weight
 
     def _start_average(self, *, is_final: bool) -> None:
         """Apply the average that is under way, start the next, and wait for it unless it may overlap."""
         if self._average.is_under_way:
             self._finish_average()
-        while self._unread:
-            self._add_oldest()
-        self._average.start(self._round, self._timing, self._wish)
-        self._round = RoundTotals()
+        self._losses.flush()
+        self._round.micro_batch_s, self._round.rest_s = self._timing.micro_batch, self._timing.rest
+        self._round.wish = self._wish
+        self._average.start(self._round)
+        self._round = WorkerRound()
         if is_final or not self._is_overlapping:
             self._finish_average()
 
-    def _add_oldest(self) -> None:
-        loss_sum, weight = self._unread.popleft().own_part
-        self._round.loss_sum += loss_sum
-        self._round.loss_weight += weight
-
     def _finish_average(self) -> None:
-        outcome = self._average.finish(has_moved_on=self._round.steps > 0)
-        check_nobody_left(outcome.wishes)
-        self._timings, self._wishes = outcome.timings, outcome.wishes
-        self._mean = outcome.mean
+        rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
+        wishes, num_steps = [each.wish for each in rounds], int(rounds[0].num_steps)
+        check_nobody_left(wishes)
+        self._reported = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], wishes
+        loss_weight = sum(each.loss_weight for each in rounds)
+        loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
+        self._mean = RoundMean(loss, sum(each.weight for each in rounds) / max(num_steps, 1))
         if self._newest is not None:  # its record was not handed out yet, or the epoch is over
-            self._newest.mean = outcome.mean
-        self._interval.observe(outcome)
-        if self._guard is not None and self._guard.is_alarmed_by(outcome.drift) and self._interval.steps > 1:
-            self._interval.halve()
-            self._events.emit("drift", drift=outcome.drift, every=self._interval.steps)
+            self._newest.mean = self._mean
+        # The slowest worker's steps, and the average of the worker that arrived last, which did not wait for others.
+        round_s, sync_s = max(each.round_s for each in rounds), min(each.sync_s for each in rounds)
+        if self._is_cadence and num_steps and round_s > 0:
+            self._interval.report_timing([1e3 * round_s], [num_steps], 1e3 * sync_s or None)
+        if self._guard.is_alarmed_by(drift) and self._interval.total_batches > 1:
+            self._interval.nudge_anchor_down(0.5)
+            every = self._interval.total_batches
+            self._events.emit("drift", drift=drift, every=every)
             logger.warning(
                 "replicas drift apart (relative distance %.3g, rising): averaging every %d steps from now on",
-                outcome.drift,
-                self._interval.steps,
+                drift,
+                every,
             )
 
 
-class _Interval(Protocol):
-    """The number of steps between two averages."""
+class GradientsFirst:
+    """Post-local SGD: forwards all calls to one exchange for the first `num_steps` steps, then to another."""
 
-    @property
-    def steps(self) -> int: ...
+    def __init__(self, first: GradientExchange, then: Callable[[], GradientExchange], num_steps: int) -> None:
+        self._now = first
+        self._then = then
+        self._steps_left = num_steps
 
-    def observe(self, outcome: RoundResult) -> None: ...
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._now, name)
 
-    def halve(self) -> None: ...
+    def complete(self) -> None:
+        self._now.complete()
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._switch()
 
-    def state(self) -> Any: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {"first_steps_left": self._steps_left, **self._now.state_dict()}
 
-    def restore(self, state: Any) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps_left = state.get("first_steps_left", self._steps_left)
+        if self._steps_left <= 0:
+            self._switch()
+        self._now.load_state_dict(state)
 
-
-class _Fixed:
-    """A fixed number, halved when replicas drift apart."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def observe(self, outcome: RoundResult) -> None:
-        return
-
-    def halve(self) -> None:
-        self.steps = max(1, self.steps // 2)
-
-    def state(self) -> int:
-        return self.steps
-
-    def restore(self, state: int) -> None:
-        self.steps = state
-
-
-class _ByCadence:
-    """As many as keep the cost of averaging under a target: El Che's anchor, counted in steps."""
-
-    def __init__(self, cadence: Cadence) -> None:
-        # All workers take the same number of steps, since shares follow their speeds.
-        self._el_che = cadence.for_workers(1)
-
-    @property
-    def steps(self) -> int:
-        return self._el_che.total_batches
-
-    def observe(self, outcome: RoundResult) -> None:
-        if outcome.steps and outcome.round_s > 0:
-            sync_ms = 1e3 * outcome.sync_s if outcome.sync_s else None
-            self._el_che.report_timing([1e3 * outcome.round_s], [outcome.steps], sync_ms)
-
-    def halve(self) -> None:
-        self._el_che.nudge_anchor_down(0.5)
-
-    def state(self) -> dict[str, Any]:
-        return self._el_che.to_dict()
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._el_che = ElChe.from_dict(state)
-
-
-def _interval(every: int | Cadence) -> _Interval:
-    return _ByCadence(every) if isinstance(every, Cadence) else _Fixed(every)
+    def _switch(self) -> None:
+        self._now.close()
+        self._now = self._then()
