@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from paceline.api.loss_history import LossHistory
+from paceline.core.deferred import DeferredReader
+from paceline.core.settings import check_value
 from paceline.observe.progress import Progress
 from paceline.run.evaluation.validation import Validation
-from paceline.run.manual.step_loader import Reading
+from paceline.run.manual.step_loader import StepLoader
 from paceline.run.manual.training_state import Forward, LossFunction, TrainingState
 from paceline.run.settings import Loading, Optimization, Runtime, check_unused
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
+from paceline.sync.numbers import Numbers
 from paceline.sync.replica_gradients import Reduce
+
+# Losses stay on the device until they are read, this many at a time.
+LOSSES_PER_READ = 256
 
 
 @dataclass(frozen=True)
@@ -80,26 +85,42 @@ def prepare_training(
     loading: `readers` (default: one process; none for arrays and tensors, which are in memory) and `collate_fn`.
     optimization: `fused` and `train_mode`. runtime: `backend`, `timeout_s` and `threads`.
     """
-    for name, value in (("nsamples", nsamples), ("epochs", epochs), ("cycle", cycle), ("buffersize", buffersize)):
-        if (value is not None or name == "epochs") and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r}: choose a whole number >= 1")
+    for name, value in (("nsamples", nsamples), ("cycle", cycle), ("buffersize", buffersize)):
+        check_value(name, value, int | None, least=1)
+    check_value("epochs", epochs, int, least=1)
     if cycle is not None and epochs != 1:
         raise ValueError(
             f"epochs={epochs} and cycle={cycle} both limit the run: give epochs (passes over the data) or cycle (steps)"
         )
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, but every replica needs its own: pass a function from "
+            "parameters to a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+        )
     check_unused(loading, ("readers", "collate_fn"), "prepare_training")
     check_unused(optimization, ("fused", "train_mode"), "prepare_training")
     check_unused(runtime, ("backend", "timeout_s", "threads"), "prepare_training")
-    return TrainingState(
-        model,
+    make_loader = partial(
+        StepLoader,
         dataset,
-        devices,
-        optimizer,
-        Reading(nsamples, shuffle, loading.readers, loading.collate_fn, seed, buffersize=buffersize),
         epochs=epochs,
         cycle=cycle,
-        scheduler=scheduler,
-        forward_fn=forward_fn or _apply_to_first,
+        batch_size=nsamples,
+        shuffle=shuffle,
+        seed=seed,
+        readers=loading.readers,
+        collate_fn=loading.collate_fn,
+        buffersize=buffersize,
+        size_name="nsamples",
+    )
+    return TrainingState(
+        model,
+        optimizer,
+        scheduler,
+        devices,
+        make_loader,
+        forward_fn or _apply_to_first,
+        seed=seed,
         exact=exact,
         optimization=optimization,
         runtime=runtime,
@@ -166,21 +187,28 @@ def train(
     reduce: see `sync_buffer`.
     verbose: print step 1, every `verbose`-th step and every validation; True: every step; False or 0: nothing.
     """
-    _check_settings(state, validation, validate_every, schedule, verbose)
-    lines = Progress(
-        state.loader.num_steps, every_steps=int(verbose) or None, keep_lines=True, quiet=not (verbose and state.is_main)
-    )
+    if validate_every is not None and validation is None:
+        raise ValueError(f"validate_every={validate_every} would be ignored: give the data as validation=")
+    check_value("validate_every", validate_every, int | None, least=1)
+    check_value("topk", tuple(topk), tuple[int, ...], least=1)
+    check_value("verbose", verbose, int | bool, least=0)
+    if schedule is not None and state.has_scheduler:
+        raise ValueError("schedule and prepare_training's scheduler both set the learning rate: give one of them")
+    if verbose and state.loader.num_steps is None:
+        raise ValueError(f"verbose={verbose} needs the number of steps, unknown for a stream: give cycle, or False")
+    losses: list[float] = []
+    loss_reader = DeferredReader[Numbers](lambda numbers: losses.append(numbers.loss), batch=LOSSES_PER_READ)
     validate = None if validation is None else state.validator(loss_fn, validation, topk)
-    losses, validations = LossHistory(), []
+    validations: list[Validation] = []
 
     def note_validation(epoch: int) -> None:
         if validate is not None:
-            validations.append(validate(state.models[0], state.step, epoch))
+            validations.append(validate(epoch))
             if verbose and state.is_main:
                 print(validations[-1], flush=True)
 
     epoch: int | None = None
-    with closing(lines):
+    with verbose_lines(state.loader.num_steps, verbose, is_main=state.is_main) as lines:
         for batches in state.loader:
             if validate_every is None and epoch is not None and epoch != state.epoch:
                 note_validation(epoch)
@@ -189,7 +217,7 @@ def train(
                 train_step(loss_fn, state, batch, replica)
             sync_buffer(state, reduce=reduce)
             update(state, lr=None if schedule is None else schedule(state.step, epoch))
-            losses.add(state.numbers)
+            loss_reader.add(state.numbers)
             if lines.is_due(state.step):
                 lines.show(state.step, state.loss)
             if validate_every is not None and state.step % validate_every == 0:
@@ -197,7 +225,14 @@ def train(
         state.finish()
     if validate_every is None and epoch is not None:
         note_validation(epoch)
-    return TrainingHistory(losses.read(), validations)
+    loss_reader.flush()
+    return TrainingHistory(losses, validations)
+
+
+def verbose_lines(num_steps: int | None, verbose: int | bool, *, is_main: bool, label: str = "step") -> Progress:
+    """The lines that `verbose` asks for: of step 1 and every `verbose`-th; True: every step; False or 0: none."""
+    is_quiet = not (verbose and is_main)
+    return Progress(num_steps, every_steps=int(verbose) or None, label=label, keep_lines=True, quiet=is_quiet)
 
 
 def _apply_to_first(model: Any, batch: Any) -> tuple[Any, Any]:
@@ -208,19 +243,3 @@ def _apply_to_first(model: Any, batch: Any) -> tuple[Any, Any]:
         )
     x, target = batch
     return (model(x) if callable(model) else model.forward(x)), target
-
-
-def _check_settings(
-    state: TrainingState, validation: Any, validate_every: int | None, schedule: Any, verbose: int | bool
-) -> None:
-    if validate_every is not None:
-        if validation is None:
-            raise ValueError(f"validate_every={validate_every} would be ignored: give the data as validation=")
-        if not isinstance(validate_every, int) or validate_every < 1:
-            raise ValueError(f"validate_every={validate_every!r}: choose at least 1 step, or None for every epoch")
-    if schedule is not None and state.has_scheduler:
-        raise ValueError("schedule and prepare_training's scheduler both set the learning rate: give one of them")
-    if not isinstance(verbose, int) or verbose < 0:
-        raise ValueError(f"verbose={verbose!r}: choose how many steps lie between two lines, or False for none")
-    if verbose and state.loader.num_steps is None:
-        raise ValueError(f"verbose={verbose} needs the number of steps, unknown for a stream: give cycle, or False")

@@ -11,10 +11,10 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.core.world import devices as all_devices
 from paceline.plan.steps import Position
-from paceline.run.manual.step_loader import DeviceFeed, Reading
+from paceline.run.manual.step_loader import DeviceFeed
 
 
-class DataParallelDataLoader:
+class DataParallelDataLoader(DeviceFeed):
     """A batch for each device in every step, read ahead while the devices compute.
 
         with DataParallelDataLoader(data, devices, batch_size=32) as loader:
@@ -48,37 +48,33 @@ class DataParallelDataLoader:
         chosen = all_devices() if devices is None else [torch.device(device) for device in devices]
         if not chosen:
             raise ValueError("devices is empty: name at least one, or leave it out for all")
-        reading = Reading(
-            batch_size,
-            shuffle,
-            readers,
-            collate_fn,
-            seed,
+        super().__init__(
+            data,
+            chosen,
+            [len(chosen)],
+            SingleCommunicator(World(device=torch.device("cpu"))),
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            readers=readers,
+            collate_fn=collate_fn,
             drop_last=drop_last,
-            weight_fn=lambda _: 1,  # the weights of these batches are not used
             size_name="batch_size",
-            unit="device",
         )
-        alone = SingleCommunicator(World(device=torch.device("cpu")))
-        self._feed = DeviceFeed(data, reading, chosen, [len(chosen)], alone)
         self._epoch = 0
 
     def __len__(self) -> int:
         """Steps of an epoch."""
-        if self._feed.is_stream:
+        if self.is_stream:
             raise TypeError("the number of steps of a stream is not known in advance: count them as they come")
-        return self._feed.steps.num_steps
+        return self.steps.num_steps
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
         position = Position(self._epoch)
         self._epoch += 1
-        while position.epoch < self._epoch and (read := self._feed.read(position)) is not None:
+        while position.epoch < self._epoch and (read := self.read(position)) is not None:
             batches, position = read
             yield batches
-
-    def close(self) -> None:
-        """End the readers. Safe to call twice."""
-        self._feed.close()
 
     def __enter__(self) -> DataParallelDataLoader:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,14 @@ from paceline.checkpoint.policy import Decision
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
 from paceline.core.world import World, device_count
-from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
+from paceline.data.adopt import LoadingOptions, adopt
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
 from paceline.run.assemble import WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.config import RunConfig, Strategy
 from paceline.run.evaluation import collect
+from paceline.run.evaluation.division import Division
 from paceline.run.evaluation.evaluate import evaluate
 from paceline.run.evaluation.predict import predict
 from paceline.run.report import Report
@@ -110,25 +111,15 @@ class Trainer:
             set up again with the same folder resumes from the newest checkpoint there.
         batching, loading, balancing, optimization, runtime: groups of further settings.
         """
-        adopted = adopt(
-            data,
-            LoadingOptions(
-                global_batch=global_batch,
-                micro_batch=micro_batch,
-                physical_batch=batching.physical_batch,
-                batches_per_step=batching.batches_per_step,
-                strategy_sets_step=isinstance(strategy, Cadence),
-                shuffle=shuffle,
-                shuffle_buffer=loading.shuffle_buffer,
-                num_shards=loading.num_shards,
-                feed=loading.feed,
-                readers=loading.readers,
-                collate_fn=loading.collate_fn,
-                skip_bad_samples=loading.skip_bad_samples,
-                resident=loading.resident,
-            ),
-            seed,
+        known = {field.name for field in fields(LoadingOptions)}
+        options = LoadingOptions(
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            shuffle=shuffle,
+            strategy_sets_step=isinstance(strategy, Cadence),
+            **{name: value for name, value in (vars(batching) | vars(loading)).items() if name in known},
         )
+        adopted = adopt(data, options, seed)
         config = RunConfig(
             global_batch=adopted.global_batch,
             micro_batch=adopted.micro_batch,
@@ -433,17 +424,9 @@ class Trainer:
         Between epochs or inside `every`, on all workers. Replicas that differ are averaged first.
         """
         self.run.synchronize("evaluate()")
-        source, batch_size = adopt_for_evaluation(data, collate_fn, self.run.config.seed)
         with self.run.timeline.during("evaluation"):
-            return evaluate(
-                self.model,
-                source,
-                eval_fn,
-                self.run.communicator,
-                micro_batch=(batch_size or self.run.steps.micro_batch) if micro_batch is None else micro_batch,
-                seed=self.run.config.seed,
-                weight_fn=self.run.weight_fn,
-            )
+            division = self._division(data, micro_batch, collate_fn)
+            return evaluate(self.model, division, eval_fn, self.run.weight_fn)
 
     def predict(
         self,
@@ -462,16 +445,19 @@ class Trainer:
         tensor whose rows differ in shape becomes a list of rows. Between epochs or inside `every`, as `evaluate`.
         """
         self.run.synchronize("predict()")
-        source, batch_size = adopt_for_evaluation(data, collate_fn, self.run.config.seed)
         with self.run.timeline.during("evaluation"):
-            return predict(
-                self.model,
-                source,
-                fn or self._predict_batch,
-                self.run.communicator,
-                micro_batch=(batch_size or self.run.steps.micro_batch) if micro_batch is None else micro_batch,
-                seed=self.run.config.seed,
-            )
+            return predict(self.model, self._division(data, micro_batch, collate_fn), fn or self._predict_batch)
+
+    def _division(self, data: Any, micro_batch: int | None, collate_fn: Any) -> Division:
+        run = self.run
+        return Division(
+            data,
+            run.communicator,
+            micro_batch=micro_batch,
+            default=run.steps.micro_batch,
+            collate_fn=collate_fn,
+            seed=run.config.seed,
+        )
 
     def _predict_batch(self, model: Any, batch: Any) -> Any:
         with self.autocast():

@@ -48,7 +48,9 @@ def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
         raise ValueError(f"how={how!r}: choose one of {', '.join(get_args(Reduction))}")
     if not isinstance(value, torch.Tensor | Real):
         raise TypeError(f"reduce() got a {type(value).__name__}: give a tensor or a number")
-    values = gather(value if isinstance(value, torch.Tensor) else _plain_number(value), communicator)
+    if not isinstance(value, torch.Tensor):
+        value = int(value) if isinstance(value, int) else float(value)
+    values = gather(value, communicator)
     kinds = [_kind(each) for each in values]
     if len(set(kinds)) > 1:
         shown = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
@@ -74,10 +76,6 @@ def main_first(communicator: Communicator) -> Iterator[None]:
             from_rank_0(f"{type(error).__name__}: {error}".encode(), communicator)
         raise
     from_rank_0(b"", communicator)
-
-
-def _plain_number(value: Any) -> int | float:
-    return int(value) if isinstance(value, int) else float(value)
 
 
 def _kind(value: Any) -> str:

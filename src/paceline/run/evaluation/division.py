@@ -9,11 +9,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed, seed_device
-from paceline.core.world import World
+from paceline.core.settings import check_value
+from paceline.data.adopt import adopt_for_evaluation
 from paceline.data.epochs import seeded_epoch
+from paceline.data.feeds.device import DeviceCopier
 from paceline.data.feeds.sharded import reader_of
-from paceline.data.sources.base import Read, Source
+from paceline.data.sources.base import Read
 from paceline.plan.shares import ranges, shares
 from paceline.plan.steps import Steps
 
@@ -21,42 +24,51 @@ T = TypeVar("T")
 
 
 class Division:
-    """Micro-batches in the data's order; `mine` are this worker's, which may be none.
+    """Data in micro-batches, in its own order; `mine` are the numbers of this worker's, which may be none.
 
-    function: the name of the user's function in errors. is_weighed: a weight_fn weighs the micro-batches, so that their
-    samples are not counted.
+    micro_batch: default, the batch size of a DataLoader, or `default`.
     """
 
     def __init__(
-        self, source: Source, micro_batch: int, world: World, *, seed: int, function: str, is_weighed: bool
+        self,
+        data: Any,
+        communicator: Communicator,
+        *,
+        micro_batch: int | None = None,
+        default: int,
+        collate_fn: Any = None,
+        seed: int,
     ) -> None:
-        if not isinstance(micro_batch, int) or micro_batch < 1:
-            raise ValueError(f"micro_batch={micro_batch!r}: choose the number of samples per call of {function}, >= 1")
-        steps = Steps(len(source), micro_batch, micro_batch)
-        self._epoch = seeded_epoch(0, steps, len(source), seed=seed, shuffle=False)
-        self._read = reader_of(source, is_weighed=is_weighed)
-        self._device = world.device
+        self._source, batch_size = adopt_for_evaluation(data, collate_fn, seed)
+        check_value("micro_batch", micro_batch, int | None, least=1)
+        size = micro_batch or batch_size or default
+        steps = Steps(len(self._source), size, size)
+        self._epoch = seeded_epoch(0, steps, len(self._source), seed=seed, shuffle=False)
         self._seed = seed
-        self.num_micro_batches = steps.num_micro_batches
-        self.mine = ranges(shares(steps.num_micro_batches, (1.0,) * world.size))[world.rank]
+        self.communicator = communicator
+        self.device = communicator.world.device
+        self.to_device = DeviceCopier(self.device)
+        self.mine = ranges(shares(steps.num_micro_batches, (1.0,) * communicator.world.size))[communicator.world.rank]
 
     @torch.no_grad()
-    def visit(self, model: Any, numbers: range, handle: Callable[[Read], T]) -> list[T]:
+    def visit(self, model: Any, numbers: range, handle: Callable[[Read], T], *, is_weighed: bool) -> list[T]:
         """The results of `handle(read)` for these micro-batches, which are on the host; `read.batch` may be None.
 
         The model is in evaluation mode. Random numbers are seeded per micro-batch; torch's generators are restored.
+        is_weighed: `handle` does not need the number of samples.
         """
+        read_request = reader_of(self._source, is_weighed=is_weighed)
         handled = []
-        with kept_modes(model) as modules, torch.random.fork_rng([self._device] * (self._device.type == "cuda")):
+        with kept_modes(model) as modules, torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
             for module in modules:
                 module.training = False
             for number in numbers:
-                read = self._read(self._epoch.request(number, 1))
+                read = read_request(self._epoch.request(number, 1))
                 if read.batch is None and read.skipped:
                     raise ValueError(
                         f"all samples of the evaluation's micro-batch {number} are bad: {read.skipped[0].error}"
                     )
-                seed_device(self._device, derive_seed(self._seed, Purpose.EVALUATION, number))
+                seed_device(self.device, derive_seed(self._seed, Purpose.EVALUATION, number))
                 handled.append(handle(read))
         return handled
 

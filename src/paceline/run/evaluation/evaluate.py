@@ -2,67 +2,54 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Number
 from typing import Any
 
 import torch
 
-from paceline.comm.base import Communicator
-from paceline.comm.messages import gather
-from paceline.data.feeds.device import DeviceCopier
 from paceline.data.feeds.sharded import weight_of
-from paceline.data.sources.base import Read, Source
+from paceline.data.sources.base import Read
+from paceline.run.evaluation.collect import gather
 from paceline.run.evaluation.division import Division
 
 # The name of a result that is one number.
 UNNAMED = ""
 
 
-@torch.no_grad()
 def evaluate(
-    model: Any,
-    source: Source,
-    eval_fn: Callable[[Any, Any], Any],
-    communicator: Communicator,
-    *,
-    micro_batch: int,
-    seed: int,
-    weight_fn: Callable[[Any], int] | None,
+    model: Any, division: Division, eval_fn: Callable[[Any, Any], Any], weight_fn: Callable[[Any], int] | None
 ) -> float | dict[str, float]:
     """The mean of `eval_fn(model, batch)` over all samples, weighted like training.
 
-    eval_fn returns a mean over its micro-batch: one number, or a dict of them. Workers exchange a table with one row
-    per micro-batch, so that the mean is summed in the same order everywhere.
+    eval_fn returns a mean over its micro-batch: one number, or a dict of them. Every worker gets the results of all
+    micro-batches, so that they are summed in the same order everywhere.
     """
-    world = communicator.world
-    division = Division(source, micro_batch, world, seed=seed, function="eval_fn", is_weighed=weight_fn is not None)
-    to_device = DeviceCopier(world.device)
-    weights: list[int] = []
 
-    def result_of(read: Read) -> dict[str, torch.Tensor] | None:
+    def result_of(read: Read) -> tuple[int, dict[str, torch.Tensor]]:
         if read.batch is None:  # collate_fn returned no sample
-            weights.append(0)
-            return None
-        weights.append(read.num_samples if weight_fn is None else weight_of(read.batch, weight_fn))
-        return _as_scalars(eval_fn(model, to_device(read.batch)), world.device)
+            return 0, {}
+        weight = read.num_samples if weight_fn is None else weight_of(read.batch, weight_fn)
+        return weight, _as_scalars(eval_fn(model, division.to_device(read.batch)), division.device)
 
-    mine = division.mine
-    results = division.visit(model, mine, result_of)
-    names = _agree_on_names(results, communicator)
-    table = torch.zeros(division.num_micro_batches, len(names) + 1, dtype=torch.float64, device=world.device)
-    if results:
-        nothing = torch.zeros(len(names), dtype=torch.float64, device=world.device)
-        rows = [nothing if row is None else torch.stack([row[name] for name in names]) for row in results]
-        table[mine.start : mine.stop, :-1] = torch.stack(rows)
-        table[mine.start : mine.stop, -1] = torch.tensor(weights, dtype=torch.float64)
-    communicator.all_reduce(table).wait()
-    on_host = table.cpu()
-    weight_column = on_host[:, -1:]
+    own = division.visit(model, division.mine, result_of, is_weighed=weight_fn is not None)
+    zero = torch.zeros((), dtype=torch.float64, device=division.device)
+    columns = {
+        name: torch.stack([scalars.get(name, zero) for _, scalars in own]).cpu()
+        for name in _common_names(scalars for _, scalars in own)
+    }
+    parts = gather((columns, [weight for weight, _ in own]), division.communicator)
+    names = _common_names(columns for columns, _ in parts)
+    if not names:
+        raise ValueError("collate_fn left no sample of the data to evaluate: give it some that it keeps")
+    rows = [
+        torch.stack([columns[name] for name in names], 1) if columns else torch.zeros(len(own_weights), len(names))
+        for columns, own_weights in parts
+    ]
+    weights = torch.tensor([[weight] for _, own_weights in parts for weight in own_weights], dtype=torch.float64)
     # A mean with weight 0 may be 0/0.
-    values = torch.where(weight_column > 0, on_host[:, :-1], 0.0)
-    means = ((values * weight_column).sum(0) / weight_column.sum()).tolist()
+    values = torch.where(weights > 0, torch.cat(rows), 0.0)
+    means = ((values * weights).sum(0) / weights.sum()).tolist()
     return means[0] if names == [UNNAMED] else dict(zip(names, means, strict=True))
 
 
@@ -80,17 +67,13 @@ def _as_scalars(result: Any, device: torch.device) -> dict[str, torch.Tensor]:
     return scalars
 
 
-def _agree_on_names(results: list[dict[str, torch.Tensor] | None], communicator: Communicator) -> list[str]:
-    """The names of eval_fn's results, from the first worker that has a micro-batch."""
-    called = [scalars for scalars in results if scalars is not None]
-    answers = [text for text in gather(json.dumps(list(called[0])) if called else "", communicator) if text]
-    if not answers:
-        raise ValueError("collate_fn left no sample of the data to evaluate: give it some that it keeps")
-    names: list[str] = json.loads(answers[0])
-    for scalars in called:
-        if set(scalars) != set(names):
+def _common_names(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names that all results have, except empty ones."""
+    first, *others = [list(result) for result in results if result] or [[]]
+    for names in others:
+        if set(names) != set(first):
             raise ValueError(
-                f"eval_fn returned {list(scalars)} for one micro-batch and {names} for another: it must always return "
-                "the same names"
+                f"eval_fn returned {names} for one micro-batch and {first} for another: it must always return the same "
+                "names"
             )
-    return names
+    return first

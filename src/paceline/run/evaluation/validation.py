@@ -8,12 +8,6 @@ from typing import Any
 
 import torch
 
-from paceline.comm.base import Communicator
-from paceline.data.sources.base import Source
-from paceline.run.evaluation.evaluate import evaluate
-
-LOSS = "loss"
-
 
 @dataclass(frozen=True)
 class Validation:
@@ -27,58 +21,35 @@ class Validation:
     loss: float
     accuracy: Mapping[int, float]
 
+    @classmethod
+    def of(cls, step: int, epoch: int, means: Any) -> Validation:
+        """means: of the numbers of `loss_and_accuracy`."""
+        return cls(step, epoch, means["loss"], {int(k): part for k, part in means.items() if k != "loss"})
+
     def __str__(self) -> str:
         shown = "".join(f"  top-{k} {part:.1%}" for k, part in self.accuracy.items())
         return f"step {self.step}  validation loss {self.loss:.6g}{shown}"
 
 
-def validate(
+def loss_and_accuracy(
     model: Any,
-    step: int,
-    epoch: int,
+    batch: Any,
     *,
-    source: Source,
     forward_fn: Callable[[Any, Any], tuple[Any, Any]],
     loss_fn: Callable[[Any, Any], torch.Tensor],
     topk: Sequence[int],
-    communicator: Communicator,
-    micro_batch: int,
-    seed: int,
-) -> Validation:
-    """Validate a model over all of a source, divided among the workers of the world.
+) -> dict[str, torch.Tensor]:
+    """The mean loss of a batch and, for a classifier, its accuracy by k.
 
     forward_fn(model, batch) returns output and target, loss_fn(output, target) their loss.
     """
-
-    def measure(model: Any, batch: Any) -> dict[str, torch.Tensor]:
-        output, target = forward_fn(model, batch)
-        measured = {LOSS: loss_fn(output, target)}
-        if is_classification(output, target):
-            measured |= {str(k): part for k, part in topk_accuracy(output, target, topk).items()}
-        return measured
-
-    means = evaluate(model, source, measure, communicator, micro_batch=micro_batch, seed=seed, weight_fn=None)
-    assert isinstance(means, dict)
-    loss = means.pop(LOSS)
-    return Validation(step, epoch, loss, {int(k): part for k, part in means.items()})
-
-
-def checked_topk(topk: Sequence[int]) -> tuple[int, ...]:
-    for k in topk:
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"topk={tuple(topk)}: {k!r} must be a whole number >= 1")
-    return tuple(topk)
-
-
-def is_classification(output: Any, target: Any) -> bool:
-    """Whether `output` holds a score for each class and `target` one class number for each sample."""
-    return (
-        isinstance(output, torch.Tensor)
-        and isinstance(target, torch.Tensor)
-        and output.ndim == 2
-        and target.shape == output.shape[:1]
-        and not target.is_floating_point()
-    )
+    output, target = forward_fn(model, batch)
+    measured = {"loss": loss_fn(output, target)}
+    # A score for each class, and one class number for each sample.
+    is_classifier = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor) and output.ndim == 2
+    if is_classifier and target.shape == output.shape[:1] and not target.is_floating_point():
+        measured |= {str(k): part for k, part in topk_accuracy(output, target, topk).items()}
+    return measured
 
 
 def topk_accuracy(output: torch.Tensor, target: torch.Tensor, topk: Sequence[int]) -> dict[int, torch.Tensor]:

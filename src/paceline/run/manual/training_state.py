@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -18,14 +20,14 @@ from paceline.core.errors import MisuseError
 from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.world import World, choose_device
 from paceline.core.world import devices as all_devices
-from paceline.data.adopt import adopt_for_evaluation
 from paceline.data.sources.batches import num_samples_of
 from paceline.run.batch_norm import batch_norm_in_training
 from paceline.run.determinism import process_settings
-from paceline.run.evaluation.validation import Validation, checked_topk, validate
+from paceline.run.evaluation.division import Division
+from paceline.run.evaluation.evaluate import evaluate
+from paceline.run.evaluation.validation import Validation, loss_and_accuracy
 from paceline.run.manual.halving import FittingBackward
-from paceline.run.manual.peer_access import report_missing_peer_access
-from paceline.run.manual.step_loader import DeviceFeed, Reading, StepLoader
+from paceline.run.manual.step_loader import StepLoader
 from paceline.run.settings import Optimization, Runtime
 from paceline.run.step.checks import FiniteWatch
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, only_or_all
@@ -36,65 +38,67 @@ from paceline.sync.replica_gradients import Reduce
 # From model and batch to the model's output and its target, and from these to the loss.
 Forward = Callable[[Any, Any], tuple[Any, Any]]
 LossFunction = Callable[[Any, Any], torch.Tensor]
+# From this process's devices, the number of devices of each process, and the communicator.
+MakeLoader = Callable[[Sequence[torch.device], Sequence[int], Communicator], StepLoader]
 
 
 class TrainingState:
     """The result of `prepare_training`. Close it, or use it as a context manager, to end readers and restore settings.
 
     `models[i]`, `optimizers[i]` and `devices[i]` belong to replica i of this process; the replicas are equal after
-    every `update`. `loader` gives the batches of each step.
+    every `update`. `loader` gives the batches of each step, `step` counts the completed ones.
     """
 
     def __init__(
         self,
         model: Any,
-        data: Any,
-        devices: Sequence[torch.device | str] | None,
         optimizer: OptimizerFactory,
-        reading: Reading,
-        *,
-        epochs: int,
-        cycle: int | None,
         scheduler: SchedulerFactory | None,
+        devices: Sequence[torch.device | str] | None,
+        make_loader: MakeLoader,
         forward_fn: Forward,
+        *,
+        seed: int,
         exact: bool,
         optimization: Optimization,
         runtime: Runtime,
     ) -> None:
-        world, self.devices = _places(devices)
+        world, self.devices = _choose_devices(devices)
         with ExitStack() as stack:
             stack.enter_context(process_settings(world, exact=exact, threads=runtime.threads))
-            communicator = connect(world, runtime.backend, runtime.timeout_s)
+            self._communicator = communicator = connect(world, runtime.backend, runtime.timeout_s)
             stack.callback(communicator.close)
             counts = [int(count) for count in gather(str(len(self.devices)), communicator)]
-            feed = DeviceFeed(data, reading, self.devices, counts, communicator)
-            stack.callback(feed.close)
-            self.loader = StepLoader(feed, epochs, cycle)
-            self._replicas = _replicas(
-                model, self.devices, optimizer, scheduler, communicator, reading.seed, optimization
+            self.loader = make_loader(self.devices, counts, communicator)
+            stack.callback(self.loader.close)
+            make_replica = partial(
+                Replica,
+                optimizer=optimizer,
+                scheduler=scheduler,
+                seed=seed,
+                fused=optimization.fused,
+                train_mode=optimization.train_mode,
             )
-            self._watches = [BufferWatch(replica.model) for replica in self._replicas]
-            self._exchange = ReplicaSteps(
-                self.models[0],
-                [replica.parameters for replica in self._replicas],
-                self._watches,
-                communicator,
-                counts,
-                exact=exact,
-            )
+            # The first replica is the user's model with rank 0's weights, the others are copies of it.
+            self._replicas = [make_replica(model, communicator=communicator)]
+            for device in self.devices[1:]:
+                alone = SingleCommunicator(World(device=device))
+                self._replicas.append(make_replica(copy.deepcopy(self.models[0]), communicator=alone))
+            self._buffers = [BufferWatch(replica.model) for replica in self._replicas]
+            parameters = [replica.parameters for replica in self._replicas]
+            self._exchange = ReplicaSteps(self.models[0], parameters, self._buffers, communicator, counts, exact=exact)
             stack.callback(self._exchange.close)
-            report_missing_peer_access(self.devices, _num_bytes(self._replicas[0]))
+            report_missing_peer_access(self.devices)
             self._cleanup = stack.pop_all()
-        self._communicator = communicator
         self._forward_fn = forward_fn
-        self._seed = reading.seed
-        self.step = 0
+        self._seed = seed
         self._first = sum(counts[: world.rank])
         self._backward = FittingBackward(exact=exact)
+        self._finite_watch = FiniteWatch()
         self._offers: list[Offer | None] = [None] * len(self._replicas)
         self._numbers: Numbers | None = None
         self._is_synchronized = False
-        self._watch = FiniteWatch()
+        self.step = 0
 
     @property
     def models(self) -> tuple[Any, ...]:
@@ -137,19 +141,18 @@ class TrainingState:
     def compute(self, loss_fn: LossFunction, batch: Any, index: int) -> torch.Tensor:
         """The gradient of one replica on its batch; returns the loss, on its device."""
         self._check_may_compute(index)
-        replica, device = self._replicas[index], self.devices[index]
+        replica, device, buffers = self._replicas[index], self.devices[index], self._buffers[index]
         num_samples = num_samples_of(batch)
-        watch = self._watches[index]
 
         def loss_of(part: Any) -> torch.Tensor:
             return checked_loss(loss_fn(*self._forward_fn(replica.model, part)))
 
         def undo() -> None:
             _drop_gradients(replica)
-            watch.take()
+            buffers.take()
 
         _drop_gradients(replica)  # left by a backward of the user
-        watch.begin()
+        buffers.begin()
         seed_device(device, derive_seed(self._seed, Purpose.MICRO_BATCH, self.step, self._first + index))
         try:
             loss = self._backward(loss_of, batch, num_samples, model=replica.model, device=device, undo=undo)
@@ -161,7 +164,7 @@ class TrainingState:
                     f"nsamples than {self.loader.nsamples}, so that no epoch ends with one sample"
                 )
             raise
-        self._offers[index] = Offer(num_samples, loss, watch.take())
+        self._offers[index] = Offer(num_samples, loss, buffers.take())
         return loss
 
     def synchronize(self, reduce: Reduce | None) -> None:
@@ -171,7 +174,7 @@ class TrainingState:
         plan, self._numbers = self._exchange.exchange(self._offers, reduce)
         self._offers = [None] * len(self._replicas)
         self._is_synchronized = True
-        self._watch.check(self.step + 1, plan, self._numbers)
+        self._finite_watch.check(self.step + 1, plan, self._numbers)
 
     def update(self, lr: float | None) -> None:
         """The optimizers' step on every replica."""
@@ -181,8 +184,7 @@ class TrainingState:
             raise MisuseError(f"lr={lr} contradicts the scheduler, which sets the learning rate too: give one of them")
         for replica, device in zip(self._replicas, self.devices, strict=True):
             if lr is not None:
-                for group in (group for optimizer in replica.optimizers for group in optimizer.param_groups):
-                    group["lr"] = lr
+                replica.set_learning_rate(lr)
             # All replicas draw the same random numbers.
             seed_device(device, derive_seed(self._seed, Purpose.AFTER_STEP, self.step))
             replica.step_optimizers()
@@ -191,23 +193,15 @@ class TrainingState:
         self._is_synchronized = False
         self.step += 1
 
-    def validator(self, loss_fn: LossFunction, data: Any, topk: Sequence[int]) -> Callable[[Any, int, int], Validation]:
-        """A function that validates a model on `data`, which all processes divide among themselves."""
-        source, batch_size = adopt_for_evaluation(data, None, self._seed)
-        return partial(
-            validate,
-            source=source,
-            forward_fn=self._forward_fn,
-            loss_fn=loss_fn,
-            topk=checked_topk(topk),
-            communicator=self._communicator,
-            micro_batch=batch_size or self.loader.nsamples,
-            seed=self._seed,
-        )
+    def validator(self, loss_fn: LossFunction, data: Any, topk: Sequence[int]) -> Callable[[int], Validation]:
+        """A function that validates the model in an epoch on `data`, which all processes divide among themselves."""
+        division = Division(data, self._communicator, default=self.loader.nsamples, seed=self._seed)
+        measure = partial(loss_and_accuracy, forward_fn=self._forward_fn, loss_fn=loss_fn, topk=topk)
+        return lambda epoch: Validation.of(self.step, epoch, evaluate(self.models[0], division, measure, None))
 
     def finish(self) -> None:
         """Wait for the losses that were not checked yet; one that is not finite is an error."""
-        self._watch.flush()
+        self._finite_watch.flush()
 
     def close(self) -> None:
         """End the readers and the connection to other processes. Safe to call twice."""
@@ -231,49 +225,29 @@ class TrainingState:
             )
 
 
-def _places(devices: Sequence[torch.device | str] | None) -> tuple[World, tuple[torch.device, ...]]:
+def _choose_devices(devices: Sequence[torch.device | str] | None) -> tuple[World, tuple[torch.device, ...]]:
     """This process's world, and the device of each of its replicas."""
     world = World.from_environment()
     if devices is None:
         devices = all_devices() if world.size == 1 else [world.device]
     elif isinstance(devices, str | torch.device):
         raise TypeError(f"devices={devices!r} is one device: give a list, such as [{str(devices)!r}]")
-    places = tuple(choose_device(world.local_rank, device) for device in devices)
-    if not places:
+    chosen = tuple(choose_device(world.local_rank, device) for device in devices)
+    if not chosen:
         raise ValueError("devices is empty: name at least one, or pass None for all of this machine")
-    return World.from_environment(places[0]), places
+    return World.from_environment(chosen[0]), chosen
 
 
-def _replicas(
-    model: Any,
-    devices: Sequence[torch.device],
-    optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory | None,
-    communicator: Communicator,
-    seed: int,
-    optimization: Optimization,
-) -> list[Replica]:
-    """The first replica is the user's model with rank 0's weights, the others are copies of it."""
-    if not callable(optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, but every replica needs its own: pass a function from "
-            "parameters to a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+def report_missing_peer_access(devices: Sequence[torch.device]) -> None:
+    gpus = sorted({device for device in devices if device.type == "cuda"}, key=str)
+    can_reach = torch.cuda.can_device_access_peer
+    apart = [f"{a} and {b}" for a, b in combinations(gpus, 2) if not (can_reach(a, b) and can_reach(b, a))]
+    if apart:
+        print(
+            f"paceline: no direct access between {', '.join(apart)}: gradients go through the host in every step. "
+            "`paceline devices` measures how fast",
+            file=sys.stderr,
         )
-
-    def replica(model: Any, communicator: Communicator) -> Replica:
-        return Replica(
-            model,
-            optimizer,
-            scheduler,
-            communicator,
-            seed,
-            fused=optimization.fused,
-            train_mode=optimization.train_mode,
-        )
-
-    first = replica(model, communicator)
-    alone = [SingleCommunicator(World(device=device)) for device in devices[1:]]
-    return [first, *(replica(copy.deepcopy(first.model), single) for single in alone)]
 
 
 def checked_loss(loss: Any, advice: str = "") -> torch.Tensor:
@@ -291,7 +265,3 @@ def checked_loss(loss: Any, advice: str = "") -> torch.Tensor:
 def _drop_gradients(replica: Replica) -> None:
     for parameter in replica.parameters.values():
         parameter.grad = None
-
-
-def _num_bytes(replica: Replica) -> int:
-    return sum(p.numel() * p.element_size() for p in replica.parameters.values())
