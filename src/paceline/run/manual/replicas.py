@@ -1,92 +1,22 @@
-"""Replicas that the user trains: checked against each other, placed on devices, connected to other processes."""
+"""Replicas that the user trains: checked against each other, and placed on devices."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm import connect
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.errors import MisuseError
 from paceline.core.world import World, choose_device
 from paceline.plan.shares import Plan, ranges
 from paceline.run.determinism import process_settings
-from paceline.run.settings import Runtime
 from paceline.run.step.replica import build_model, named_parameters, refuse_wrapped
-from paceline.sync.replica_gradients import ReplicaGradients
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The replicas of this process, connected to those of all others. `cleanup` releases what they hold."""
-
-    models: tuple[Any, ...]
-    devices: tuple[torch.device, ...]
-    ranks: range
-    gradients: ReplicaGradients
-    communicator: Communicator
-    cleanup: ExitStack
-
-    @torch.no_grad()
-    def broadcast(self, *, parameters: bool) -> None:
-        """Copy replica 0's buffers, and with `parameters` also all its parameters, to all replicas."""
-        first, *others = [
-            [*(named_parameters(model).values() if parameters else ()), *_named_buffers(model).values()]
-            for model in self.models
-        ]
-        if self.communicator.world.size > 1:
-            # Not every backend carries booleans.
-            carriers = [t.to(torch.uint8) if t.dtype == torch.bool else t.detach().contiguous() for t in first]
-            for pending in [self.communicator.broadcast(carrier, 0) for carrier in carriers]:
-                pending.wait()
-            others = [first, *others]
-            first = carriers
-        for other in others:
-            for target, source in zip(other, first, strict=True):
-                target.copy_(source)
-
-
-def connect_replicas(
-    models: Sequence[Any], devices: Sequence[torch.device | str] | None, *, exact: bool, runtime: Runtime
-) -> Replicas:
-    """Check what can be checked, then move the models and connect the processes."""
-    models = _checked_models(models)
-    description = _description(models[0])
-    for number, model in enumerate(models):
-        if difference := _difference(_description(model), description):
-            raise ValueError(f"replica {number} {difference} in replica 0: replicas must be built alike")
-    chosen = _own_devices(models) if devices is None else _chosen_devices(devices, len(models))
-    for model, device in zip(models, chosen, strict=True):
-        build_model(model, device, seed=0)  # moves it; its parameters stay the optimizer's
-    world = World.from_environment(chosen[0])
-    with ExitStack() as stack:
-        if exact:
-            _exact_settings.hold(world)
-            stack.callback(_exact_settings.release)
-        communicator = connect(world, runtime.backend, runtime.timeout_s)
-        stack.callback(communicator.close)
-        ranks = _agree(len(models), description, communicator, exact=exact)
-        gradients = ReplicaGradients([named_parameters(model) for model in models], communicator, ranks, exact=exact)
-        stack.callback(gradients.close)
-        return Replicas(models, chosen, ranks[world.rank], gradients, communicator, stack.pop_all())
-
-
-def shared_parameter(models: Sequence[Any]) -> tuple[int, int, str] | None:
-    """Two models that share a parameter, and its name. Parameters tied inside a model do not count."""
-    holders: dict[object, int] = {}
-    for number, model in enumerate(models):
-        for name, parameter in named_parameters(model).items():
-            memory = (parameter.device, parameter.data_ptr()) if parameter.numel() else id(parameter)
-            if (holder := holders.setdefault(memory, number)) != number:
-                return holder, number, name
-    return None
 
 
 class _ExactSettings:
@@ -106,14 +36,22 @@ class _ExactSettings:
             self._undo.close()
 
 
-_exact_settings = _ExactSettings()
+exact_settings = _ExactSettings()
 
 
-def _named_buffers(model: Any) -> dict[str, torch.Tensor]:
-    return dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+def tensors_of(model: Any, *kinds: str) -> list[torch.Tensor]:
+    """The model's parameters and buffers, or those of the given kinds."""
+    return [tensor for kind, _, tensor in _tensors(model) if not kinds or kind in kinds]
 
 
-def _checked_models(models: Sequence[Any]) -> tuple[Any, ...]:
+def _tensors(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    yield from (("parameter", name, parameter) for name, parameter in named_parameters(model).items())
+    if isinstance(model, nn.Module):
+        yield from (("buffer", name, buffer) for name, buffer in model.named_buffers())
+
+
+def check_models(models: Sequence[Any]) -> None:
+    """Refuse models that are not replicas of one model."""
     if isinstance(models, nn.Module):
         raise TypeError(f"models is one {type(models).__name__}: give a list of replicas, such as [model0, model1]")
     if not models:
@@ -141,50 +79,47 @@ def _checked_models(models: Sequence[Any]) -> tuple[Any, ...]:
             f"replicas {holder} and {number} share parameter {name!r}: give each replica its own model, such as "
             "copy.deepcopy(model)"
         )
-    return tuple(models)
+    for number, model in enumerate(models):
+        if difference := _difference(_description(model), _description(models[0])):
+            raise ValueError(f"replica {number} {difference} in replica 0: replicas must be built alike")
 
 
-def _description(model: Any) -> list[str]:
-    """One line for each tensor, equal for replicas that are built alike."""
-    return [
-        f"{kind} {name!r} of shape {tuple(t.shape)} and type {t.dtype}"
-        f"{', frozen' if kind == 'parameter' and not t.requires_grad else ''}"
-        for kind, named in (("parameter", named_parameters(model)), ("buffer", _named_buffers(model)))
-        for name, t in named.items()
-    ]
+def shared_parameter(models: Sequence[Any]) -> tuple[int, int, str] | None:
+    """Two models that share a parameter, and its name. Parameters tied inside a model do not count."""
+    holders: dict[object, int] = {}
+    for number, model in enumerate(models):
+        for name, parameter in named_parameters(model).items():
+            memory = (parameter.device, parameter.data_ptr()) if parameter.numel() else id(parameter)
+            if (holder := holders.setdefault(memory, number)) != number:
+                return holder, number, name
+    return None
 
 
-def _difference(own: Sequence[str], first: Sequence[str]) -> str | None:
-    if len(own) != len(first):
-        return f"has {len(own)} parameters and buffers, not {len(first)} as"
-    return next((f"has {mine}, not {other} as" for mine, other in zip(own, first, strict=True) if mine != other), None)
+def move_models(models: Sequence[Any], devices: Sequence[torch.device | str] | None) -> tuple[torch.device, ...]:
+    """Move each model to its device, by default the one that it is on. Parameters stay the same objects."""
+    if devices is None:
+        found = [sorted({tensor.device for tensor in tensors_of(model)}, key=str) for model in models]
+        for number, several in enumerate(found):
+            if len(several) > 1:
+                raise ValueError(
+                    f"replica {number} is on {' and '.join(map(str, several))}: a replica must be on one device. Move "
+                    "it, or pass devices=[...], one for each replica"
+                )
+        chosen = [device for (device,) in found]
+    elif isinstance(devices, str | torch.device) or len(devices) != len(models):
+        raise ValueError(f"devices={devices!r} for {len(models)} replicas: give a list of {len(models)}, one for each")
+    else:
+        first = World.from_environment("cpu").local_rank * len(models)
+        chosen = [choose_device(first + i, device) for i, device in enumerate(devices)]
+    for model, device in zip(models, chosen, strict=True):
+        build_model(model, device, seed=0)
+    return tuple(chosen)
 
 
-def _own_devices(models: Sequence[Any]) -> tuple[torch.device, ...]:
-    """The device that each replica is on."""
-    found = [
-        sorted({t.device for t in (*named_parameters(model).values(), *_named_buffers(model).values())}, key=str)
-        for model in models
-    ]
-    for number, several in enumerate(found):
-        if len(several) > 1:
-            raise ValueError(
-                f"replica {number} is on {' and '.join(map(str, several))}: a replica must be on one device. Move it, "
-                "or pass devices=[...], one for each replica"
-            )
-    return tuple(only for (only,) in found)
-
-
-def _chosen_devices(devices: Sequence[torch.device | str], num_models: int) -> tuple[torch.device, ...]:
-    if isinstance(devices, str | torch.device) or len(devices) != num_models:
-        raise ValueError(f"devices={devices!r} for {num_models} replicas: give a list of {num_models}, one for each")
-    first = World.from_environment("cpu").local_rank * num_models
-    return tuple(choose_device(first + i, device) for i, device in enumerate(devices))
-
-
-def _agree(num_models: int, description: list[str], communicator: Communicator, *, exact: bool) -> Plan:
+def agree(models: Sequence[Any], communicator: Communicator, *, exact: bool) -> Plan:
     """Check that the replicas of all processes are built alike; the ranks of all replicas, by process."""
-    answers = [json.loads(text) for text in gather(json.dumps([num_models, exact, description]), communicator)]
+    own = json.dumps([len(models), exact, _description(models[0])])
+    answers = [json.loads(text) for text in gather(own, communicator)]
     _, first_exact, first = answers[0]
     for rank, (_, other_exact, other) in enumerate(answers):
         if other_exact != first_exact:
@@ -194,3 +129,18 @@ def _agree(num_models: int, description: list[str], communicator: Communicator, 
         if difference := _difference(other, first):
             raise MisuseError(f"rank {rank}'s model {difference} on rank 0: replicas must be built alike")
     return ranges([count for count, _, _ in answers])
+
+
+def _description(model: Any) -> list[str]:
+    """One line for each tensor, equal for replicas that are built alike."""
+    return [
+        f"{kind} {name!r} of shape {tuple(t.shape)} and type {t.dtype}"
+        f"{', frozen' if kind == 'parameter' and not t.requires_grad else ''}"
+        for kind, name, t in _tensors(model)
+    ]
+
+
+def _difference(own: Sequence[str], first: Sequence[str]) -> str | None:
+    if len(own) != len(first):
+        return f"has {len(own)} parameters and buffers, not {len(first)} as"
+    return next((f"has {mine}, not {other} as" for mine, other in zip(own, first, strict=True) if mine != other), None)
