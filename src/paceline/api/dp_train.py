@@ -25,6 +25,7 @@ from paceline.run.config import RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
 from paceline.run.manual.replicas import shared_parameter
 from paceline.run.manual.training_state import checked_loss
+from paceline.run.saving.state import load_model, model_state
 from paceline.run.settings import Optimization, Runtime, check_unused
 from paceline.run.step.loop import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory, build_model, named_parameters
@@ -120,7 +121,7 @@ def dp_train(
     if processes == 1:
         return train(model)
     state, loss_history = launch(partial(_train_in_worker, train, make_model), processes)
-    _load(model, state)
+    load_model(model, state)
     model = build_model(model, devices()[0], seed)  # where a single worker would have left it
     return DpResult(model, named_parameters(model), loss_history)
 
@@ -168,17 +169,7 @@ def _train(
 def _train_in_worker(train: Callable[[Any], DpResult], make_model: Callable[[], Any]) -> Any:
     """Return tensors and numbers only: the caller has its own model to load them into."""
     result = train(make_model)
-    tensors = result.model.state_dict() if isinstance(result.model, nn.Module) else result.params
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, result.loss_history
-
-
-@torch.no_grad()
-def _load(model: Any, state: dict[str, torch.Tensor]) -> None:
-    if isinstance(model, nn.Module):
-        model.load_state_dict(state)
-    else:
-        for name, parameter in named_parameters(model).items():
-            parameter.copy_(state[name])
+    return {name: tensor.detach().cpu() for name, tensor in model_state(result.model).items()}, result.loss_history
 
 
 def _adam(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:

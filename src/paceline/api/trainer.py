@@ -14,13 +14,13 @@ import torch
 
 from paceline.api.ddp_config import DdpConfig
 from paceline.api.heads import head_loss, head_prediction, plain_prediction, weight_fn_of
-from paceline.api.summary import announce, is_quiet
+from paceline.api.summary import announce
 from paceline.api.unknown_settings import explains_unknown_settings
 from paceline.checkpoint.manifest import Pattern
 from paceline.checkpoint.policy import Decision
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
-from paceline.core.world import World, device_count
+from paceline.core.world import World
 from paceline.data.adopt import LoadingOptions, adopt
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
@@ -135,16 +135,9 @@ class Trainer:
             optimization=optimization,
             runtime=runtime,
         )
-        world = World.from_environment(device)
-        if world.size == 1 and device is None and device_count() > 1 and not is_quiet(runtime.quiet):
-            print(
-                f"paceline: training on 1 of {device_count()} devices; start the script with `paceline run SCRIPT` "
-                "to use all",
-                file=sys.stderr,
-            )
         run = assemble(
             config,
-            world,
+            World.from_environment(device),
             model,
             optimizer,
             adopted.data,
@@ -154,7 +147,7 @@ class Trainer:
             init_from=init_from,
         )
         try:
-            announce(run.communicator, quiet=runtime.quiet)
+            announce(run.communicator, quiet=runtime.quiet, is_device_chosen=device is not None)
         except BaseException:
             run.cleanup.close()
             raise
@@ -304,11 +297,7 @@ class Trainer:
 
         Inside `every` or `every_epoch`, on all workers.
         """
-        if self.run.loop.is_inside_epoch:
-            raise MisuseError(
-                "end() was called inside an epoch's loop, which workers leave at different times: call it in a hook of "
-                "trainer.every or trainer.every_epoch, where all of them decide alike"
-            )
+        self.run.check_between_steps("end()")
         self.run.loop.max_steps = self.position.step
 
     def end_epoch(self) -> None:
@@ -453,10 +442,10 @@ class Trainer:
         return Division(
             data,
             run.communicator,
+            run.config.seed,
+            run.steps.micro_batch,
             micro_batch=micro_batch,
-            default=run.steps.micro_batch,
             collate_fn=collate_fn,
-            seed=run.config.seed,
         )
 
     def _predict_batch(self, model: Any, batch: Any) -> Any:

@@ -26,22 +26,22 @@ T = TypeVar("T")
 class Division:
     """Data in micro-batches, in its own order; `mine` are the numbers of this worker's, which may be none.
 
-    micro_batch: default, the batch size of a DataLoader, or `default`.
+    micro_batch: default, the batch size of a DataLoader, or `default_size`.
     """
 
     def __init__(
         self,
         data: Any,
         communicator: Communicator,
+        seed: int,
+        default_size: int,
         *,
         micro_batch: int | None = None,
-        default: int,
         collate_fn: Any = None,
-        seed: int,
     ) -> None:
         self._source, batch_size = adopt_for_evaluation(data, collate_fn, seed)
         check_value("micro_batch", micro_batch, int | None, least=1)
-        size = micro_batch or batch_size or default
+        size = micro_batch or batch_size or default_size
         steps = Steps(len(self._source), size, size)
         self._epoch = seeded_epoch(0, steps, len(self._source), seed=seed, shuffle=False)
         self._seed = seed

@@ -195,7 +195,7 @@ class TrainingState:
 
     def validator(self, loss_fn: LossFunction, data: Any, topk: Sequence[int]) -> Callable[[int], Validation]:
         """A function that validates the model in an epoch on `data`, which all processes divide among themselves."""
-        division = Division(data, self._communicator, default=self.loader.nsamples, seed=self._seed)
+        division = Division(data, self._communicator, self._seed, self.loader.nsamples)
         measure = partial(loss_and_accuracy, forward_fn=self._forward_fn, loss_fn=loss_fn, topk=topk)
         return lambda epoch: Validation.of(self.step, epoch, evaluate(self.models[0], division, measure, None))
 
