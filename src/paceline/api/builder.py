@@ -272,14 +272,9 @@ class Builder:
 
     def _check_complete(self) -> None:
         batches_per_step = self._settings.get("batching", Batching()).batches_per_step
-        needed = {
-            "dataset": "the data to train on",
-            "batch_size": "the samples of an optimizer step",
-            "num_epochs": "the number of passes over the data",
-        }
-        for name, meaning in needed.items():
-            if name not in self._set and not (name == "batch_size" and batches_per_step):
-                raise ValueError(f"{name} is missing: give {meaning} with .{name}(...)")
+        for name in ("dataset", "num_epochs", *(() if batches_per_step else ("batch_size",))):
+            if name not in self._set:
+                raise ValueError(f"{name} is missing: give it with .{name}(...)")
         if batches_per_step and "batch_size" in self._set:
             raise ValueError(
                 f"batch_size({self._set['batch_size']}) contradicts batches_per_step={batches_per_step}: leave one of "

@@ -16,7 +16,7 @@ from paceline.comm.messages import gather
 from paceline.core.world import World
 from paceline.plan.steps import Position
 from paceline.run.epoch_metrics import EpochMetrics, Tally
-from paceline.run.evaluation.division import kept_modes
+from paceline.run.evaluation.evaluate import kept_modes
 from paceline.run.launching.background import Channel
 from paceline.run.saving.state import model_state, optimizer_state
 from paceline.run.saving.stopping import Stopped

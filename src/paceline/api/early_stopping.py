@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from paceline.core.settings import check_value
+
 
 class EarlyStopping:
     """Counts the values in a row that did not improve a metric.
@@ -24,12 +26,9 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min") -> None:
-        if type(patience) is not int or patience < 1:
-            raise ValueError(f"patience={patience!r} must be an int >= 1")
-        if not 0.0 <= min_delta < math.inf:
-            raise ValueError(f"min_delta={min_delta!r} must be a finite number >= 0")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r}: choose 'min' or 'max'")
+        check_value("patience", patience, int, least=1)
+        check_value("min_delta", min_delta, float, least=0)
+        check_value("mode", mode, Literal["min", "max"])
         self._patience = patience
         self._min_delta = min_delta
         self._mode = mode
@@ -38,9 +37,9 @@ class EarlyStopping:
 
     def is_over(self, value: float) -> bool:
         """Add the metric's next value. Returns whether the last `patience` values brought no improvement."""
-        value = float(value)
-        if self._is_better(value):
-            self.best = value
+        gain = math.inf if self.best is None else self.best - value if self._mode == "min" else value - self.best
+        if gain > self._min_delta and not math.isnan(value):
+            self.best = float(value)
             self.num_bad = 0
         else:
             self.num_bad += 1
@@ -51,9 +50,3 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.num_bad = state["best"], state["num_bad"]
-
-    def _is_better(self, value: float) -> bool:
-        if self.best is None:
-            return not math.isnan(value)
-        gain = self.best - value if self._mode == "min" else value - self.best
-        return gain > self._min_delta

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +12,7 @@ from paceline.core.deferred import DeferredReader
 from paceline.core.settings import check_value
 from paceline.observe.progress import Progress
 from paceline.run.evaluation.validation import Validation
-from paceline.run.manual.step_loader import StepLoader
-from paceline.run.manual.training_state import Forward, LossFunction, TrainingState
-from paceline.run.settings import Loading, Optimization, Runtime, check_unused
-from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
+from paceline.run.manual.training_state import LossFunction, TrainingState
 from paceline.sync.numbers import Numbers
 from paceline.sync.replica_gradients import Reduce
 
@@ -30,101 +26,6 @@ class TrainingHistory:
 
     losses: list[float]
     validations: list[Validation]
-
-
-def prepare_training(
-    model: Any,
-    dataset: Any,
-    devices: Sequence[torch.device | str] | None,
-    optimizer: OptimizerFactory,
-    nsamples: int | None = None,
-    *,
-    epochs: int = 1,
-    cycle: int | None = None,
-    buffersize: int | None = None,
-    scheduler: SchedulerFactory | None = None,
-    forward_fn: Forward | None = None,
-    shuffle: bool | None = None,
-    seed: int = 0,
-    exact: bool = False,
-    loading: Loading = Loading(),
-    optimization: Optimization = Optimization(),
-    runtime: Runtime = Runtime(),
-) -> TrainingState:
-    """Make a replica and an optimizer for each device, a loader that feeds them, and the buffers of the exchange.
-
-        with prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
-            train(loss_fn, state)
-
-    is the same as the loop
-
-        with prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
-            for batches in state.loader:
-                for replica, batch in enumerate(batches):
-                    train_step(loss_fn, state, batch, replica)
-                sync_buffer(state)
-                update(state)
-
-    Inside a world (torchrun, `paceline run`, `paceline.launch`) every process calls it with its own devices, and a step
-    covers the replicas of all processes.
-
-    model: an nn.Module, which becomes the first replica, or a function that builds one; the others are copies.
-    dataset: as `data` of `Trainer.setup`.
-    devices: one replica each; a device may be repeated. None: all of this machine; in a world, the process's own.
-    optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which is
-        stepped by every `update`.
-    nsamples: samples per replica and step; left out where a DataLoader has a batch size. At an epoch's end batches may
-        be smaller and the last replicas may have none: no sample is dropped, and each counts the same in the mean.
-    epochs: passes over the data. cycle: steps instead, for which the data is repeated as often as needed.
-    buffersize: number of steps that the readers read ahead (default: two batches per reader).
-    forward_fn(model, batch): returns the output and the target that loss_fn takes (default: for pairs, the model
-        applied to the first element, and the second).
-    shuffle, seed: as in `Trainer.setup`.
-    exact: the weights are bit for bit those of `Trainer.setup(exact=True)` with micro_batch=nsamples and global_batch=
-        nsamples * replicas, on any number of processes.
-    loading: `readers` (default: one process; none for arrays and tensors, which are in memory) and `collate_fn`.
-    optimization: `fused` and `train_mode`. runtime: `backend`, `timeout_s` and `threads`.
-    """
-    for name, value in (("nsamples", nsamples), ("cycle", cycle), ("buffersize", buffersize)):
-        check_value(name, value, int | None, least=1)
-    check_value("epochs", epochs, int, least=1)
-    if cycle is not None and epochs != 1:
-        raise ValueError(
-            f"epochs={epochs} and cycle={cycle} both limit the run: give epochs (passes over the data) or cycle (steps)"
-        )
-    if not callable(optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}, but every replica needs its own: pass a function from "
-            "parameters to a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
-        )
-    check_unused(loading, ("readers", "collate_fn"), "prepare_training")
-    check_unused(optimization, ("fused", "train_mode"), "prepare_training")
-    check_unused(runtime, ("backend", "timeout_s", "threads"), "prepare_training")
-    make_loader = partial(
-        StepLoader,
-        dataset,
-        epochs=epochs,
-        cycle=cycle,
-        batch_size=nsamples,
-        shuffle=shuffle,
-        seed=seed,
-        readers=loading.readers,
-        collate_fn=loading.collate_fn,
-        buffersize=buffersize,
-        size_name="nsamples",
-    )
-    return TrainingState(
-        model,
-        optimizer,
-        scheduler,
-        devices,
-        make_loader,
-        forward_fn or _apply_to_first,
-        seed=seed,
-        exact=exact,
-        optimization=optimization,
-        runtime=runtime,
-    )
 
 
 def train_step(loss_fn: LossFunction, state: TrainingState, batch: Any, replica: int = 0) -> torch.Tensor | None:
@@ -233,13 +134,3 @@ def verbose_lines(num_steps: int | None, verbose: int | bool, *, is_main: bool, 
     """The lines that `verbose` asks for: of step 1 and every `verbose`-th; True: every step; False or 0: none."""
     is_quiet = not (verbose and is_main)
     return Progress(num_steps, every_steps=int(verbose) or None, label=label, keep_lines=True, quiet=is_quiet)
-
-
-def _apply_to_first(model: Any, batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, Sequence) or len(batch) != 2:
-        raise TypeError(
-            f"a batch is a {type(batch).__name__}, not a pair of inputs and targets: give prepare_training a "
-            "forward_fn(model, batch) that returns output and target"
-        )
-    x, target = batch
-    return (model(x) if callable(model) else model.forward(x)), target

@@ -28,8 +28,7 @@ from paceline.run.assemble import WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.config import RunConfig, Strategy
 from paceline.run.evaluation import collect
-from paceline.run.evaluation.division import Division
-from paceline.run.evaluation.evaluate import evaluate
+from paceline.run.evaluation.evaluate import Division, evaluate
 from paceline.run.evaluation.predict import predict
 from paceline.run.report import Report
 from paceline.run.run import Run, TrainingEpoch

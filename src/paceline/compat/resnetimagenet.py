@@ -1,17 +1,9 @@
 """ResNetImageNet.jl: training step by step with replicas of one process, and the loader that feeds them."""
 
-from paceline.api.functional import (
-    TrainingHistory,
-    prepare_training,
-    sync_buffer,
-    syncgrads,
-    train,
-    train_step,
-    update,
-)
-from paceline.api.loaders import DataParallelDataLoader
+from paceline.api.functional import TrainingHistory, sync_buffer, syncgrads, train, train_step, update
 from paceline.run.evaluation.validation import Validation
-from paceline.run.manual.training_state import TrainingState
+from paceline.run.manual.step_loader import DataParallelDataLoader
+from paceline.run.manual.training_state import TrainingState, prepare_training
 
 __all__ = [
     "DataParallelDataLoader",

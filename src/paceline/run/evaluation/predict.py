@@ -11,7 +11,7 @@ import torch
 from paceline.data.feeds.device import map_items
 from paceline.data.sources.base import Read
 from paceline.run.evaluation.collect import gather
-from paceline.run.evaluation.division import Division
+from paceline.run.evaluation.evaluate import Division
 
 # One row or item per sample.
 Column = torch.Tensor | list[Any]

@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -18,17 +19,17 @@ from paceline.comm.messages import gather
 from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import MisuseError
 from paceline.core.seeding import Purpose, derive_seed, seed_device
+from paceline.core.settings import check_value
 from paceline.core.world import World, choose_device
 from paceline.core.world import devices as all_devices
 from paceline.data.sources.batches import num_samples_of
 from paceline.run.batch_norm import batch_norm_in_training
 from paceline.run.determinism import process_settings
-from paceline.run.evaluation.division import Division
-from paceline.run.evaluation.evaluate import evaluate
+from paceline.run.evaluation.evaluate import Division, evaluate
 from paceline.run.evaluation.validation import Validation, loss_and_accuracy
 from paceline.run.manual.halving import FittingBackward
 from paceline.run.manual.step_loader import StepLoader
-from paceline.run.settings import Optimization, Runtime
+from paceline.run.settings import Loading, Optimization, Runtime, check_unused
 from paceline.run.step.checks import FiniteWatch
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, only_or_all
 from paceline.sync.averaging.replica_steps import BufferWatch, Offer, ReplicaSteps
@@ -38,10 +39,9 @@ from paceline.sync.replica_gradients import Reduce
 # From model and batch to the model's output and its target, and from these to the loss.
 Forward = Callable[[Any, Any], tuple[Any, Any]]
 LossFunction = Callable[[Any, Any], torch.Tensor]
-# From this process's devices, the number of devices of each process, and the communicator.
-MakeLoader = Callable[[Sequence[torch.device], Sequence[int], Communicator], StepLoader]
 
 
+@dataclass(eq=False)
 class TrainingState:
     """The result of `prepare_training`. Close it, or use it as a context manager, to end readers and restore settings.
 
@@ -49,56 +49,24 @@ class TrainingState:
     every `update`. `loader` gives the batches of each step, `step` counts the completed ones.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: OptimizerFactory,
-        scheduler: SchedulerFactory | None,
-        devices: Sequence[torch.device | str] | None,
-        make_loader: MakeLoader,
-        forward_fn: Forward,
-        *,
-        seed: int,
-        exact: bool,
-        optimization: Optimization,
-        runtime: Runtime,
-    ) -> None:
-        world, self.devices = _choose_devices(devices)
-        with ExitStack() as stack:
-            stack.enter_context(process_settings(world, exact=exact, threads=runtime.threads))
-            self._communicator = communicator = connect(world, runtime.backend, runtime.timeout_s)
-            stack.callback(communicator.close)
-            counts = [int(count) for count in gather(str(len(self.devices)), communicator)]
-            self.loader = make_loader(self.devices, counts, communicator)
-            stack.callback(self.loader.close)
-            make_replica = partial(
-                Replica,
-                optimizer=optimizer,
-                scheduler=scheduler,
-                seed=seed,
-                fused=optimization.fused,
-                train_mode=optimization.train_mode,
-            )
-            # The first replica is the user's model with rank 0's weights, the others are copies of it.
-            self._replicas = [make_replica(model, communicator=communicator)]
-            for device in self.devices[1:]:
-                alone = SingleCommunicator(World(device=device))
-                self._replicas.append(make_replica(copy.deepcopy(self.models[0]), communicator=alone))
-            self._buffers = [BufferWatch(replica.model) for replica in self._replicas]
-            parameters = [replica.parameters for replica in self._replicas]
-            self._exchange = ReplicaSteps(self.models[0], parameters, self._buffers, communicator, counts, exact=exact)
-            stack.callback(self._exchange.close)
-            report_missing_peer_access(self.devices)
-            self._cleanup = stack.pop_all()
-        self._forward_fn = forward_fn
-        self._seed = seed
-        self._first = sum(counts[: world.rank])
-        self._backward = FittingBackward(exact=exact)
+    devices: tuple[torch.device, ...]
+    loader: StepLoader
+    _replicas: list[Replica]
+    _buffers: list[BufferWatch]
+    _exchange: ReplicaSteps
+    _communicator: Communicator
+    _first: int  # the number of replica 0 of this process among all replicas
+    _forward_fn: Forward
+    _seed: int
+    _backward: FittingBackward
+    _cleanup: ExitStack
+    step: int = 0
+
+    def __post_init__(self) -> None:
         self._finite_watch = FiniteWatch()
         self._offers: list[Offer | None] = [None] * len(self._replicas)
         self._numbers: Numbers | None = None
         self._is_synchronized = False
-        self.step = 0
 
     @property
     def models(self) -> tuple[Any, ...]:
@@ -223,6 +191,136 @@ class TrainingState:
             raise MisuseError(
                 f"replica {index} already has a gradient: one train_step per replica and step, then sync_buffer"
             )
+
+
+def prepare_training(
+    model: Any,
+    dataset: Any,
+    devices: Sequence[torch.device | str] | None,
+    optimizer: OptimizerFactory,
+    nsamples: int | None = None,
+    *,
+    epochs: int = 1,
+    cycle: int | None = None,
+    buffersize: int | None = None,
+    scheduler: SchedulerFactory | None = None,
+    forward_fn: Forward | None = None,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    exact: bool = False,
+    loading: Loading = Loading(),
+    optimization: Optimization = Optimization(),
+    runtime: Runtime = Runtime(),
+) -> TrainingState:
+    """Make a replica and an optimizer for each device, a loader that feeds them, and the buffers of the exchange.
+
+        with prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
+            train(loss_fn, state)
+
+    is the same as the loop
+
+        with prepare_training(model, dataset, devices, optimizer, nsamples=32, epochs=3) as state:
+            for batches in state.loader:
+                for replica, batch in enumerate(batches):
+                    train_step(loss_fn, state, batch, replica)
+                sync_buffer(state)
+                update(state)
+
+    Inside a world (torchrun, `paceline run`, `paceline.launch`) every process calls it with its own devices, and a step
+    covers the replicas of all processes.
+
+    model: an nn.Module, which becomes the first replica, or a function that builds one; the others are copies.
+    dataset: as `data` of `Trainer.setup`.
+    devices: one replica each; a device may be repeated. None: all of this machine; in a world, the process's own.
+    optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which is
+        stepped by every `update`.
+    nsamples: samples per replica and step; left out where a DataLoader has a batch size. At an epoch's end batches may
+        be smaller and the last replicas may have none: no sample is dropped, and each counts the same in the mean.
+    epochs: passes over the data. cycle: steps instead, for which the data is repeated as often as needed.
+    buffersize: number of steps that the readers read ahead (default: two batches per reader).
+    forward_fn(model, batch): returns the output and the target that loss_fn takes (default: for pairs, the model
+        applied to the first element, and the second).
+    shuffle, seed: as in `Trainer.setup`.
+    exact: the weights are bit for bit those of `Trainer.setup(exact=True)` with micro_batch=nsamples and global_batch=
+        nsamples * replicas, on any number of processes.
+    loading: `readers` (default: one process; none for arrays and tensors, which are in memory) and `collate_fn`.
+    optimization: `fused` and `train_mode`. runtime: `backend`, `timeout_s` and `threads`.
+    """
+    for name, value in (("nsamples", nsamples), ("cycle", cycle), ("buffersize", buffersize)):
+        check_value(name, value, int | None, least=1)
+    check_value("epochs", epochs, int, least=1)
+    if cycle is not None and epochs != 1:
+        raise ValueError(
+            f"epochs={epochs} and cycle={cycle} both limit the run: give epochs (passes over the data) or cycle (steps)"
+        )
+    if not callable(optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, but every replica needs its own: pass a function from "
+            "parameters to a torch optimizer, such as lambda params: torch.optim.AdamW(params, lr=1e-3)"
+        )
+    check_unused(loading, ("readers", "collate_fn"), "prepare_training")
+    check_unused(optimization, ("fused", "train_mode"), "prepare_training")
+    check_unused(runtime, ("backend", "timeout_s", "threads"), "prepare_training")
+    world, chosen = _choose_devices(devices)
+    with ExitStack() as stack:
+        stack.enter_context(process_settings(world, exact=exact, threads=runtime.threads))
+        communicator = connect(world, runtime.backend, runtime.timeout_s)
+        stack.callback(communicator.close)
+        counts = [int(count) for count in gather(str(len(chosen)), communicator)]
+        loader = StepLoader(
+            dataset,
+            chosen,
+            counts,
+            communicator,
+            epochs=epochs,
+            cycle=cycle,
+            batch_size=nsamples,
+            shuffle=shuffle,
+            seed=seed,
+            readers=loading.readers,
+            collate_fn=loading.collate_fn,
+            buffersize=buffersize,
+            size_name="nsamples",
+        )
+        stack.callback(loader.close)
+
+        def make_replica(model: Any, communicator: Communicator) -> Replica:
+            fused, train_mode = optimization.fused, optimization.train_mode
+            return Replica(model, optimizer, scheduler, communicator, seed, fused=fused, train_mode=train_mode)
+
+        # The first replica is the user's model with rank 0's weights, the others are copies of it.
+        replicas = [make_replica(model, communicator)]
+        for device in chosen[1:]:
+            alone = SingleCommunicator(World(device=device))
+            replicas.append(make_replica(copy.deepcopy(replicas[0].model), alone))
+        buffers = [BufferWatch(replica.model) for replica in replicas]
+        parameters = [replica.parameters for replica in replicas]
+        exchange = ReplicaSteps(replicas[0].model, parameters, buffers, communicator, counts, exact=exact)
+        stack.callback(exchange.close)
+        report_missing_peer_access(chosen)
+        return TrainingState(
+            chosen,
+            loader,
+            replicas,
+            buffers,
+            exchange,
+            communicator,
+            sum(counts[: world.rank]),
+            forward_fn or _apply_to_first,
+            seed,
+            FittingBackward(exact=exact),
+            stack.pop_all(),
+        )
+
+
+def _apply_to_first(model: Any, batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, Sequence) or len(batch) != 2:
+        raise TypeError(
+            f"a batch is a {type(batch).__name__}, not a pair of inputs and targets: give prepare_training a "
+            "forward_fn(model, batch) that returns output and target"
+        )
+    x, target = batch
+    return (model(x) if callable(model) else model.forward(x)), target
 
 
 def _choose_devices(devices: Sequence[torch.device | str] | None) -> tuple[World, tuple[torch.device, ...]]:
