@@ -31,15 +31,16 @@ class EarlyStopping:
         check_value("mode", mode, Literal["min", "max"])
         self._patience = patience
         self._min_delta = min_delta
-        self._mode = mode
+        self._sign = 1 if mode == "max" else -1
         self.best: float | None = None
         self.num_bad = 0
 
     def is_over(self, value: float) -> bool:
         """Add the metric's next value. Returns whether the last `patience` values brought no improvement."""
-        gain = math.inf if self.best is None else self.best - value if self._mode == "min" else value - self.best
-        if gain > self._min_delta and not math.isnan(value):
-            self.best = float(value)
+        value = float(value)
+        is_better = self.best is None or self._sign * (value - self.best) > self._min_delta
+        if is_better and not math.isnan(value):
+            self.best = value
             self.num_bad = 0
         else:
             self.num_bad += 1

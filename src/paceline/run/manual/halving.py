@@ -29,7 +29,6 @@ class FittingBackward:
         loss_of: Callable[[Any], torch.Tensor],
         batch: Any,
         num_samples: int,
-        *,
         model: Any,
         device: torch.device,
         undo: Callable[[], None],

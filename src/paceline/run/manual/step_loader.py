@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -26,23 +27,20 @@ from paceline.plan.steps import Position, Steps
 class DeviceFeed:
     """One batch per device and step, on the device. The same feed serves the devices of all processes.
 
-    devices: those of this process. counts: devices of each process, by rank. batch_size: samples per device and step;
-    None where the data has its own size. buffersize: steps to read ahead; None: two batches per reader. size_name: the
-    user's name for batch_size.
+    options: its micro_batch is the number of samples per device and step, None where the data has its own batch size;
+    `size_name` is the user's name for it. devices: those of this process. counts: devices of each process, by rank.
+    buffersize: steps to read ahead; None: two batches per reader.
     """
 
     def __init__(
         self,
         data: Any,
+        options: LoadingOptions,
+        seed: int,
         devices: Sequence[torch.device],
         counts: Sequence[int],
         communicator: Communicator,
         *,
-        batch_size: int | None,
-        shuffle: bool | None,
-        seed: int,
-        readers: int | None,
-        collate_fn: Callable[[list[Any]], Any] | None,
         drop_last: bool = False,
         buffersize: int | None = None,
         size_name: str,
@@ -51,14 +49,8 @@ class DeviceFeed:
         total = bounds[-1]
         if isinstance(data, PerWorker) and len(data.iterables) != total:
             raise ValueError(f"PerWorker has {len(data.iterables)} iterables for {total} devices: give one per device")
-        options = LoadingOptions(
-            micro_batch=batch_size,
-            batches_per_step=total if isinstance(data, Batches | PerWorker) else None,
-            strategy_sets_step=True,
-            shuffle=shuffle,
-            readers=readers,
-            collate_fn=collate_fn,
-        )
+        batches_per_step = total if isinstance(data, Batches | PerWorker) else None
+        options = replace(options, batches_per_step=batches_per_step, strategy_sets_step=True)
         adopted = adopt(data, options, seed)
         if adopted.micro_batch is None:
             raise ValueError(f"{size_name} is missing: give the number of samples per device and step")
@@ -81,7 +73,7 @@ class DeviceFeed:
             seed,
             adopted.shuffle,
             adopted.feed,
-            readers=adopted.readers if in_memory or readers is not None else max(1, adopted.readers),
+            readers=adopted.readers if in_memory or options.readers is not None else max(1, adopted.readers),
             prefetch=None if buffersize is None else len(devices) * buffersize,
             weight_fn=lambda _: 1,  # the weights of these batches are not used
             collate_fn=adopted.collate_fn,
@@ -186,14 +178,11 @@ class DataParallelDataLoader(DeviceFeed):
             raise ValueError("devices is empty: name at least one, or leave it out for all")
         super().__init__(
             data,
+            LoadingOptions(micro_batch=batch_size, shuffle=shuffle, readers=readers, collate_fn=collate_fn),
+            seed,
             chosen,
             [len(chosen)],
             SingleCommunicator(World(device=torch.device("cpu"))),
-            batch_size=batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            readers=readers,
-            collate_fn=collate_fn,
             drop_last=drop_last,
             size_name="batch_size",
         )

@@ -22,6 +22,7 @@ from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.settings import check_value
 from paceline.core.world import World, choose_device
 from paceline.core.world import devices as all_devices
+from paceline.data.adopt import LoadingOptions
 from paceline.data.sources.batches import num_samples_of
 from paceline.run.batch_norm import batch_norm_in_training
 from paceline.run.determinism import process_settings
@@ -45,8 +46,8 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 class TrainingState:
     """The result of `prepare_training`. Close it, or use it as a context manager, to end readers and restore settings.
 
-    `models[i]`, `optimizers[i]` and `devices[i]` belong to replica i of this process; the replicas are equal after
-    every `update`. `loader` gives the batches of each step, `step` counts the completed ones.
+    `models[i]`, `optimizers[i]` (a list where it has several) and `devices[i]` belong to replica i of this process; the
+    replicas are equal after every `update`. `loader` gives the batches of each step, `step` counts the completed ones.
     """
 
     devices: tuple[torch.device, ...]
@@ -63,19 +64,12 @@ class TrainingState:
     step: int = 0
 
     def __post_init__(self) -> None:
+        self.models = tuple(replica.model for replica in self._replicas)
+        self.optimizers = tuple(only_or_all(replica.optimizers) for replica in self._replicas)
         self._finite_watch = FiniteWatch()
         self._offers: list[Offer | None] = [None] * len(self._replicas)
         self._numbers: Numbers | None = None
         self._is_synchronized = False
-
-    @property
-    def models(self) -> tuple[Any, ...]:
-        return tuple(replica.model for replica in self._replicas)
-
-    @property
-    def optimizers(self) -> tuple[Any, ...]:
-        """The optimizer of each replica; a list of them where it has several."""
-        return tuple(only_or_all(replica.optimizers) for replica in self._replicas)
 
     @property
     def epoch(self) -> int:
@@ -123,7 +117,7 @@ class TrainingState:
         buffers.begin()
         seed_device(device, derive_seed(self._seed, Purpose.MICRO_BATCH, self.step, self._first + index))
         try:
-            loss = self._backward(loss_of, batch, num_samples, model=replica.model, device=device, undo=undo)
+            loss = self._backward(loss_of, batch, num_samples, replica.model, device, undo)
         except Exception as error:
             undo()
             if num_samples == 1 and isinstance(error, ValueError) and batch_norm_in_training(replica.model) is not None:
@@ -269,16 +263,15 @@ def prepare_training(
         counts = [int(count) for count in gather(str(len(chosen)), communicator)]
         loader = StepLoader(
             dataset,
+            LoadingOptions(
+                micro_batch=nsamples, shuffle=shuffle, readers=loading.readers, collate_fn=loading.collate_fn
+            ),
+            seed,
             chosen,
             counts,
             communicator,
             epochs=epochs,
             cycle=cycle,
-            batch_size=nsamples,
-            shuffle=shuffle,
-            seed=seed,
-            readers=loading.readers,
-            collate_fn=loading.collate_fn,
             buffersize=buffersize,
             size_name="nsamples",
         )
