@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.api.functional import LOSSES_PER_READ, verbose_lines
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import NonFiniteError
 from paceline.core.seeding import host_randomness
@@ -23,8 +22,8 @@ from paceline.data.sources.base import Cycle, Source
 from paceline.run.assemble import assemble
 from paceline.run.config import RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
+from paceline.run.manual.functional import LOSSES_PER_READ, checked_loss, verbose_lines
 from paceline.run.manual.replicas import shared_parameter
-from paceline.run.manual.training_state import checked_loss
 from paceline.run.saving.state import load_model, model_state
 from paceline.run.settings import Optimization, Runtime, check_unused
 from paceline.run.step.loop import StepRecord

@@ -60,7 +60,7 @@ class FittingBackward:
                     f"{num_samples} samples at once do not fit in the memory of {device}: they are run in parts of at "
                     f"most {smaller}, with the same result to rounding. To avoid the failed attempts, choose "
                     f"nsamples={smaller} and more devices",
-                    stacklevel=4,
+                    stacklevel=3,
                 )
             self._fitting[device] = size = smaller
 

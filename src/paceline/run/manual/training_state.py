@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -18,16 +17,11 @@ from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import MisuseError
-from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.settings import check_value
 from paceline.core.world import World, choose_device
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import LoadingOptions
-from paceline.data.sources.batches import num_samples_of
-from paceline.run.batch_norm import batch_norm_in_training
 from paceline.run.determinism import process_settings
-from paceline.run.evaluation.evaluate import Division, evaluate
-from paceline.run.evaluation.validation import Validation, loss_and_accuracy
 from paceline.run.manual.halving import FittingBackward
 from paceline.run.manual.step_loader import StepLoader
 from paceline.run.settings import Loading, Optimization, Runtime, check_unused
@@ -35,11 +29,9 @@ from paceline.run.step.checks import FiniteWatch
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory, only_or_all
 from paceline.sync.averaging.replica_steps import BufferWatch, Offer, ReplicaSteps
 from paceline.sync.numbers import Numbers
-from paceline.sync.replica_gradients import Reduce
 
-# From model and batch to the model's output and its target, and from these to the loss.
+# From model and batch to the model's output and its target.
 Forward = Callable[[Any, Any], tuple[Any, Any]]
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(eq=False)
@@ -48,28 +40,29 @@ class TrainingState:
 
     `models[i]`, `optimizers[i]` (a list where it has several) and `devices[i]` belong to replica i of this process; the
     replicas are equal after every `update`. `loader` gives the batches of each step, `step` counts the completed ones.
+    All other attributes are internal.
     """
 
     devices: tuple[torch.device, ...]
     loader: StepLoader
-    _replicas: list[Replica]
-    _buffers: list[BufferWatch]
-    _exchange: ReplicaSteps
-    _communicator: Communicator
-    _first: int  # the number of replica 0 of this process among all replicas
-    _forward_fn: Forward
-    _seed: int
-    _backward: FittingBackward
+    replicas: list[Replica]
+    buffers: list[BufferWatch]
+    exchange: ReplicaSteps
+    communicator: Communicator
+    first_number: int  # of this process's replicas among all
+    forward_fn: Forward
+    seed: int
+    backward: FittingBackward
     _cleanup: ExitStack
     step: int = 0
 
     def __post_init__(self) -> None:
-        self.models = tuple(replica.model for replica in self._replicas)
-        self.optimizers = tuple(only_or_all(replica.optimizers) for replica in self._replicas)
-        self._finite_watch = FiniteWatch()
-        self._offers: list[Offer | None] = [None] * len(self._replicas)
-        self._numbers: Numbers | None = None
-        self._is_synchronized = False
+        self.models = tuple(replica.model for replica in self.replicas)
+        self.optimizers = tuple(only_or_all(replica.optimizers) for replica in self.replicas)
+        self.finite_watch = FiniteWatch()
+        self.offers: list[Offer | None] = [None] * len(self.replicas)
+        self.newest_numbers: Numbers | None = None
+        self.is_synchronized = False
 
     @property
     def epoch(self) -> int:
@@ -78,92 +71,27 @@ class TrainingState:
 
     @property
     def is_main(self) -> bool:
-        return self._communicator.world.is_main
+        return self.communicator.world.is_main
 
     @property
     def has_scheduler(self) -> bool:
-        return bool(self._replicas[0].schedulers)
+        return bool(self.replicas[0].schedulers)
 
     @property
     def learning_rate(self) -> float:
-        return self._replicas[0].learning_rate
+        return self.replicas[0].learning_rate
 
     @property
     def numbers(self) -> Numbers:
         """The numbers of the last synchronized step. On a GPU, reading one may wait for the device."""
-        if self._numbers is None:
+        if self.newest_numbers is None:
             raise MisuseError("no step has been synchronized yet: call sync_buffer first")
-        return self._numbers
+        return self.newest_numbers
 
     @property
     def loss(self) -> float:
         """The mean over all samples of the last step, on all replicas, before its update."""
         return self.numbers.loss
-
-    def compute(self, loss_fn: LossFunction, batch: Any, index: int) -> torch.Tensor:
-        """The gradient of one replica on its batch; returns the loss, on its device."""
-        self._check_may_compute(index)
-        replica, device, buffers = self._replicas[index], self.devices[index], self._buffers[index]
-        num_samples = num_samples_of(batch)
-
-        def loss_of(part: Any) -> torch.Tensor:
-            return checked_loss(loss_fn(*self._forward_fn(replica.model, part)))
-
-        def undo() -> None:
-            _drop_gradients(replica)
-            buffers.take()
-
-        _drop_gradients(replica)  # left by a backward of the user
-        buffers.begin()
-        seed_device(device, derive_seed(self._seed, Purpose.MICRO_BATCH, self.step, self._first + index))
-        try:
-            loss = self._backward(loss_of, batch, num_samples, replica.model, device, undo)
-        except Exception as error:
-            undo()
-            if num_samples == 1 and isinstance(error, ValueError) and batch_norm_in_training(replica.model) is not None:
-                error.add_note(
-                    "this batch has 1 sample, and BatchNorm needs more than one value per channel: choose another "
-                    f"nsamples than {self.loader.nsamples}, so that no epoch ends with one sample"
-                )
-            raise
-        self._offers[index] = Offer(num_samples, loss, buffers.take())
-        return loss
-
-    def synchronize(self, reduce: Reduce | None) -> None:
-        """Give every replica of all processes the same gradient and the same buffers."""
-        if self._is_synchronized:
-            raise MisuseError("the gradients of this step are already synchronized: call update before the next step")
-        plan, self._numbers = self._exchange.exchange(self._offers, reduce)
-        self._offers = [None] * len(self._replicas)
-        self._is_synchronized = True
-        self._finite_watch.check(self.step + 1, plan, self._numbers)
-
-    def update(self, lr: float | None) -> None:
-        """The optimizers' step on every replica."""
-        if not self._is_synchronized:
-            raise MisuseError("update was called before sync_buffer: the replicas' gradients still differ")
-        if lr is not None and self.has_scheduler:
-            raise MisuseError(f"lr={lr} contradicts the scheduler, which sets the learning rate too: give one of them")
-        for replica, device in zip(self._replicas, self.devices, strict=True):
-            if lr is not None:
-                replica.set_learning_rate(lr)
-            # All replicas draw the same random numbers.
-            seed_device(device, derive_seed(self._seed, Purpose.AFTER_STEP, self.step))
-            replica.step_optimizers()
-            replica.step_schedulers(lambda: self.loss)
-            _drop_gradients(replica)
-        self._is_synchronized = False
-        self.step += 1
-
-    def validator(self, loss_fn: LossFunction, data: Any, topk: Sequence[int]) -> Callable[[int], Validation]:
-        """A function that validates the model in an epoch on `data`, which all processes divide among themselves."""
-        division = Division(data, self._communicator, self._seed, self.loader.nsamples)
-        measure = partial(loss_and_accuracy, forward_fn=self._forward_fn, loss_fn=loss_fn, topk=topk)
-        return lambda epoch: Validation.of(self.step, epoch, evaluate(self.models[0], division, measure, None))
-
-    def finish(self) -> None:
-        """Wait for the losses that were not checked yet; one that is not finite is an error."""
-        self._finite_watch.flush()
 
     def close(self) -> None:
         """End the readers and the connection to other processes. Safe to call twice."""
@@ -174,17 +102,6 @@ class TrainingState:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _check_may_compute(self, index: int) -> None:
-        count = len(self._replicas)
-        if not 0 <= index < count:
-            raise ValueError(f"replica={index} does not exist: this process has {count}, choose 0 <= replica < {count}")
-        if self._is_synchronized:
-            raise MisuseError("train_step was called between sync_buffer and update: call update first")
-        if self._offers[index] is not None:
-            raise MisuseError(
-                f"replica {index} already has a gradient: one train_step per replica and step, then sync_buffer"
-            )
 
 
 def prepare_training(
@@ -339,20 +256,3 @@ def report_missing_peer_access(devices: Sequence[torch.device]) -> None:
             "`paceline devices` measures how fast",
             file=sys.stderr,
         )
-
-
-def checked_loss(loss: Any, advice: str = "") -> torch.Tensor:
-    """The loss as a scalar tensor that backward can start from."""
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
-    if loss.numel() != 1:
-        end = f". {advice}" if advice else ""
-        raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean(){end}")
-    if not loss.requires_grad:
-        raise ValueError("the loss has no gradient: it must be computed from the model's parameters, by torch")
-    return loss.reshape(())
-
-
-def _drop_gradients(replica: Replica) -> None:
-    for parameter in replica.parameters.values():
-        parameter.grad = None

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from paceline.core.deferred import DeferredReader
+from paceline.core.errors import MisuseError
+from paceline.core.seeding import Purpose, derive_seed, seed_device
 from paceline.core.settings import check_value
+from paceline.data.sources.batches import num_samples_of
 from paceline.observe.progress import Progress
-from paceline.run.evaluation.validation import Validation
-from paceline.run.manual.training_state import LossFunction, TrainingState
+from paceline.run.batch_norm import batch_norm_in_training
+from paceline.run.evaluation.evaluate import Division, evaluate
+from paceline.run.evaluation.validation import Validation, loss_and_accuracy
+from paceline.run.manual.training_state import TrainingState
+from paceline.run.step.replica import Replica
+from paceline.sync.averaging.replica_steps import Offer
 from paceline.sync.numbers import Numbers
 from paceline.sync.replica_gradients import Reduce
+
+# From a model's output and its target to the loss.
+LossFunction = Callable[[Any, Any], torch.Tensor]
 
 # Losses stay on the device until they are read, this many at a time.
 LOSSES_PER_READ = 256
@@ -39,7 +50,42 @@ def train_step(loss_fn: LossFunction, state: TrainingState, batch: Any, replica:
 
     Returns the loss, on its device; None without a batch.
     """
-    return None if batch is None else state.compute(loss_fn, batch, replica)
+    if batch is None:
+        return None
+    if not 0 <= replica < len(state.replicas):
+        count = len(state.replicas)
+        raise ValueError(f"replica={replica} does not exist: this process has {count}, choose 0 <= replica < {count}")
+    if state.is_synchronized:
+        raise MisuseError("train_step was called between sync_buffer and update: call update first")
+    if state.offers[replica] is not None:
+        raise MisuseError(
+            f"replica {replica} already has a gradient: one train_step per replica and step, then sync_buffer"
+        )
+    own, device, buffers = state.replicas[replica], state.devices[replica], state.buffers[replica]
+    num_samples = num_samples_of(batch)
+
+    def loss_of(part: Any) -> torch.Tensor:
+        return checked_loss(loss_fn(*state.forward_fn(own.model, part)))
+
+    def undo() -> None:
+        _drop_gradients(own)
+        buffers.take()
+
+    _drop_gradients(own)  # left by a backward of the user
+    buffers.begin()
+    seed_device(device, derive_seed(state.seed, Purpose.MICRO_BATCH, state.step, state.first_number + replica))
+    try:
+        loss = state.backward(loss_of, batch, num_samples, own.model, device, undo)
+    except Exception as error:
+        undo()
+        if num_samples == 1 and isinstance(error, ValueError) and batch_norm_in_training(own.model) is not None:
+            error.add_note(
+                "this batch has 1 sample, and BatchNorm needs more than one value per channel: choose another "
+                f"nsamples than {state.loader.nsamples}, so that no epoch ends with one sample"
+            )
+        raise
+    state.offers[replica] = Offer(num_samples, loss, buffers.take())
+    return loss
 
 
 def sync_buffer(state: TrainingState, *, reduce: Reduce | None = None) -> None:
@@ -52,7 +98,13 @@ def sync_buffer(state: TrainingState, *, reduce: Reduce | None = None) -> None:
     of gradients, one per replica with a batch in this step, and a list of their sample counts, and returns the gradient
     for all replicas. The gradient of a replica that did not use the parameter is zero.
     """
-    state.synchronize(reduce)
+    if state.is_synchronized:
+        raise MisuseError("the gradients of this step are already synchronized: call update before the next step")
+    plan, numbers = state.exchange.exchange(state.offers, reduce)
+    state.newest_numbers = numbers
+    state.offers = [None] * len(state.replicas)
+    state.is_synchronized = True
+    state.finite_watch.check(state.step + 1, plan, numbers)
 
 
 def syncgrads(state: TrainingState, *, reduce: Reduce | None = None) -> None:
@@ -65,7 +117,20 @@ def update(state: TrainingState, *, lr: float | None = None) -> None:
 
     The replicas and their optimizers are equal afterwards.
     """
-    state.update(lr)
+    if not state.is_synchronized:
+        raise MisuseError("update was called before sync_buffer: the replicas' gradients still differ")
+    if lr is not None and state.has_scheduler:
+        raise MisuseError(f"lr={lr} contradicts the scheduler, which sets the learning rate too: give one of them")
+    for replica, device in zip(state.replicas, state.devices, strict=True):
+        if lr is not None:
+            replica.set_learning_rate(lr)
+        # All replicas draw the same random numbers.
+        seed_device(device, derive_seed(state.seed, Purpose.AFTER_STEP, state.step))
+        replica.step_optimizers()
+        replica.step_schedulers(lambda: state.loss)
+        _drop_gradients(replica)
+    state.is_synchronized = False
+    state.step += 1
 
 
 def train(
@@ -99,12 +164,15 @@ def train(
         raise ValueError(f"verbose={verbose} needs the number of steps, unknown for a stream: give cycle, or False")
     losses: list[float] = []
     loss_reader = DeferredReader[Numbers](lambda numbers: losses.append(numbers.loss), batch=LOSSES_PER_READ)
-    validate = None if validation is None else state.validator(loss_fn, validation, topk)
     validations: list[Validation] = []
+    nsamples = state.loader.nsamples
+    division = None if validation is None else Division(validation, state.communicator, state.seed, nsamples)
+    measure = partial(loss_and_accuracy, forward_fn=state.forward_fn, loss_fn=loss_fn, topk=topk)
 
     def note_validation(epoch: int) -> None:
-        if validate is not None:
-            validations.append(validate(epoch))
+        if division is not None:
+            means = evaluate(state.models[0], division, measure, None)
+            validations.append(Validation.of(state.step, epoch, means))
             if verbose and state.is_main:
                 print(validations[-1], flush=True)
 
@@ -123,7 +191,7 @@ def train(
                 lines.show(state.step, state.loss)
             if validate_every is not None and state.step % validate_every == 0:
                 note_validation(epoch)
-        state.finish()
+        state.finite_watch.flush()
     if validate_every is None and epoch is not None:
         note_validation(epoch)
     loss_reader.flush()
@@ -134,3 +202,20 @@ def verbose_lines(num_steps: int | None, verbose: int | bool, *, is_main: bool, 
     """The lines that `verbose` asks for: of step 1 and every `verbose`-th; True: every step; False or 0: none."""
     is_quiet = not (verbose and is_main)
     return Progress(num_steps, every_steps=int(verbose) or None, label=label, keep_lines=True, quiet=is_quiet)
+
+
+def checked_loss(loss: Any, advice: str = "") -> torch.Tensor:
+    """The loss as a scalar tensor that backward can start from."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
+    if loss.numel() != 1:
+        end = f". {advice}" if advice else ""
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean(){end}")
+    if not loss.requires_grad:
+        raise ValueError("the loss has no gradient: it must be computed from the model's parameters, by torch")
+    return loss.reshape(())
+
+
+def _drop_gradients(replica: Replica) -> None:
+    for parameter in replica.parameters.values():
+        parameter.grad = None
