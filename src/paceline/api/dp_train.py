@@ -24,6 +24,7 @@ from paceline.run.config import RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
 from paceline.run.manual.functional import LOSSES_PER_READ, checked_loss, verbose_lines
 from paceline.run.manual.replicas import shared_parameter
+from paceline.run.run import Run
 from paceline.run.saving.state import load_model, model_state
 from paceline.run.settings import Optimization, Runtime, check_unused
 from paceline.run.step.loop import StepRecord
@@ -97,7 +98,16 @@ def dp_train(
     if optimizer is not None and lr != DEFAULT_LR:
         raise ValueError(f"lr={lr} would be ignored, since optimizer is given: set the learning rate in optimizer")
     source = Cycle(data, n_iter * replicas, seed)
-    loss_of = partial(_loss_of, loss_fn, forward_fn, target_fn)
+
+    def loss_of(model: Any, sample: Any) -> Any:
+        if forward_fn is not None:
+            output = forward_fn(model, sample)
+        else:
+            output = model(sample) if isinstance(model, nn.Module) else model.forward(sample)
+        if loss_fn is None:
+            return output
+        return loss_fn(output, sample if target_fn is None else target_fn(sample))
+
     build = partial(build_model, make_model, torch.device("cpu"), seed)
     model = build()
     _try_out(model, build(), loss_of, source)
@@ -114,8 +124,12 @@ def dp_train(
         optimization=optimization,
         runtime=runtime,
     )
-    optimizer = optimizer or partial(_adam, lr=lr)
-    train = partial(_train, config, source, loss_of, n_iter, optimizer, scheduler, verbose)
+    optimizer = optimizer or partial(torch.optim.Adam, lr=lr)
+
+    def train(model: Any) -> DpResult:
+        run = assemble(config, World.from_environment(), model, optimizer, source, scheduler=scheduler)
+        return _train(run, loss_of, n_iter, verbose)
+
     processes = min(to_start, replicas) if workers is None else workers
     if processes == 1:
         return train(model)
@@ -125,21 +139,10 @@ def dp_train(
     return DpResult(model, named_parameters(model), loss_history)
 
 
-def _train(
-    config: RunConfig,
-    source: Source,
-    loss_of: Callable[[Any, Any], torch.Tensor],
-    n_iter: int,
-    optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory | None,
-    verbose: int | bool,
-    model: Any,
-) -> DpResult:
-    world = World.from_environment()
-    run = assemble(config, world, model, optimizer, source, scheduler=scheduler)
+def _train(run: Run, loss_of: Callable[[Any, Any], torch.Tensor], n_iter: int, verbose: int | bool) -> DpResult:
     losses: list[float] = []
     loss_reader = DeferredReader[StepRecord](lambda record: losses.append(record.loss), batch=LOSSES_PER_READ)
-    with run.cleanup, verbose_lines(n_iter, verbose, is_main=world.is_main, label="iteration") as lines:
+    with run.cleanup, verbose_lines(n_iter, verbose, is_main=run.world.is_main, label="iteration") as lines:
 
         def after_iteration(record: StepRecord) -> None:
             loss_reader.add(record)
@@ -152,15 +155,12 @@ def _train(
             for sample in run.loop.micro_batches(epoch=0):
                 step(sample)
         except NonFiniteError as error:
-            if error.micro_batch is None:
-                raise
-            raise NonFiniteError(
-                f"the loss of replica {error.micro_batch} is not finite in iteration {error.step} (computed by rank "
-                f"{error.rank}): lower lr, clip with max_norm, or look at its sample",
-                step=error.step,
-                micro_batch=error.micro_batch,
-                rank=error.rank,
-            ) from error
+            if error.micro_batch is not None:  # in the terms of dp_train
+                error.args = (
+                    f"the loss of replica {error.micro_batch} is not finite in iteration {error.step} (computed by "
+                    f"rank {error.rank}): lower lr, clip with max_norm, or look at its sample",
+                )
+            raise
         loss_reader.flush()
         return DpResult(run.model, named_parameters(run.model), losses)
 
@@ -169,26 +169,6 @@ def _train_in_worker(train: Callable[[Any], DpResult], make_model: Callable[[], 
     """Return tensors and numbers only: the caller has its own model to load them into."""
     result = train(make_model)
     return {name: tensor.detach().cpu() for name, tensor in model_state(result.model).items()}, result.loss_history
-
-
-def _adam(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=lr)
-
-
-def _loss_of(
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    forward_fn: Callable[[Any, Any], Any] | None,
-    target_fn: Callable[[Any], Any] | None,
-    model: Any,
-    sample: Any,
-) -> Any:
-    if forward_fn is not None:
-        output = forward_fn(model, sample)
-    else:
-        output = model(sample) if isinstance(model, nn.Module) else model.forward(sample)
-    if loss_fn is None:
-        return output
-    return loss_fn(output, sample if target_fn is None else target_fn(sample))
 
 
 def _check_data(make_model: Callable[[], Any], data: Sequence[Any]) -> None:
