@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.run.evaluation.validation import topk_accuracy
+from paceline.run.manual.functional import topk_accuracy
 from paceline.run.manual.training_state import report_missing_peer_access as report
 
 # Replicas equal one model.

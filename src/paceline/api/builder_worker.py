@@ -16,7 +16,7 @@ from paceline.comm.messages import gather
 from paceline.core.world import World
 from paceline.plan.steps import Position
 from paceline.run.epoch_metrics import EpochMetrics, Tally
-from paceline.run.evaluation.evaluate import kept_modes
+from paceline.run.evaluation.evaluate import preserved_modes
 from paceline.run.launching.background import Channel
 from paceline.run.saving.state import model_state, optimizer_state
 from paceline.run.saving.stopping import Stopped
@@ -109,7 +109,7 @@ def _loss_and_scalars(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
 def _call_back(task: WorkerTask, trainer: Trainer, metrics: EpochMetrics) -> bool:
     """Call the callbacks of an epoch's end. Returns whether one of any worker asked to end the run."""
     answers: list[object] = []
-    with kept_modes(trainer.model):  # a callback may leave the model in evaluation mode
+    with preserved_modes(trainer.model):  # a callback may leave the model in evaluation mode
         if task.checkpoint_fn is not None and trainer.is_main and (metrics.epoch + 1) % task.checkpoint_every == 0:
             task.checkpoint_fn(metrics.epoch, trainer.model)
         if task.epoch_fn is not None:

@@ -28,7 +28,7 @@ from paceline.run.assemble import WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.config import RunConfig, Strategy
 from paceline.run.evaluation import collect
-from paceline.run.evaluation.evaluate import Division, evaluate
+from paceline.run.evaluation.evaluate import EvaluationData, evaluate
 from paceline.run.evaluation.predict import predict
 from paceline.run.report import Report
 from paceline.run.run import Run, TrainingEpoch
@@ -413,8 +413,8 @@ class Trainer:
         """
         self.run.synchronize("evaluate()")
         with self.run.timeline.during("evaluation"):
-            division = self._division(data, micro_batch, collate_fn)
-            return evaluate(self.model, division, eval_fn, self.run.weight_fn)
+            data = self._evaluation_data(data, micro_batch, collate_fn)
+            return evaluate(self.model, data, eval_fn, self.run.weight_fn)
 
     def predict(
         self,
@@ -434,11 +434,11 @@ class Trainer:
         """
         self.run.synchronize("predict()")
         with self.run.timeline.during("evaluation"):
-            return predict(self.model, self._division(data, micro_batch, collate_fn), fn or self._predict_batch)
+            return predict(self.model, self._evaluation_data(data, micro_batch, collate_fn), fn or self._predict_batch)
 
-    def _division(self, data: Any, micro_batch: int | None, collate_fn: Any) -> Division:
+    def _evaluation_data(self, data: Any, micro_batch: int | None, collate_fn: Any) -> EvaluationData:
         run = self.run
-        return Division(
+        return EvaluationData(
             data,
             run.communicator,
             run.config.seed,

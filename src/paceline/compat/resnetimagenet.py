@@ -1,7 +1,14 @@
 """ResNetImageNet.jl: training step by step with replicas of one process, and the loader that feeds them."""
 
-from paceline.run.evaluation.validation import Validation
-from paceline.run.manual.functional import TrainingHistory, sync_buffer, syncgrads, train, train_step, update
+from paceline.run.manual.functional import (
+    TrainingHistory,
+    Validation,
+    sync_buffer,
+    syncgrads,
+    train,
+    train_step,
+    update,
+)
 from paceline.run.manual.step_loader import DataParallelDataLoader
 from paceline.run.manual.training_state import TrainingState, prepare_training
 

@@ -28,7 +28,7 @@ UNNAMED = ""
 T = TypeVar("T")
 
 
-class Division:
+class EvaluationData:
     """Data in micro-batches, in its own order; `mine` are the numbers of this worker's, which may be none.
 
     micro_batch: default, the batch size of a DataLoader, or `default_size`.
@@ -64,7 +64,7 @@ class Division:
         """
         read_request = reader_of(self._source, is_weighed=is_weighed)
         handled = []
-        with kept_modes(model) as modules, torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
+        with preserved_modes(model) as modules, torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
             for module in modules:
                 module.training = False
             for number in numbers:
@@ -79,7 +79,7 @@ class Division:
 
 
 @contextmanager
-def kept_modes(model: Any) -> Iterator[list[nn.Module]]:
+def preserved_modes(model: Any) -> Iterator[list[nn.Module]]:
     """The modules of a model. At the end of the block each is in the training mode it was in."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     were_training = [module.training for module in modules]
@@ -91,7 +91,7 @@ def kept_modes(model: Any) -> Iterator[list[nn.Module]]:
 
 
 def evaluate(
-    model: Any, division: Division, eval_fn: Callable[[Any, Any], Any], weight_fn: Callable[[Any], int] | None
+    model: Any, data: EvaluationData, eval_fn: Callable[[Any, Any], Any], weight_fn: Callable[[Any], int] | None
 ) -> float | dict[str, float]:
     """The mean of `eval_fn(model, batch)` over all samples, weighted like training.
 
@@ -103,15 +103,15 @@ def evaluate(
         if read.batch is None:  # collate_fn returned no sample
             return 0, {}
         weight = read.num_samples if weight_fn is None else weight_of(read.batch, weight_fn)
-        return weight, _as_scalars(eval_fn(model, division.to_device(read.batch)), division.device)
+        return weight, _as_scalars(eval_fn(model, data.to_device(read.batch)), data.device)
 
-    own = division.visit(model, division.mine, result_of, is_weighed=weight_fn is not None)
-    zero = torch.zeros((), dtype=torch.float64, device=division.device)
+    own = data.visit(model, data.mine, result_of, is_weighed=weight_fn is not None)
+    zero = torch.zeros((), dtype=torch.float64, device=data.device)
     columns = {
         name: torch.stack([scalars.get(name, zero) for _, scalars in own]).cpu()
         for name in _common_names(scalars for _, scalars in own)
     }
-    parts = gather((columns, [weight for weight, _ in own]), division.communicator)
+    parts = gather((columns, [weight for weight, _ in own]), data.communicator)
     names = _common_names(columns for columns, _ in parts)
     if not names:
         raise ValueError("collate_fn left no sample of the data to evaluate: give it some that it keeps")

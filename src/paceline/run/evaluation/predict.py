@@ -11,13 +11,13 @@ import torch
 from paceline.data.feeds.device import map_items
 from paceline.data.sources.base import Read
 from paceline.run.evaluation.collect import gather
-from paceline.run.evaluation.evaluate import Division
+from paceline.run.evaluation.evaluate import EvaluationData
 
 # One row or item per sample.
 Column = torch.Tensor | list[Any]
 
 
-def predict(model: Any, division: Division, fn: Callable[[Any, Any], Any]) -> Any:
+def predict(model: Any, data: EvaluationData, fn: Callable[[Any, Any], Any]) -> Any:
     """The results of `fn(model, batch)` for all samples, on every worker's host.
 
     fn returns tensors with a row per sample of its micro-batch or lists with an item per sample, alone or in tuples,
@@ -33,18 +33,18 @@ def predict(model: Any, division: Division, fn: Callable[[Any, Any], Any]) -> An
                 "collate_fn left no sample of a micro-batch, so predictions would not line up with the data: give "
                 "predict() data or a collate_fn that leaves nothing out"
             )
-        return _split(fn(model, division.to_device(read.batch)), read.num_samples)
+        return _split(fn(model, data.to_device(read.batch)), read.num_samples)
 
     # A worker without a share runs the first micro-batch to learn the structure of the outputs. Samples are not counted
     # here: `_column` checks the number of rows.
-    outputs = division.visit(model, division.mine or range(1), predict_one, is_weighed=True)
+    outputs = data.visit(model, data.mine or range(1), predict_one, is_weighed=True)
     structure = outputs[0][0]
     if any(other != structure for other, _ in outputs):
         raise ValueError(
             "fn returned outputs of different structure for different micro-batches: it must return the same for all"
         )
-    own = _joined([columns for _, columns in outputs]) if division.mine else None
-    columns = _joined([part for part in gather(own, division.communicator) if part is not None])
+    own = _joined([columns for _, columns in outputs]) if data.mine else None
+    columns = _joined([part for part in gather(own, data.communicator) if part is not None])
     return _filled(structure, columns)
 
 

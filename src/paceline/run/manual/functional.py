@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from paceline.core.settings import check_value
 from paceline.data.sources.batches import num_samples_of
 from paceline.observe.progress import Progress
 from paceline.run.batch_norm import batch_norm_in_training
-from paceline.run.evaluation.evaluate import Division, evaluate
-from paceline.run.evaluation.validation import Validation, loss_and_accuracy
+from paceline.run.evaluation.evaluate import EvaluationData, evaluate
 from paceline.run.manual.training_state import TrainingState
 from paceline.run.step.replica import Replica
 from paceline.sync.averaging.replica_steps import Offer
@@ -29,6 +27,23 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 # Losses stay on the device until they are read, this many at a time.
 LOSSES_PER_READ = 256
+
+
+@dataclass(frozen=True)
+class Validation:
+    """After `step` steps, in `epoch` (from 0): the mean loss and, by k, the fraction of samples in the top k.
+
+    `accuracy` is empty where outputs and targets are not those of a classifier.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    accuracy: Mapping[int, float]
+
+    def __str__(self) -> str:
+        shown = "".join(f"  top-{k} {part:.1%}" for k, part in self.accuracy.items())
+        return f"step {self.step}  validation loss {self.loss:.6g}{shown}"
 
 
 @dataclass(frozen=True)
@@ -166,13 +181,18 @@ def train(
     loss_reader = DeferredReader[Numbers](lambda numbers: losses.append(numbers.loss), batch=LOSSES_PER_READ)
     validations: list[Validation] = []
     nsamples = state.loader.nsamples
-    division = None if validation is None else Division(validation, state.communicator, state.seed, nsamples)
-    measure = partial(loss_and_accuracy, forward_fn=state.forward_fn, loss_fn=loss_fn, topk=topk)
+    evaluation_data = (
+        None if validation is None else EvaluationData(validation, state.communicator, state.seed, nsamples)
+    )
+
+    def measure(model: Any, batch: Any) -> dict[Any, torch.Tensor]:
+        output, target = state.forward_fn(model, batch)
+        return {"loss": loss_fn(output, target), **topk_accuracy(output, target, topk)}
 
     def note_validation(epoch: int) -> None:
-        if division is not None:
-            means = evaluate(state.models[0], division, measure, None)
-            validations.append(Validation.of(state.step, epoch, means))
+        if evaluation_data is not None:
+            means: Any = evaluate(state.models[0], evaluation_data, measure, None)
+            validations.append(Validation(state.step, epoch, means.pop("loss"), means))
             if verbose and state.is_main:
                 print(validations[-1], flush=True)
 
@@ -196,6 +216,23 @@ def train(
         note_validation(epoch)
     loss_reader.flush()
     return TrainingHistory(losses, validations)
+
+
+def topk_accuracy(output: Any, target: Any, topk: Sequence[int]) -> dict[int, torch.Tensor]:
+    """By k, the fraction of samples whose class is among the k highest scores, for each k up to the number of classes.
+
+    output: (samples, classes). target: (samples,) class numbers; a number out of range is a miss. For other outputs and
+    targets the result is empty. Equal scores and NaN count as higher than the sample's own, so that a constant model
+    has accuracy 0.
+    """
+    are_tensors = isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor)
+    if not are_tensors or output.ndim != 2 or target.shape != output.shape[:1] or target.is_floating_point():
+        return {}
+    num_classes, target = output.shape[1], target.to(output.device)
+    own = output.gather(1, target.clamp(0, num_classes - 1).unsqueeze(1))
+    num_higher = (~(output < own)).sum(1) - 1
+    is_class = (target >= 0) & (target < num_classes)
+    return {k: (is_class & (num_higher < k)).double().mean() for k in topk if k <= num_classes}
 
 
 def verbose_lines(num_steps: int | None, verbose: int | bool, *, is_main: bool, label: str = "step") -> Progress:
