@@ -375,8 +375,12 @@ def spread() -> list[nn.Module]:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no model": (lambda: [], ValueError, r"models is empty: give at least 1 replica in every process"),
-    "one model": (lambda: lines((2, 2)), ValueError, r"1 model in a single process .* at least 2 replicas, or start"),
+    "no model": (
+        lambda: [],
+        ValueError,
+        r"models has 0 replicas: give at least 2, or at least 1 in each of",
+    ),
+    "one model": (lambda: lines((2, 2)), ValueError, r"models has 1 replicas: give at least 2, or"),
     "not a list": (lambda: nn.Sequential(*lines((2, 2))), TypeError, r"models is one Sequential: give a list of repli"),
     "count": (
         lambda: [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)],

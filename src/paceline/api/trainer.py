@@ -44,10 +44,15 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """A training run whose loop is yours. Make one with `Trainer.setup`. `run` holds the run's parts."""
+    """A training run whose loop is yours. Make one with `Trainer.setup`.
+
+    model: the module that was passed in or built, on this worker's device. run: the run's parts.
+    """
 
     def __init__(self, run: Run, *, is_head: bool = False) -> None:
         self.run = run
+        self.model = run.model
+        self._loop = run.loop
         self._is_head = is_head
 
     @classmethod
@@ -228,10 +233,6 @@ class Trainer:
         return Builder(model_factory, optim_factory, train_fn)
 
     @property
-    def model(self) -> Any:
-        return self.run.model
-
-    @property
     def unwrapped_model(self) -> Any:
         """The model without torch.compile's wrapper."""
         return plain_model(self.model)
@@ -239,12 +240,12 @@ class Trainer:
     @property
     def optimizer(self) -> Any:
         """The optimizer; a list if there are several."""
-        return only_or_all(self.run.loop.replica.optimizers)
+        return only_or_all(self._loop.replica.optimizers)
 
     @property
     def scheduler(self) -> Any:
         """The scheduler; a list if there are several, None if there is none."""
-        return only_or_all(self.run.loop.replica.schedulers or [None])
+        return only_or_all(self._loop.replica.schedulers or [None])
 
     @property
     def world(self) -> World:
@@ -257,7 +258,7 @@ class Trainer:
     @property
     def position(self) -> Position:
         """The next step to take."""
-        return self.run.loop.position
+        return self._loop.position
 
     @property
     def last_record(self) -> StepRecord | None:
@@ -265,15 +266,15 @@ class Trainer:
 
         Unlike the return value of `step`, it is also there on a worker that had no share in that step.
         """
-        return self.run.loop.last_record
+        return self._loop.last_record
 
     @property
     def is_repeating(self) -> bool:
         """Whether exact mode repeats a step, so that the same micro-batches come again.
 
-        Sums that a loop's body keeps count them twice then. Records do not: a step has one.
+        Sums that the loop's body keeps then count them twice. Records do not: a step has one.
         """
-        return self.run.loop.is_repeating
+        return self._loop.is_repeating
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -297,14 +298,14 @@ class Trainer:
         Inside `every` or `every_epoch`, on all workers.
         """
         self.run.check_between_steps("end()")
-        self.run.loop.max_steps = self.position.step
+        self._loop.max_steps = self.position.step
 
     def end_epoch(self) -> None:
         """End the epoch after this step, on all workers; the next one begins. Inside `every` only.
 
         trainer.every(1, lambda record: trainer.end_epoch() if record.loss < 0.1 else None)
         """
-        self.run.loop.end_epoch()
+        self._loop.end_epoch()
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of a micro-batch as the head computes it, in the run's precision; see `setup_head`."""
@@ -327,22 +328,24 @@ class Trainer:
         """
         if self.run.config.runtime.capture == "on":
             raise MisuseError('capture="on" needs the loss as a function: use trainer.step_with, or capture="auto"')
-        self.run.check_open()
+        if self._loop.is_closed:
+            self.run.check_open()
         if create_graph:
             raise MisuseError(
                 "backward(create_graph=True) would need the graph of gradients that are exchanged as numbers: for a "
                 "gradient penalty call torch.autograd.grad(loss, inputs, create_graph=True), add the penalty to the "
                 "loss and pass the sum to trainer.backward"
             )
-        self.run.loop.backward(loss, retain_graph=retain_graph)
+        self._loop.backward(loss, retain_graph=retain_graph)
 
     def step(self) -> StepRecord | None:
         """End this micro-batch. If it was this worker's last of the step, complete the step and return its record.
 
         A worker without a share in a step does not get here: `last_record` has the record on every worker.
         """
-        self.run.check_open()
-        return self.run.loop.step()
+        if self._loop.is_closed:
+            self.run.check_open()
+        return self._loop.step()
 
     def step_with(self, loss_of: Callable[[Any], torch.Tensor]) -> StepFunction:
         """A function that runs a micro-batch: the loss in the run's precision, `backward` and `step`.
@@ -369,7 +372,7 @@ class Trainer:
         without a share in the step does not run the body. In hooks and between epochs all workers call it. For a rate
         that depends on the step alone, prefer `scheduler=`.
         """
-        self.run.loop.set_learning_rate(float(lr), -1 if group is None else group)
+        self._loop.set_learning_rate(float(lr), -1 if group is None else group)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes in the run's precision."""
@@ -377,18 +380,18 @@ class Trainer:
 
     def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
         """Call `hook(record)` after every `steps` steps, on all workers together: for evaluation inside an epoch."""
-        self.run.loop.every(steps, hook)
+        self._loop.every(steps, hook)
 
     def every_epoch(self, epochs: int, hook: Callable[[int], object]) -> None:
         """Call `hook(number)` at the end of every `epochs` epochs, on all workers together."""
-        self.run.loop.every_epoch(epochs, hook)
+        self._loop.every_epoch(epochs, hook)
 
     def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
         """Call `hook(parameters)` in every step, before clipping: `parameters[name].grad` is the global batch's mean.
 
         The hook may change the gradients, on all workers alike. It draws the same random numbers on all of them.
         """
-        self.run.loop.on_gradients(hook)
+        self._loop.on_gradients(hook)
 
     def listen(self, listener: Callable[[Event], object]) -> None:
         """Call `listener(event)` for events beside the steps, the same on all workers.
@@ -401,7 +404,7 @@ class Trainer:
 
     def report(self) -> Report:
         """How the workers spent their time so far; print it for a table."""
-        return self.run.loop.report()
+        return self._loop.report()
 
     def evaluate(
         self, data: Any, eval_fn: Callable[[Any, Any], Any], *, micro_batch: int | None = None, collate_fn: Any = None
@@ -428,8 +431,8 @@ class Trainer:
 
         fn: returns tensors with a row per sample, or lists with an item per sample, alone or in tuples, dicts and
             dataclasses; default: `model(batch)`, for pairs `model(batch.x)`, in the run's precision, or the head's
-            prediction. A worker without a share of few samples calls it too, to learn the structure of its result.
-        Every worker gets all results, in tensors on its host: predict outputs that do not fit there twice in parts. A
+            prediction. With few samples, a worker without a share calls it too, to learn the structure of its result.
+        Every worker gets all results, in tensors on its host; where they do not fit there twice, predict in parts. A
         tensor whose rows differ in shape becomes a list of rows. Between epochs or inside `every`, as `evaluate`.
         """
         self.run.synchronize("predict()")
@@ -438,14 +441,7 @@ class Trainer:
 
     def _evaluation_data(self, data: Any, micro_batch: int | None, collate_fn: Any) -> EvaluationData:
         run = self.run
-        return EvaluationData(
-            data,
-            run.communicator,
-            run.config.seed,
-            run.steps.micro_batch,
-            micro_batch=micro_batch,
-            collate_fn=collate_fn,
-        )
+        return EvaluationData(data, run.communicator, run.config.seed, run.steps.micro_batch, micro_batch, collate_fn)
 
     def _predict_batch(self, model: Any, batch: Any) -> Any:
         with self.autocast():
@@ -530,7 +526,7 @@ class Trainer:
         Between epochs or inside `every`, on all workers. From a hook the checkpoint is written at the end of the step.
         """
         self.run.check_between_steps("save()")
-        self.run.checkpointer.save(self.run.loop, metrics or {})
+        self.run.checkpointer.save(self._loop, metrics or {})
 
     def request_save(self) -> None:
         """Have all workers save after one of the next steps. From any worker and any thread."""
@@ -555,5 +551,5 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:
-            self.run.loop.explain(error)
+            self._loop.explain(error)
         self.run.close(has_failed=kind is not None)

@@ -40,7 +40,6 @@ class EvaluationData:
         communicator: Communicator,
         seed: int,
         default_size: int,
-        *,
         micro_batch: int | None = None,
         collate_fn: Any = None,
     ) -> None:

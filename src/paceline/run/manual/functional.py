@@ -67,9 +67,7 @@ def train_step(loss_fn: LossFunction, state: TrainingState, batch: Any, replica:
     """
     if batch is None:
         return None
-    if not 0 <= replica < len(state.replicas):
-        count = len(state.replicas)
-        raise ValueError(f"replica={replica} does not exist: this process has {count}, choose 0 <= replica < {count}")
+    check_value("replica", replica, int, least=0, most=len(state.replicas) - 1)
     if state.is_synchronized:
         raise MisuseError("train_step was called between sync_buffer and update: call update first")
     if state.offers[replica] is not None:

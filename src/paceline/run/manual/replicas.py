@@ -54,12 +54,10 @@ def check_models(models: Sequence[Any]) -> None:
     """Refuse models that are not replicas of one model."""
     if isinstance(models, nn.Module):
         raise TypeError(f"models is one {type(models).__name__}: give a list of replicas, such as [model0, model1]")
-    if not models:
-        raise ValueError("models is empty: give at least 1 replica in every process")
-    if len(models) == 1 and World.from_environment("cpu").size == 1:
+    if len(models) < (2 if World.from_environment("cpu").size == 1 else 1):
         raise ValueError(
-            "1 model in a single process has no other to exchange with: give at least 2 replicas, or start the script "
-            "on several workers, with `paceline run` or torchrun"
+            f"models has {len(models)} replicas: give at least 2, or at least 1 in each of several processes, started "
+            "by `paceline run` or torchrun"
         )
     for number, model in enumerate(models):
         refuse_wrapped(model)
