@@ -14,10 +14,12 @@ from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+from waiting import wait_until
 from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.api import builder as builder_module
+from paceline.run.launching.background import Channel
 
 X, Y = vectors(50)
 EPOCHS = 3
@@ -371,16 +373,22 @@ def test_a_scalar_must_be_one_number() -> None:
         ready(train_fn=lambda model, batch: (loss_of(model, batch), {"logits": model(batch.x)[0]})).run().join()
 
 
-def test_a_run_with_checkpoints_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_a_run_with_checkpoints_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = with_builder(exact=True)
     is_started = Event()
     calls: list[int] = []
+    channels: list[Channel] = []
+    train = builder_module.train
+    monkeypatch.setattr(
+        builder_module, "train", lambda task, channel: (channels.append(channel), train(task, channel))[1]
+    )
 
     def train_fn(model: Any, batch: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 3 * 8:
             is_started.wait()
             handle.stop()
+            wait_until(channels[-1].is_stop_requested)  # the request is relayed by a thread
         return loss_of(model, batch)
 
     checkpoints = pl.Checkpoints(tmp_path / "run", every_steps=100)
