@@ -14,10 +14,12 @@ from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
+from waiting import wait_until
 from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.api import builder as builder_module
+from paceline.run.launching.background import Channel
 
 X, Y = vectors(50)
 EPOCHS = 3
@@ -64,30 +66,30 @@ def test_what_is_missing_is_named(missing: str) -> None:
     builder = empty()
     for name in values.keys() - {missing}:
         getattr(builder, name)(values[name])
-    with pytest.raises(ValueError, match=rf"^{missing} is missing: give .* with \.{missing}\(\.\.\.\)"):
+    with pytest.raises(ValueError, match=rf"^{missing} is missing: give it with \.{missing}\(\.\.\.\)"):
         builder.run()
 
 
 @pytest.mark.parametrize(
     ("method", "arguments", "message"),
     [
-        ("batch_size", (0,), "batch_size=0 is not a positive integer: choose batch_size >= 1"),
-        ("batch_size", (8.0,), "batch_size=8.0 is not a positive integer"),
-        ("num_epochs", (True,), "num_epochs=True is not a positive integer"),
-        ("checkpoint_every", (0,), "checkpoint_every=0 is not a positive integer"),
-        ("seed", (1.5,), "seed=1.5 is a float: choose an int"),
-        ("policy", ("fast",), "policy='fast' is unknown: choose one of 'sync', 'cadence', 'async'"),
-        ("backend", ("nccl",), "backend='nccl' is unknown: choose one of 'device', 'cpu'"),
-        ("max_grad_norm", (-1,), "max_grad_norm=-1 must be a number >= 0"),
-        ("lr_scale_ratio", (2,), "lr_scale_ratio=2: choose 0"),
+        ("batch_size", (0,), "batch_size=0 must be >= 1"),
+        ("batch_size", (8.0,), "batch_size=8.0 must be an int"),
+        ("num_epochs", (True,), "num_epochs=True must be an int"),
+        ("checkpoint_every", (0,), "checkpoint_every=0 must be >= 1"),
+        ("seed", (1.5,), "seed=1.5 must be an int"),
+        ("policy", ("fast",), "policy='fast' is unknown: choose 'sync', 'cadence' or 'async'"),
+        ("backend", ("nccl",), "backend='nccl' is unknown: choose 'device' or 'cpu'"),
+        ("max_grad_norm", (-1,), "max_grad_norm=-1 must be >= 0"),
+        ("lr_scale_ratio", (2,), "lr_scale_ratio=2 must be >= 0 and <= 1"),
         ("overhead_target", (0,), "overhead_target=0 is not a part of compute time"),
         ("anchor", (0,), "anchor=0 is not a positive integer"),
         ("max_anchor", (1.5,), "max_anchor=1.5 is not a positive integer"),
         ("max_batch_diff", (0,), "max_batch_diff=0 is not a positive integer"),
         ("divergence_threshold", (-1.0,), "threshold"),
         ("speed_hint", (0, -2.0), "ratio=-2.0 is not a ratio of speeds"),
-        ("speed_hint", (0.5, 2.0), "slow_rank=0.5 is a float: choose an int"),
-        ("devices", (0,), "devices=0 is not a positive integer"),
+        ("speed_hint", (0.5, 2.0), "slow_rank=0.5 must be an int"),
+        ("devices", (0,), "devices=0 must be >= 1"),
         ("devices", ("cpu",), "devices='cpu': give a list of devices"),
         ("devices", (["cuda:7"],), "device='cuda:7' is not available"),
     ],
@@ -371,16 +373,22 @@ def test_a_scalar_must_be_one_number() -> None:
         ready(train_fn=lambda model, batch: (loss_of(model, batch), {"logits": model(batch.x)[0]})).run().join()
 
 
-def test_a_run_with_checkpoints_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+def test_a_run_with_checkpoints_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = with_builder(exact=True)
     is_started = Event()
     calls: list[int] = []
+    channels: list[Channel] = []
+    train = builder_module.train
+    monkeypatch.setattr(
+        builder_module, "train", lambda task, channel: (channels.append(channel), train(task, channel))[1]
+    )
 
     def train_fn(model: Any, batch: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == 3 * 8:
             is_started.wait()
             handle.stop()
+            wait_until(channels[-1].is_stop_requested)  # the request is relayed by a thread
         return loss_of(model, batch)
 
     checkpoints = pl.Checkpoints(tmp_path / "run", every_steps=100)

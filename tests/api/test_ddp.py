@@ -375,8 +375,12 @@ def spread() -> list[nn.Module]:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "no model": (lambda: [], ValueError, r"models is empty: give at least 1 replica in every process"),
-    "one model": (lambda: lines((2, 2)), ValueError, r"1 model in a single process .* at least 2 replicas, or start"),
+    "no model": (
+        lambda: [],
+        ValueError,
+        r"models has 0 replicas: give at least 2, or at least 1 in each of",
+    ),
+    "one model": (lambda: lines((2, 2)), ValueError, r"models has 1 replicas: give at least 2, or"),
     "not a list": (lambda: nn.Sequential(*lines((2, 2))), TypeError, r"models is one Sequential: give a list of repli"),
     "count": (
         lambda: [nn.Linear(2, 2), nn.Linear(2, 2, bias=False)],
@@ -446,22 +450,20 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("counts", "kind", "message"),
+    ("counts", "message"),
     [
-        ([3], ValueError, r"counts=\[3\] has 1 numbers for 2 replicas in this process: give one for each"),
-        ([3, -1], ValueError, r"counts=\[3, -1\] contains a negative number: choose counts >= 0"),
-        ([0, 0], ValueError, r"the counts of all replicas are \[0, 0\], with sum 0: leave the step out"),
-        ([0.5, 0.5], TypeError, r"counts=\[0.5, 0.5\]: choose whole numbers"),
+        ([3], r"counts=\[3\]: give a number of samples, an int >= 0, for each of the 2 replicas in this process"),
+        ([3, -1], r"counts=\[3, -1\]: give a number of samples, an int >= 0"),
+        ([0.5, 0.5], r"counts=\[0.5, 0.5\]: give a number of samples, an int >= 0"),
+        ([0, 0], r"the counts of all replicas are \[0, 0\], with sum 0: leave the step out"),
     ],
 )
-def test_counts_that_give_no_mean_are_refused_and_no_gradient_is_touched(
-    counts: Any, kind: type[Exception], message: str
-) -> None:
+def test_counts_that_give_no_mean_are_refused_and_no_gradient_is_touched(counts: Any, message: str) -> None:
     models = branches()
     for model in models:
         model(X, "left").backward()
     before = digest(*map(gradients, models))
-    with pl.Ddp.wrap(models) as ddp, pytest.raises(kind, match=message):
+    with pl.Ddp.wrap(models) as ddp, pytest.raises(ValueError, match=message):
         ddp.weighted_all_reduce_gradients(counts)
     assert digest(*map(gradients, models)) == before
 

@@ -153,7 +153,7 @@ def test_micro_batch_and_collate_function_are_as_in_evaluation() -> None:
     count_letters = {"collate_fn": lambda texts: torch.tensor([len(text) for text in texts])}
     lengths = predict(["a", "bb", "ccc"], lambda _, batch: batch, **count_letters)
     assert lengths.tolist() == [1, 2, 3]
-    with pytest.raises(ValueError, match="micro_batch=0: choose the number of samples per call of fn, >= 1"):
+    with pytest.raises(ValueError, match="micro_batch=0 must be >= 1"):
         predict(torch.arange(3), micro_batch=0)
 
 

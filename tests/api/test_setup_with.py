@@ -72,7 +72,7 @@ def test_b10_the_mean_gradient_is_clipped() -> None:
 
 
 def test_a_bad_knob_is_found_at_once() -> None:
-    with pytest.raises(ValueError, match="max_anchor=-1: choose None, 0, or an int >= 1"):
+    with pytest.raises(ValueError, match="max_anchor=-1 must be >= 0"):
         pl.compat.flodl.DdpConfig(max_anchor=-1)
     with pytest.raises(ValueError, match="overhead_target=0 is not a part of compute time"):
         pl.compat.flodl.DdpConfig(overhead_target=0)

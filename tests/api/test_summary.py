@@ -11,7 +11,7 @@ from models import mlp, vectors
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.api.summary import WorkerDevice, summary
+from paceline.api.summary import summary
 from paceline.run.assemble import _check_device
 
 H200, OLD = "NVIDIA H200 (140 GB)", "NVIDIA GeForce GTX 1060 (6 GB)"
@@ -36,7 +36,7 @@ CPU = "CPU (2 cores, 1 thread each)"
     ],
 )
 def test_workers_and_their_devices(seats: list[tuple[str, str, str]], text: str) -> None:
-    assert summary([WorkerDevice(*seat) for seat in seats]) == text
+    assert summary(seats) == text
 
 
 def setup(**settings: Any) -> pl.Trainer:
@@ -80,8 +80,9 @@ def test_the_environment_silences_it(value: str, is_silent: bool, monkeypatch: p
 
 
 def test_an_argument_silences_it_and_the_hint_at_idle_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.api.trainer.device_count", lambda: 4)
-    assert "training on 1 of 4 devices" in printed()
+    monkeypatch.setattr("paceline.api.summary.device_count", lambda: 4)
+    assert "training on 1 of 4 devices; start the script with `paceline run SCRIPT`" in printed()
+    assert "training on" not in printed(device="cpu")
     assert printed(quiet=True) == ""
 
 

@@ -312,9 +312,3 @@ def test_two_trainers_in_one_process_do_not_disturb_each_other(pool: WorkerPool)
     assert len(set(one_after_another() + side_by_side())) == 1
     for results in pool.run(one_after_another, 2):
         assert results == one_after_another()
-
-
-def test_a_hint_when_devices_lie_idle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("paceline.api.trainer.device_count", lambda: 4)
-    setup().close()
-    assert "training on 1 of 4 devices; start the script with `paceline run SCRIPT`" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from paceline.api.handle import Handle
 from paceline.api.trainer import Trainer
 from paceline.api.unknown_settings import explanation
 from paceline.core.rank_variables import is_worker
+from paceline.core.settings import check_value
 from paceline.core.world import World, choose_device
 from paceline.data.array_loader import ArrayLoader
 from paceline.plan.balance import hinted_speeds
@@ -55,8 +56,6 @@ _GROUP_METHODS = {
     ("runtime", "timeline"): "timeline",
 }
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 
 class Builder:
     """Builds a run: every method sets one thing and returns the builder; `run` starts it.
@@ -75,15 +74,15 @@ class Builder:
                 f"model_factory is a {type(model_factory).__name__}: pass a function that builds one, since every "
                 "worker needs its own"
             )
-        self._model_factory = _callable("model_factory", model_factory)
-        self._optim_factory = _callable("optim_factory", optim_factory)
-        self._train_fn = _callable("train_fn", train_fn)
         self._set: dict[str, Any] = {}
         self._settings: dict[str, Any] = {}
+        self._with_function("model_factory", model_factory)
+        self._with_function("optim_factory", optim_factory)
+        self._with_function("train_fn", train_fn)
 
     def dataset(self, dataset: Any) -> Builder:
         """The data, as for `Trainer.setup`. Started workers get a copy: for large data, pass a source that reads it."""
-        return self._with(dataset=dataset)
+        return self._with("dataset", dataset)
 
     def batch_size(self, samples: int) -> Builder:
         """Samples per optimizer step.
@@ -95,34 +94,30 @@ class Builder:
         The batch is divided into 8 micro-batches (or the largest number below that divides it evenly), whatever the
         number of workers. `settings(micro_batch=...)` chooses their size: larger for GPUs, smaller for more workers.
         """
-        return self._with(batch_size=_positive("batch_size", samples))
+        return self._with("batch_size", samples, int, least=1)
 
     def num_epochs(self, count: int) -> Builder:
         """Passes over the data."""
-        return self._with(num_epochs=_positive("num_epochs", count))
+        return self._with("num_epochs", count, int, least=1)
 
     def seed(self, seed: int) -> Builder:
         """The seed of all random numbers of the run (default 0)."""
-        return self._with(seed=_int("seed", seed))
+        return self._with("seed", seed, int)
 
     def max_grad_norm(self, limit: float) -> Builder:
         """Clip the mean gradient's norm."""
-        if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 0:
-            raise ValueError(f"max_grad_norm={limit!r} must be a number >= 0")
-        return self._with(max_grad_norm=float(limit))
+        return self._with("max_grad_norm", limit, float, least=0, finite=False)
 
     def scheduler(self, factory: Callable[[Any], Any]) -> Builder:
         """A function from the optimizer to a torch scheduler, which is stepped after every optimizer step."""
-        return self._with(scheduler=_callable("scheduler", factory))
+        return self._with_function("scheduler", factory)
 
     def lr_scale_ratio(self, ratio: float) -> Builder:
         """Multiply the learning rate by 1 + (W - 1) * ratio for W workers (default 0: not at all).
 
         For the policies that average, whose batch grows with the workers. It is applied before a scheduler is made.
         """
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
-            raise ValueError(f"lr_scale_ratio={ratio!r}: choose 0 (not at all) to 1 (in proportion to the workers)")
-        return self._with(lr_scale_ratio=float(ratio))
+        return self._with("lr_scale_ratio", ratio, float, least=0, most=1)
 
     def devices(self, devices: int | Sequence[torch.device | str]) -> Builder:
         """The devices of this machine, one worker each, or the number of workers.
@@ -130,10 +125,10 @@ class Builder:
         Default: every GPU, or one CPU worker. A device that is named twice is shared by two workers.
         """
         if isinstance(devices, int) and not isinstance(devices, bool):
-            return self._with(devices=_positive("devices", devices))
+            return self._with("devices", devices, int, least=1)
         if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
             raise ValueError(f'devices={devices!r}: give a list of devices, such as ["cuda:0", "cuda:1"], or a number')
-        return self._with(devices=tuple(choose_device(rank, device) for rank, device in enumerate(devices)))
+        return self._with("devices", tuple(choose_device(rank, device) for rank, device in enumerate(devices)))
 
     def policy(self, policy: Policy) -> Builder:
         """How workers synchronize.
@@ -142,70 +137,70 @@ class Builder:
         "cadence": every worker takes its own steps, and weights are averaged as often as the overhead target allows.
         "async": the same, and training continues while the average is computed; no step is lost.
         """
-        return self._with(policy=_one_of("policy", policy, get_args(Policy)))
+        return self._with("policy", policy, Policy)
 
     def backend(self, backend: AveragingBackend) -> Builder:
         """Average on the "device" (default; GPUs over NCCL) or on the "cpu" (Gloo), in both cases weighted by samples.
 
         CPU workers always average in shared memory.
         """
-        return self._with(backend=_one_of("backend", backend, get_args(AveragingBackend)))
+        return self._with("backend", backend, AveragingBackend)
 
     def overhead_target(self, part: float) -> Builder:
         """The overhead of averaging as a fraction of compute time: 0.01 to 0.5 (default 0.1)."""
-        return self._with_knob("overhead_target", part)
+        return self._with("overhead_target", Cadence(overhead_target=part).overhead_target)
 
     def anchor(self, steps: int) -> Builder:
         """The initial and least number of steps between two averages (default 10)."""
-        return self._with_knob("anchor", steps)
+        return self._with("anchor", Cadence(anchor=steps).anchor)
 
     def max_anchor(self, steps: int) -> Builder:
         """The largest number of steps between two averages (default 200)."""
-        return self._with_knob("max_anchor", steps)
+        return self._with("max_anchor", Cadence(max_anchor=steps).max_anchor)
 
     def max_batch_diff(self, steps: int) -> Builder:
         """The largest change of the number of steps between two averages (default: unlimited)."""
-        return self._with_knob("max_batch_diff", steps)
+        return self._with("max_batch_diff", Cadence(max_batch_diff=steps).max_batch_diff)
 
     def divergence_threshold(self, drift: float) -> Builder:
         """The relative distance of replicas above which three rises in a row halve the steps between averages."""
-        Averaging(divergence_threshold=drift)
-        return self._with(divergence_threshold=drift)
+        return self._with("divergence_threshold", Averaging(divergence_threshold=drift).divergence_threshold)
 
     def no_divergence_guard(self) -> Builder:
         """Do not measure how far replicas drift apart."""
-        return self._with(no_divergence_guard=True)
+        return self._with("no_divergence_guard", True)
 
     def speed_hint(self, slow_rank: int, ratio: float) -> Builder:
         """Every other worker is about `ratio` times as fast as `slow_rank`. Used until the speeds are measured."""
-        hinted_speeds(_int("slow_rank", slow_rank) + 1, slow_rank, ratio)
-        return self._with(speed_hint=(slow_rank, ratio))
+        check_value("slow_rank", slow_rank, int)
+        hinted_speeds(slow_rank + 1, slow_rank, ratio)
+        return self._with("speed_hint", (slow_rank, ratio))
 
     def epoch_fn(self, callback: Callable[[int, Any], object]) -> Builder:
         """Call `callback(epoch, model)` at the end of every epoch, on every worker. Returning True ends the run.
 
         Callbacks run in the workers' processes. An exception in one ends the run on all workers.
         """
-        return self._with(epoch_fn=_callable("epoch_fn", callback))
+        return self._with_function("epoch_fn", callback)
 
     def metrics_fn(self, callback: Callable[[EpochMetrics], object]) -> Builder:
         """Call `callback(metrics)` at the end of every epoch, on rank 0. Returning True ends the run."""
-        return self._with(metrics_fn=_callable("metrics_fn", callback))
+        return self._with_function("metrics_fn", callback)
 
     def checkpoint_fn(self, callback: Callable[[int, Any], object]) -> Builder:
         """Call `callback(epoch, model)` on rank 0 at the end of every `checkpoint_every` epochs, to save the model.
 
         For a run that can be resumed, use `settings(checkpoints=pl.Checkpoints(folder))`.
         """
-        return self._with(checkpoint_fn=_callable("checkpoint_fn", callback))
+        return self._with_function("checkpoint_fn", callback)
 
     def checkpoint_every(self, epochs: int) -> Builder:
         """Epochs between two calls of `checkpoint_fn` (default 1)."""
-        return self._with(checkpoint_every=_positive("checkpoint_every", epochs))
+        return self._with("checkpoint_every", epochs, int, least=1)
 
     def timeline(self, folder: str | PathLike[str]) -> Builder:
         """Record a timeline of every worker in this folder; `paceline timeline FOLDER` shows it."""
-        return self._with(timeline=Path(folder))
+        return self._with("timeline", Path(folder))
 
     def settings(self, **settings: Any) -> Builder:
         """Any other parameter of `Trainer.setup`, groups included; also num_workers, like a number of `devices`."""
@@ -218,7 +213,7 @@ class Builder:
             if name in _METHODS:
                 raise ValueError(f"settings({name}=...): use the builder's .{_METHODS[name]}(...)")
             if name == "num_workers":
-                self.devices(_positive(name, value))
+                self.devices(value)
             elif name in known:
                 self._settings[name] = value
             else:
@@ -235,20 +230,29 @@ class Builder:
         self._check_complete()
         self._check_conflicts()
         count, size, devices = self._workers()
-        settings = self._settings | self._batches(size) | self._synchronization(size, devices[0])
+        settings = self._setup_settings(size, devices[0])
         _check_early(settings, size)
         task = WorkerTask(
-            self._model_factory,
-            self._optim_factory,
-            self._train_fn,
-            self._set["dataset"],
-            self._set["num_epochs"],
-            devices,
-            settings,
-            lr_factor=1 + (size - 1) * self._set.get("lr_scale_ratio", 0.0),
+            **self._given("model_factory", "optim_factory", "train_fn", "dataset", "num_epochs"),
             **self._given("checkpoint_every", "checkpoint_fn", "epoch_fn", "metrics_fn"),
+            devices=devices,
+            settings=settings,
+            lr_factor=1 + (size - 1) * self._set.get("lr_scale_ratio", 0.0),
         )
         return Handle(Background(partial(train, task), count), size, devices)
+
+    def _with(self, name: str, value: Any, hint: Any = Any, **limits: float) -> Builder:
+        check_value(name, value, hint, **limits)
+        self._set[name] = value
+        return self
+
+    def _with_function(self, name: str, function: Callable[..., Any]) -> Builder:
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}: pass a function")
+        return self._with(name, function)
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: self._set[name] for name in names if name in self._set}
 
     def _workers(self) -> tuple[int, int, tuple[torch.device, ...]]:
         """The number of workers to start (1: a thread), the world's size, and the devices of this machine's workers."""
@@ -266,27 +270,11 @@ class Builder:
             count = size = local_size = workers_to_start(num_chosen)
         return count, size, chosen if isinstance(chosen, tuple) else tuple(map(choose_device, range(local_size)))
 
-    def _with(self, **values: Any) -> Builder:
-        self._set |= values
-        return self
-
-    def _with_knob(self, name: str, value: Any) -> Builder:
-        Cadence(**{name: value})  # checks it
-        return self._with(**{name: value})
-
-    def _given(self, *names: str) -> dict[str, Any]:
-        return {name: self._set[name] for name in names if name in self._set}
-
     def _check_complete(self) -> None:
         batches_per_step = self._settings.get("batching", Batching()).batches_per_step
-        needed = {
-            "dataset": "the data to train on",
-            "batch_size": "the samples of an optimizer step",
-            "num_epochs": "the number of passes over the data",
-        }
-        for name, meaning in needed.items():
-            if name not in self._set and not (name == "batch_size" and batches_per_step):
-                raise ValueError(f"{name} is missing: give {meaning} with .{name}(...)")
+        for name in ("dataset", "num_epochs", *(() if batches_per_step else ("batch_size",))):
+            if name not in self._set:
+                raise ValueError(f"{name} is missing: give it with .{name}(...)")
         if batches_per_step and "batch_size" in self._set:
             raise ValueError(
                 f"batch_size({self._set['batch_size']}) contradicts batches_per_step={batches_per_step}: leave one of "
@@ -294,7 +282,7 @@ class Builder:
             )
 
     def _check_conflicts(self) -> None:
-        if self._policy == "sync" and (unused := self._given(*_AVERAGING_KNOBS)):
+        if self._set.get("policy", "sync") == "sync" and (unused := self._given(*_AVERAGING_KNOBS)):
             raise ValueError(
                 f"{next(iter(unused))} would be ignored: nothing is averaged with policy('sync'). Leave it out, or "
                 "choose policy('cadence') or policy('async')"
@@ -314,39 +302,30 @@ class Builder:
                 "number of workers. Leave one of them out"
             )
 
-    @property
-    def _policy(self) -> str:
-        return str(self._set.get("policy", "sync"))
-
-    def _batches(self, num_workers: int) -> dict[str, Any]:
-        if "batch_size" not in self._set:
-            return {}
-        batch_size: int = self._set["batch_size"]
-        batches: dict[str, Any] = {"global_batch": batch_size * (1 if self._policy == "sync" else num_workers)}
-        # A loader has its own batch size.
-        if "micro_batch" not in self._settings and not isinstance(self._set["dataset"], DataLoader | ArrayLoader):
-            batches["micro_batch"] = _micro_batch(batch_size)
-        return batches
-
-    def _synchronization(self, num_workers: int, device: torch.device) -> dict[str, Any]:
-        """How workers synchronize, as parameters of `Trainer.setup`."""
-        joined = self._given("seed", "max_grad_norm", "scheduler")
+    def _setup_settings(self, num_workers: int, device: torch.device) -> dict[str, Any]:
+        """The parameters of `Trainer.setup`."""
+        settings = self._settings | self._given("seed", "max_grad_norm", "scheduler")
+        policy = self._set.get("policy", "sync")
+        if batch_size := self._set.get("batch_size"):
+            settings["global_batch"] = batch_size * (1 if policy == "sync" else num_workers)
+            # A loader has its own batch size.
+            if not isinstance(self._set["dataset"], DataLoader | ArrayLoader):
+                settings.setdefault("micro_batch", _micro_batch(batch_size))
         if "speed_hint" in self._set:
             hints = hinted_speeds(num_workers, *self._set["speed_hint"])
-            joined["balancing"] = replace(self._settings.get("balancing", Balancing()), speed_hints=hints)
-        runtime = replace(self._settings.get("runtime", Runtime()), timeline=self._set.get("timeline"))
-        if self._set.get("backend") == "cpu" and device.type == "cuda":
-            runtime = replace(runtime, backend="gloo")  # which copies a GPU's tensors through host memory
-        joined["runtime"] = runtime
-        if self._policy == "sync":
-            return joined
-        guard = {"divergence_threshold": None} if "no_divergence_guard" in self._set else {}
-        joined["strategy"] = Averaging(
-            every=Cadence(**self._given(*_CADENCE_KNOBS)),
-            overlap=self._policy == "async",
-            **(guard | self._given("divergence_threshold")),
-        )
-        return joined
+            settings["balancing"] = replace(settings.get("balancing", Balancing()), speed_hints=hints)
+        # Gloo copies a GPU's tensors through host memory.
+        backend = "gloo" if self._set.get("backend") == "cpu" and device.type == "cuda" else None
+        runtime = settings.get("runtime", Runtime())
+        settings["runtime"] = replace(runtime, timeline=self._set.get("timeline"), backend=backend)
+        if policy != "sync":
+            guard = {"divergence_threshold": None} if "no_divergence_guard" in self._set else {}
+            settings["strategy"] = Averaging(
+                every=Cadence(**self._given(*_CADENCE_KNOBS)),
+                overlap=policy == "async",
+                **(guard | self._given("divergence_threshold")),
+            )
+        return settings
 
 
 def _micro_batch(batch_size: int) -> int:
@@ -365,27 +344,3 @@ def _check_early(settings: Mapping[str, Any], num_workers: int) -> None:
     config.check_workers(num_workers)
     assert config.global_batch is not None
     config.steps_of(config.global_batch)
-
-
-def _callable(name: str, value: _Function) -> _Function:
-    if not callable(value):
-        raise TypeError(f"{name} is a {type(value).__name__}: pass a function")
-    return value
-
-
-def _int(name: str, value: int) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{name}={value!r} is a {type(value).__name__}: choose an int")
-    return value
-
-
-def _positive(name: str, value: int) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r} is not a positive integer: choose {name} >= 1")
-    return value
-
-
-def _one_of(name: str, value: Any, choices: Sequence[str]) -> str:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(map(repr, choices))}")
-    return str(value)

@@ -15,11 +15,9 @@ from paceline.api.trainer import Trainer
 from paceline.comm.messages import gather
 from paceline.core.world import World
 from paceline.plan.steps import Position
-from paceline.run.capture.step import StepFunction
 from paceline.run.epoch_metrics import EpochMetrics, Tally
-from paceline.run.evaluation.division import kept_modes
+from paceline.run.evaluation.evaluate import preserved_modes
 from paceline.run.launching.background import Channel
-from paceline.run.run import TrainingEpoch
 from paceline.run.saving.state import model_state, optimizer_state
 from paceline.run.saving.stopping import Stopped
 from paceline.run.step.build import named_parameters
@@ -58,35 +56,39 @@ class WorkerTask:
     epoch_fn: Callable[[int, Any], object] | None = None
     metrics_fn: Callable[[EpochMetrics], object] | None = None
 
-    def setup(self) -> Trainer:
-        return Trainer.setup(
-            self.model_factory,
-            partial(_scaled, self.optim_factory, self.lr_factor),
-            data=self.dataset,
-            device=self.devices[World.from_environment("cpu").local_rank],
-            **self.settings,
-        )
 
-
-def train(task: WorkerTask, post: Channel) -> TrainedState:
+def train(task: WorkerTask, channel: Channel) -> TrainedState:
     """Train on this worker."""
-    with task.setup() as trainer:
+    with Trainer.setup(
+        task.model_factory,
+        partial(_scaled, task.optim_factory, task.lr_factor),
+        data=task.dataset,
+        device=task.devices[World.from_environment("cpu").local_rank],
+        **task.settings,
+    ) as trainer:
         run = trainer.run
         tally = Tally(run)
 
+        def loss_of(batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
+            with run.autocast():
+                return _loss_and_scalars(task.train_fn(run.model, batch))
+
         def after_step(record: StepRecord) -> None:
             tally.add(record)
-            if post.is_stop_requested():
+            if channel.is_stop_requested():
                 trainer.request_stop()
 
         trainer.every(1, after_step)
-        step = trainer.run.stepping.with_function(partial(_loss_of, task, trainer))
+        step = run.stepping.with_function(loss_of)
         try:
             for epoch in trainer.epochs(task.num_epochs):
                 tally.begin()
-                _train_epoch(step, trainer, epoch, tally)
+                for batch in epoch:
+                    if scalars := step.run_micro_batch(batch):
+                        tally.note(scalars, run.loop.weight)
+                    trainer.step()
                 metrics = tally.end(epoch.number)
-                post.send(metrics.to_dict())
+                channel.send(metrics.to_dict())
                 if _call_back(task, trainer, metrics):
                     break
         except Stopped:
@@ -94,38 +96,20 @@ def train(task: WorkerTask, post: Channel) -> TrainedState:
         return _state(trainer)
 
 
-def _train_epoch(step: StepFunction, trainer: Trainer, epoch: TrainingEpoch, tally: Tally) -> None:
-    loop = trainer.run.loop
-    for batch in epoch:
-        scalars = step.run_micro_batch(batch)
-        if scalars:
-            tally.note(scalars, loop.weight)
-        trainer.step()
-
-
-def _loss_of(task: WorkerTask, trainer: Trainer, batch: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
-    with trainer.autocast():
-        return _loss_and_scalars(task.train_fn(trainer.model, batch))
-
-
 def _loss_and_scalars(returned: Any) -> tuple[torch.Tensor, Mapping[str, Any]]:
     loss, scalars = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(loss, torch.Tensor) or not isinstance(scalars, Mapping):
         raise TypeError(
-            f"train_fn returned {_kind(returned)}: return the micro-batch's loss, a tensor with one number, or "
-            '(loss, {"name": number})'
+            f"train_fn returned a {type(returned).__name__}: return the micro-batch's loss, a tensor with one number, "
+            'or (loss, {"name": number})'
         )
     return loss, scalars
-
-
-def _kind(value: Any) -> str:
-    return f"a tuple of {', '.join(map(_kind, value))}" if isinstance(value, tuple) else f"a {type(value).__name__}"
 
 
 def _call_back(task: WorkerTask, trainer: Trainer, metrics: EpochMetrics) -> bool:
     """Call the callbacks of an epoch's end. Returns whether one of any worker asked to end the run."""
     answers: list[object] = []
-    with kept_modes(trainer.model):  # a callback may leave the model in evaluation mode
+    with preserved_modes(trainer.model):  # a callback may leave the model in evaluation mode
         if task.checkpoint_fn is not None and trainer.is_main and (metrics.epoch + 1) % task.checkpoint_every == 0:
             task.checkpoint_fn(metrics.epoch, trainer.model)
         if task.epoch_fn is not None:
@@ -139,40 +123,33 @@ def _call_back(task: WorkerTask, trainer: Trainer, metrics: EpochMetrics) -> boo
 
 
 def _scaled(factory: Callable[[list[torch.Tensor]], Any], factor: float, parameters: list[torch.Tensor]) -> Any:
+    """The optimizers, with their learning rates multiplied by `factor`."""
     made = factory(parameters)
-    if factor != 1.0:
-        for optimizer in made if isinstance(made, list | tuple) else [made]:
-            for group in getattr(optimizer, "param_groups", ()):  # the run refuses other objects
-                group["lr"] = group["lr"] * factor
+    for optimizer in made if isinstance(made, list | tuple) else [made]:
+        for group in getattr(optimizer, "param_groups", ()) if factor != 1.0 else ():  # the run refuses other objects
+            group["lr"] = group["lr"] * factor
     return made
 
 
 def _state(trainer: Trainer) -> TrainedState:
+    """The final state, copied to the host. Tensors that share memory share it in the copy."""
     model = trainer.unwrapped_model
-    copies = _Copies()
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            memory = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
+            if memory not in copies:
+                copies[memory] = value.detach().to("cpu", copy=True)
+            return copies[memory]
+        if isinstance(value, Mapping):
+            return {key: copied(item) for key, item in value.items()}
+        return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
     return TrainedState(
-        model=copies.of(dict(model_state(model))),
-        parameters=copies.of(named_parameters(model)),
-        buffers=copies.of(dict(model.named_buffers()) if isinstance(model, nn.Module) else {}),
-        optimizer=copies.of(optimizer_state(trainer.run.loop.replica)),
+        model=copied(model_state(model)),
+        parameters=copied(named_parameters(model)),
+        buffers=copied(dict(model.named_buffers()) if isinstance(model, nn.Module) else {}),
+        optimizer=copied(optimizer_state(trainer.run.loop.replica)),
         position=trainer.position,
     )
-
-
-class _Copies:
-    """Copies nested states to the host. Tensors that share memory share it in the copy."""
-
-    def __init__(self) -> None:
-        self._copied: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def of(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            place = (value.device, value.data_ptr(), value.shape, value.stride(), value.dtype)
-            if place not in self._copied:
-                self._copied[place] = value.detach().to("cpu", copy=True)
-            return self._copied[place]
-        if isinstance(value, Mapping):
-            return {key: self.of(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(self.of, value))
-        return value

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from paceline.comm import connect
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
-from paceline.run.manual.replicas import Replicas, connect_replicas
+from paceline.core.world import World
+from paceline.run.manual.replicas import agree, check_models, exact_settings, move_models, tensors_of
 from paceline.run.settings import Runtime
+from paceline.run.step.build import named_parameters
+from paceline.sync.replica_gradients import ReplicaGradients
 
 
 class Ddp:
@@ -26,10 +30,32 @@ class Ddp:
         ...                                     # one optimizer step for every replica
 
     In a world of several processes all of them make the same calls in the same order.
+
+    models, devices: this process's replicas and their devices. ranks: their numbers among all replicas, for seeds and
+    for dividing the data. world_size: the number of replicas of all processes.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._replicas = replicas
+    def __init__(
+        self, models: Sequence[Any], devices: Sequence[torch.device | str] | None, *, exact: bool, timeout_s: float
+    ) -> None:
+        runtime = Runtime(timeout_s=timeout_s)
+        check_models(models)
+        self.models = tuple(models)
+        self.devices = move_models(models, devices)
+        world = World.from_environment(self.devices[0])
+        with ExitStack() as stack:
+            if exact:
+                exact_settings.hold(world)
+                stack.callback(exact_settings.release)
+            self._communicator = connect(world, runtime.backend, runtime.timeout_s)
+            stack.callback(self._communicator.close)
+            ranks = agree(models, self._communicator, exact=exact)
+            parameters = [named_parameters(model) for model in models]
+            self._gradients = ReplicaGradients(parameters, self._communicator, ranks, exact=exact)
+            stack.callback(self._gradients.close)
+            self._cleanup = stack.pop_all()
+        self.ranks = ranks[world.rank]
+        self.world_size = self._gradients.num_replicas
         self._is_open = True
 
     @classmethod
@@ -53,37 +79,15 @@ class Ddp:
             memory. Until `close`, the process uses deterministic kernels and 1 CPU thread.
         timeout_s: seconds a process waits for the others.
         """
-        return cls(connect_replicas(models, devices, exact=exact, runtime=Runtime(timeout_s=timeout_s)))
-
-    @property
-    def models(self) -> tuple[Any, ...]:
-        """This process's replicas."""
-        return self._replicas.models
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The replicas' devices."""
-        return self._replicas.devices
-
-    @property
-    def ranks(self) -> range:
-        """Their numbers among all replicas, for seeds and for dividing the data."""
-        return self._replicas.ranks
-
-    @property
-    def world_size(self) -> int:
-        """The number of replicas of all processes."""
-        return self._replicas.gradients.num_replicas
+        return cls(models, devices, exact=exact, timeout_s=timeout_s)
 
     def sync_params(self) -> None:
         """Give all replicas the parameters, frozen ones too, and the buffers of replica 0."""
-        self._check_open()
-        self._replicas.broadcast(parameters=True)
+        self._broadcast([tensors_of(model) for model in self.models])
 
     def sync_buffers(self) -> None:
         """Give all replicas the buffers of replica 0, such as BatchNorm's running statistics."""
-        self._check_open()
-        self._replicas.broadcast(parameters=False)
+        self._broadcast([tensors_of(model, "buffer") for model in self.models])
 
     def all_reduce_gradients(self) -> None:
         """Give all replicas the mean of their gradients; between backward and the optimizers' steps.
@@ -91,7 +95,7 @@ class Ddp:
         A gradient that is missing on some replicas counts as zero there; missing on all, it stays None.
         """
         self._check_open()
-        self._replicas.gradients.average([1] * self.world_size)
+        self._gradients.average([1] * self.world_size)
 
     def weighted_all_reduce_gradients(self, counts: Sequence[int]) -> None:
         """The weighted mean: over all samples, if replica i's gradient is a mean over `counts[i]` of them.
@@ -100,25 +104,30 @@ class Ddp:
         gradients are ignored.
         """
         self._check_open()
-        weights = self._replicas.gradients.gather(self._checked(counts))
+        if len(counts) != len(self.models) or not all(hasattr(n, "__index__") and n >= 0 for n in counts):
+            raise ValueError(
+                f"counts={list(counts)}: give a number of samples, an int >= 0, for each of the {len(self.models)} "
+                "replicas in this process"
+            )
+        weights = self._gradients.gather([int(n) for n in counts])
         if not any(weights):
             raise ValueError(
                 f"the counts of all replicas are {weights}, with sum 0: leave the step out, or count at least 1 sample"
             )
-        self._replicas.gradients.average(weights)
+        self._gradients.average(weights)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the exact mean. A loop that is resumed with it computes the same bits."""
-        return self._replicas.gradients.state_dict()
+        return self._gradients.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state_dict`, on any number of replicas."""
-        self._replicas.gradients.load_state_dict(state)
+        self._gradients.load_state_dict(state)
 
     def close(self) -> None:
         """Disconnect from the other processes. The replicas stay unchanged. Safe to call twice."""
         self._is_open = False
-        self._replicas.cleanup.close()
+        self._cleanup.close()
 
     def __enter__(self) -> Ddp:
         return self
@@ -130,18 +139,17 @@ class Ddp:
         if not self._is_open:
             raise MisuseError("this Ddp is closed: wrap the models again")
 
-    def _checked(self, counts: Sequence[int]) -> list[int]:
-        if len(counts) != len(self.models):
-            raise ValueError(
-                f"counts={list(counts)} has {len(counts)} numbers for {len(self.models)} replicas in this process: "
-                "give one for each"
-            )
-        try:
-            weights = [index(count) for count in counts]
-        except TypeError:
-            raise TypeError(
-                f"counts={list(counts)}: choose whole numbers, such as how many samples each took"
-            ) from None
-        if any(weight < 0 for weight in weights):
-            raise ValueError(f"counts={weights} contains a negative number: choose counts >= 0")
-        return weights
+    @torch.no_grad()
+    def _broadcast(self, tensors: list[list[torch.Tensor]]) -> None:
+        """tensors: of each replica. All get those of replica 0."""
+        self._check_open()
+        first, others = tensors[0], tensors[1:]
+        if self._communicator.world.size > 1:
+            # Not every backend carries booleans.
+            first = [t.to(torch.uint8) if t.dtype == torch.bool else t.detach().contiguous() for t in first]
+            for pending in [self._communicator.broadcast(tensor, 0) for tensor in first]:
+                pending.wait()
+            others = tensors
+        for replica in others:
+            for target, source in zip(replica, first, strict=True):
+                target.copy_(source)

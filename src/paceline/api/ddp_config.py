@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.core.settings import check_value
 from paceline.plan.balance import hinted_speeds
 from paceline.plan.cadence import Cadence
 from paceline.run.config import Strategy
@@ -26,8 +27,7 @@ class DdpConfig:
     max_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
-        if self.max_anchor is not None and (type(self.max_anchor) is not int or self.max_anchor < 0):
-            raise ValueError(f"max_anchor={self.max_anchor!r}: choose None, 0, or an int >= 1")
+        check_value("max_anchor", self.max_anchor, int | None, least=0)
         _ = self.strategy  # checks its settings
 
     @property

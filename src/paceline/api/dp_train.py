@@ -12,17 +12,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.api.loss_history import LossHistory
+from paceline.core.deferred import DeferredReader
 from paceline.core.errors import NonFiniteError
 from paceline.core.generators import host_randomness
+from paceline.core.settings import check_value
 from paceline.core.world import World, devices
 from paceline.data.feeds.device import to_device
 from paceline.data.sources.base import Cycle, Source
-from paceline.observe.progress import Progress
 from paceline.run.assemble import assemble
 from paceline.run.config import RunConfig
 from paceline.run.launching.launch import launch, workers_to_start
-from paceline.run.manual.training_state import checked_loss
+from paceline.run.manual.functional import LOSSES_PER_READ, checked_loss, verbose_lines
+from paceline.run.manual.replicas import shared_parameter
+from paceline.run.run import Run
+from paceline.run.saving.state import load_model, model_state
 from paceline.run.settings import Optimization, Runtime, check_unused
 from paceline.run.step.build import build_model, named_parameters
 from paceline.run.step.loop import StepRecord
@@ -85,10 +88,27 @@ def dp_train(
     # A worker of an existing world starts no others; alone it starts one per device. So one of these is 1.
     num_devices = World.from_environment("cpu").size * to_start
     replicas = num_devices if n_gpu is None else n_gpu
-    _check_arguments(make_model, data, replicas, workers, n_iter, lr, max_norm, verbose, optimizer)
-    processes = min(to_start, replicas) if workers is None else workers
+    _check_data(make_model, data)
+    check_value("n_gpu", replicas, int, least=1)
+    check_value("n_iter", n_iter, int, least=0)
+    check_value("lr", lr, float, least=0)
+    check_value("max_norm", max_norm, float, least=0, finite=False)
+    check_value("verbose", verbose, int | bool, least=0)
+    if workers is not None and not (type(workers) is int and 1 <= workers <= replicas):
+        raise ValueError(f"workers={workers!r} cannot share {replicas} replicas: choose 1 <= workers <= {replicas}")
+    if optimizer is not None and lr != DEFAULT_LR:
+        raise ValueError(f"lr={lr} would be ignored, since optimizer is given: set the learning rate in optimizer")
     source = Cycle(data, n_iter * replicas, seed)
-    loss_of = partial(_loss_of, loss_fn, forward_fn, target_fn)
+
+    def loss_of(model: Any, sample: Any) -> Any:
+        if forward_fn is not None:
+            output = forward_fn(model, sample)
+        else:
+            output = model(sample) if isinstance(model, nn.Module) else model.forward(sample)
+        if loss_fn is None:
+            return output
+        return loss_fn(output, sample if target_fn is None else target_fn(sample))
+
     build = partial(build_model, make_model, torch.device("cpu"), seed)
     model = build()
     _try_out(model, build(), loss_of, source)
@@ -105,115 +125,54 @@ def dp_train(
         optimization=optimization,
         runtime=runtime,
     )
-    train = partial(
-        _train,
-        config=config,
-        source=source,
-        loss_of=loss_of,
-        n_iter=n_iter,
-        optimizer=optimizer or partial(_adam, lr=lr),
-        scheduler=scheduler,
-        print_interval=int(verbose),
-    )
+    optimizer = optimizer or partial(torch.optim.Adam, lr=lr)
+
+    def train(model: Any) -> DpResult:
+        run = assemble(config, World.from_environment(), model, optimizer, source, scheduler=scheduler)
+        return _train(run, loss_of, n_iter, verbose)
+
+    processes = min(to_start, replicas) if workers is None else workers
     if processes == 1:
         return train(model)
-    state, loss_history = launch(partial(_train_in_worker, make_model, train), processes)
-    _load(model, state)
+    state, loss_history = launch(partial(_train_in_worker, train, make_model), processes)
+    load_model(model, state)
     model = build_model(model, devices()[0], seed)  # where a single worker would have left it
     return DpResult(model, named_parameters(model), loss_history)
 
 
-def _train(
-    model: Any,
-    *,
-    config: RunConfig,
-    source: Source,
-    loss_of: Callable[[Any, Any], torch.Tensor],
-    n_iter: int,
-    optimizer: OptimizerFactory,
-    scheduler: SchedulerFactory | None,
-    print_interval: int,
-) -> DpResult:
-    world = World.from_environment()
-    run = assemble(config, world, model, optimizer, source, scheduler=scheduler)
-    is_quiet = not (print_interval and world.is_main)
-    lines = Progress(n_iter, every_steps=print_interval or None, label="iteration", keep_lines=True, quiet=is_quiet)
-    losses = LossHistory()
+def _train(run: Run, loss_of: Callable[[Any, Any], torch.Tensor], n_iter: int, verbose: int | bool) -> DpResult:
+    losses: list[float] = []
+    loss_reader = DeferredReader[StepRecord](lambda record: losses.append(record.loss), batch=LOSSES_PER_READ)
+    with run.cleanup, verbose_lines(n_iter, verbose, is_main=run.world.is_main, label="iteration") as lines:
 
-    def after_iteration(record: StepRecord) -> None:
-        losses.add(record)
-        if lines.is_due(record.step):
-            lines.show(record.step, record.loss)
+        def after_iteration(record: StepRecord) -> None:
+            loss_reader.add(record)
+            if lines.is_due(record.step):
+                lines.show(record.step, record.loss)
 
-    with run.cleanup:
-        loop = run.loop
-        loop.every(1, after_iteration)
+        run.loop.every(1, after_iteration)
         step = run.stepping.with_function(lambda sample: (loss_of(run.model, sample), {}))
         try:
-            for sample in loop.micro_batches(epoch=0):
+            for sample in run.loop.micro_batches(epoch=0):
                 step(sample)
         except NonFiniteError as error:
-            if error.micro_batch is None:
-                raise
-            raise NonFiniteError(
-                f"the loss of replica {error.micro_batch} is not finite in iteration {error.step} (computed by rank "
-                f"{error.rank}): lower lr, clip with max_norm, or look at its sample",
-                step=error.step,
-                micro_batch=error.micro_batch,
-                rank=error.rank,
-            ) from error
-        finally:
-            lines.close()
-        return DpResult(run.model, named_parameters(run.model), losses.read())
+            if error.micro_batch is not None:  # in the terms of dp_train
+                error.args = (
+                    f"the loss of replica {error.micro_batch} is not finite in iteration {error.step} (computed by "
+                    f"rank {error.rank}): lower lr, clip with max_norm, or look at its sample",
+                )
+            raise
+        loss_reader.flush()
+        return DpResult(run.model, named_parameters(run.model), losses)
 
 
-def _train_in_worker(make_model: Callable[[], Any], train: Callable[[Any], DpResult]) -> Any:
+def _train_in_worker(train: Callable[[Any], DpResult], make_model: Callable[[], Any]) -> Any:
     """Return tensors and numbers only: the caller has its own model to load them into."""
     result = train(make_model)
-    tensors = result.model.state_dict() if isinstance(result.model, nn.Module) else result.params
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}, result.loss_history
+    return {name: tensor.detach().cpu() for name, tensor in model_state(result.model).items()}, result.loss_history
 
 
-@torch.no_grad()
-def _load(model: Any, state: dict[str, torch.Tensor]) -> None:
-    if isinstance(model, nn.Module):
-        model.load_state_dict(state)
-    else:
-        for name, parameter in named_parameters(model).items():
-            parameter.copy_(state[name])
-
-
-def _adam(parameters: list[torch.Tensor], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=lr)
-
-
-def _loss_of(
-    loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    forward_fn: Callable[[Any, Any], Any] | None,
-    target_fn: Callable[[Any], Any] | None,
-    model: Any,
-    sample: Any,
-) -> Any:
-    if forward_fn is not None:
-        output = forward_fn(model, sample)
-    else:
-        output = model(sample) if isinstance(model, nn.Module) else model.forward(sample)
-    if loss_fn is None:
-        return output
-    return loss_fn(output, sample if target_fn is None else target_fn(sample))
-
-
-def _check_arguments(
-    make_model: Callable[[], Any],
-    data: Sequence[Any],
-    replicas: int,
-    workers: int | None,
-    n_iter: int,
-    lr: float,
-    max_norm: float,
-    verbose: int | bool,
-    optimizer: OptimizerFactory | None,
-) -> None:
+def _check_data(make_model: Callable[[], Any], data: Sequence[Any]) -> None:
     if isinstance(make_model, nn.Module) or not callable(make_model):
         raise TypeError(
             f"make_model is a {type(make_model).__name__}: pass a function that builds a new model on every call"
@@ -222,41 +181,15 @@ def _check_arguments(
         raise TypeError(f"data is a {type(data).__name__}: pass a list of samples, or of batches")
     if len(data) == 0:
         raise ValueError("data is empty: there is nothing to train on")
-    if not _is_int(replicas) or replicas < 1:
-        raise ValueError(f"n_gpu={replicas!r}: choose at least 1 replica, or None for one per device")
-    if workers is not None and not (_is_int(workers) and 1 <= workers <= replicas):
-        raise ValueError(f"workers={workers!r} cannot share {replicas} replicas: choose 1 <= workers <= {replicas}")
-    if not _is_int(n_iter) or n_iter < 0:
-        raise ValueError(f"n_iter={n_iter!r}: choose the number of optimizer steps, an integer >= 0")
-    if not lr >= 0:
-        raise ValueError(f"lr={lr} must be >= 0")
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm={max_norm} must be >= 0; math.inf does not clip")
-    if not isinstance(verbose, int) or verbose < 0:
-        raise ValueError(f"verbose={verbose!r}: choose how many iterations lie between two lines, or False for none")
-    if optimizer is not None and lr != DEFAULT_LR:
-        raise ValueError(f"lr={lr} would be ignored, since optimizer is given: set the learning rate in optimizer")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _try_out(model: Any, another: Any, loss_of: Callable[[Any, Any], Any], source: Source) -> None:
     """Run one forward pass of a second model, so that errors are raised before workers start."""
-    _check_independent(model, another)
+    if (shared := shared_parameter((model, another))) is not None:
+        raise ValueError(
+            f"two models from make_model share the parameter {shared[2]!r}: every call must build a new model"
+        )
     with host_randomness():
         sample = source.read(np.zeros(1, np.int64), 0, 0)
         loss = loss_of(another, to_device(sample, torch.device("cpu")))
     checked_loss(loss, "Without loss_fn, the output of the model is the loss")
-
-
-def _check_independent(first: Any, second: Any) -> None:
-    if first is second:
-        raise ValueError("make_model returned the same object twice: it must build a new model on every call")
-    storages = {parameter.data_ptr() for parameter in named_parameters(first).values()}
-    for name, parameter in named_parameters(second).items():
-        if parameter.numel() and parameter.data_ptr() in storages:
-            raise ValueError(
-                f"two models from make_model share the parameter {name!r}: every call must make its own parameters"
-            )

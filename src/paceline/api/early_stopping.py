@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from paceline.core.settings import check_value
+
 
 class EarlyStopping:
     """Counts the values in a row that did not improve a metric.
@@ -24,22 +26,20 @@ class EarlyStopping:
     """
 
     def __init__(self, patience: int = 3, min_delta: float = 0.0, mode: Literal["min", "max"] = "min") -> None:
-        if type(patience) is not int or patience < 1:
-            raise ValueError(f"patience={patience!r} must be an int >= 1")
-        if not 0.0 <= min_delta < math.inf:
-            raise ValueError(f"min_delta={min_delta!r} must be a finite number >= 0")
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode={mode!r}: choose 'min' or 'max'")
+        check_value("patience", patience, int, least=1)
+        check_value("min_delta", min_delta, float, least=0)
+        check_value("mode", mode, Literal["min", "max"])
         self._patience = patience
         self._min_delta = min_delta
-        self._mode = mode
+        self._sign = 1 if mode == "max" else -1
         self.best: float | None = None
         self.num_bad = 0
 
     def is_over(self, value: float) -> bool:
         """Add the metric's next value. Returns whether the last `patience` values brought no improvement."""
         value = float(value)
-        if self._is_better(value):
+        is_better = self.best is None or self._sign * (value - self.best) > self._min_delta
+        if is_better and not math.isnan(value):
             self.best = value
             self.num_bad = 0
         else:
@@ -51,9 +51,3 @@ class EarlyStopping:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.num_bad = state["best"], state["num_bad"]
-
-    def _is_better(self, value: float) -> bool:
-        if self.best is None:
-            return not math.isnan(value)
-        gain = self.best - value if self._mode == "min" else value - self.best
-        return gain > self._min_delta

@@ -23,23 +23,15 @@ class Handle:
 
     The run is stopped after its current step when the last reference to the handle is dropped, at the end of a
     `with handle:` block, by Ctrl-C while waiting for it, and when the interpreter exits.
+
+    world_size: the number of workers. devices: those of the workers on this machine, by rank.
     """
 
     def __init__(self, background: Background, world_size: int, devices: tuple[torch.device, ...]) -> None:
         self._background = background
-        self._world_size = world_size
-        self._devices = devices
+        self.world_size = world_size
+        self.devices = devices
         weakref.finalize(self, background.end, GRACE_S)
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-        return self._world_size
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The devices of the workers on this machine, by rank."""
-        return self._devices
 
     @property
     def is_running(self) -> bool:

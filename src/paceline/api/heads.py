@@ -16,6 +16,8 @@ from paceline.data.sources.base import Pair
 IGNORED = -100
 # Heads whose loss is a plain mean over all labels, where they compute it themselves; decoders such as Bart's too.
 _OVER_LABELS = ("ForMaskedLM", "ForTokenClassification", "ForCausalLM")
+# Whether a loss function of transformers shifts the labels.
+_IS_SHIFTED = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
 
 
 def plain_prediction(model: Any, batch: Any) -> Any:
@@ -82,7 +84,9 @@ def weight_fn_of(model: Any) -> Callable[[Any], int] | None:
     if type(model).__module__.partition(".")[0] == "peft":
         model = model.get_base_model()
     forward = getattr(type(model), "forward", None)
-    if not _is_of_transformers(model) or forward is None or callable(getattr(model, "compute_loss", None)):
+    bases = {(kind.__module__, kind.__name__) for kind in type(model).__mro__}  # without importing transformers
+    is_transformers_model = ("transformers.modeling_utils", "PreTrainedModel") in bases
+    if not is_transformers_model or forward is None or callable(getattr(model, "compute_loss", None)):
         return None
     forward = inspect.unwrap(forward)
     if forward.__module__.partition(".")[0] != "transformers":
@@ -92,23 +96,17 @@ def weight_fn_of(model: Any) -> Callable[[Any], int] | None:
     ignores_others = "ignore_index" in names and IGNORED not in code.co_consts
     if ignores_others or any("shift_labels" in name or "codebook" in name for name in names):
         return None  # it treats labels in its own way
+    is_shifted = None
     if "loss_function" in names:
         loss = model.loss_function
-        is_known = getattr(loss, "__module__", "").partition(".")[0] == "transformers"
-        shifts = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False, "ForTokenClassification": False}
-        is_shifted = shifts.get(loss.__name__) if is_known else None
-        return None if is_shifted is None else CountedLabels(model_name, is_shifted)
-    is_plain_mean = model_name.endswith(_OVER_LABELS) or (
-        model_name.endswith("ForConditionalGeneration") and model.config.is_encoder_decoder
-    )
-    return CountedLabels(model_name, is_shifted=False) if "CrossEntropyLoss" in names and is_plain_mean else None
-
-
-def _is_of_transformers(model: Any) -> bool:
-    """Tested without importing the package."""
-    return any(
-        (c.__module__, c.__name__) == ("transformers.modeling_utils", "PreTrainedModel") for c in type(model).__mro__
-    )
+        if getattr(loss, "__module__", "").partition(".")[0] == "transformers":
+            is_shifted = _IS_SHIFTED.get(loss.__name__)
+    elif "CrossEntropyLoss" in names and (
+        model_name.endswith(_OVER_LABELS)
+        or (model_name.endswith("ForConditionalGeneration") and model.config.is_encoder_decoder)
+    ):
+        is_shifted = False
+    return None if is_shifted is None else CountedLabels(model_name, is_shifted)
 
 
 def _names(code: Any) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,21 +14,21 @@ import torch
 
 from paceline.api.ddp_config import DdpConfig
 from paceline.api.heads import head_loss, head_prediction, plain_prediction, weight_fn_of
-from paceline.api.summary import announce, is_quiet
+from paceline.api.summary import announce
 from paceline.api.unknown_settings import explains_unknown_settings
 from paceline.checkpoint.manifest import Pattern
 from paceline.checkpoint.policy import Decision
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
-from paceline.core.world import World, device_count
-from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
+from paceline.core.world import World
+from paceline.data.adopt import LoadingOptions, adopt
 from paceline.plan.cadence import Cadence
 from paceline.plan.steps import Position
 from paceline.run.assemble import WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.config import RunConfig, Strategy
 from paceline.run.evaluation import collect
-from paceline.run.evaluation.evaluate import evaluate
+from paceline.run.evaluation.evaluate import EvaluationData, evaluate
 from paceline.run.evaluation.predict import predict
 from paceline.run.report import Report
 from paceline.run.run import Run, TrainingEpoch
@@ -45,10 +45,15 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """A training run whose loop is yours. Make one with `Trainer.setup`. `run` holds the run's parts."""
+    """A training run whose loop is yours. Make one with `Trainer.setup`.
+
+    model: the module that was passed in or built, on this worker's device. run: the run's parts.
+    """
 
     def __init__(self, run: Run, *, is_head: bool = False) -> None:
         self.run = run
+        self.model = run.model
+        self._loop = run.loop
         self._is_head = is_head
 
     @classmethod
@@ -111,25 +116,15 @@ class Trainer:
             set up again with the same folder resumes from the newest checkpoint there.
         batching, loading, balancing, optimization, runtime: groups of further settings.
         """
-        adopted = adopt(
-            data,
-            LoadingOptions(
-                global_batch=global_batch,
-                micro_batch=micro_batch,
-                physical_batch=batching.physical_batch,
-                batches_per_step=batching.batches_per_step,
-                strategy_sets_step=isinstance(strategy, Cadence),
-                shuffle=shuffle,
-                shuffle_buffer=loading.shuffle_buffer,
-                num_shards=loading.num_shards,
-                feed=loading.feed,
-                readers=loading.readers,
-                collate_fn=loading.collate_fn,
-                skip_bad_samples=loading.skip_bad_samples,
-                resident=loading.resident,
-            ),
-            seed,
+        known = {field.name for field in fields(LoadingOptions)}
+        options = LoadingOptions(
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            shuffle=shuffle,
+            strategy_sets_step=isinstance(strategy, Cadence),
+            **{name: value for name, value in (vars(batching) | vars(loading)).items() if name in known},
         )
+        adopted = adopt(data, options, seed)
         config = RunConfig(
             global_batch=adopted.global_batch,
             micro_batch=adopted.micro_batch,
@@ -145,16 +140,9 @@ class Trainer:
             optimization=optimization,
             runtime=runtime,
         )
-        world = World.from_environment(device)
-        if world.size == 1 and device is None and device_count() > 1 and not is_quiet(runtime.quiet):
-            print(
-                f"paceline: training on 1 of {device_count()} devices; start the script with `paceline run SCRIPT` "
-                "to use all",
-                file=sys.stderr,
-            )
         run = assemble(
             config,
-            world,
+            World.from_environment(device),
             model,
             optimizer,
             adopted.data,
@@ -164,7 +152,7 @@ class Trainer:
             init_from=init_from,
         )
         try:
-            announce(run.communicator, quiet=runtime.quiet)
+            announce(run.communicator, quiet=runtime.quiet, is_device_chosen=device is not None)
         except BaseException:
             run.cleanup.close()
             raise
@@ -246,10 +234,6 @@ class Trainer:
         return Builder(model_factory, optim_factory, train_fn)
 
     @property
-    def model(self) -> Any:
-        return self.run.model
-
-    @property
     def unwrapped_model(self) -> Any:
         """The model without torch.compile's wrapper."""
         return plain_model(self.model)
@@ -257,12 +241,12 @@ class Trainer:
     @property
     def optimizer(self) -> Any:
         """The optimizer; a list if there are several."""
-        return only_or_all(self.run.loop.replica.optimizers)
+        return only_or_all(self._loop.replica.optimizers)
 
     @property
     def scheduler(self) -> Any:
         """The scheduler; a list if there are several, None if there is none."""
-        return only_or_all(self.run.loop.replica.schedulers or [None])
+        return only_or_all(self._loop.replica.schedulers or [None])
 
     @property
     def world(self) -> World:
@@ -275,7 +259,7 @@ class Trainer:
     @property
     def position(self) -> Position:
         """The next step to take."""
-        return self.run.loop.position
+        return self._loop.position
 
     @property
     def last_record(self) -> StepRecord | None:
@@ -283,15 +267,15 @@ class Trainer:
 
         Unlike the return value of `step`, it is also there on a worker that had no share in that step.
         """
-        return self.run.loop.last_record
+        return self._loop.last_record
 
     @property
     def is_repeating(self) -> bool:
         """Whether exact mode repeats a step, so that the same micro-batches come again.
 
-        Sums that a loop's body keeps count them twice then. Records do not: a step has one.
+        Sums that the loop's body keeps then count them twice. Records do not: a step has one.
         """
-        return self.run.loop.is_repeating
+        return self._loop.is_repeating
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -314,19 +298,15 @@ class Trainer:
 
         Inside `every` or `every_epoch`, on all workers.
         """
-        if self.run.loop.is_inside_epoch:
-            raise MisuseError(
-                "end() was called inside an epoch's loop, which workers leave at different times: call it in a hook of "
-                "trainer.every or trainer.every_epoch, where all of them decide alike"
-            )
-        self.run.loop.max_steps = self.position.step
+        self.run.check_between_steps("end()")
+        self._loop.max_steps = self.position.step
 
     def end_epoch(self) -> None:
         """End the epoch after this step, on all workers; the next one begins. Inside `every` only.
 
         trainer.every(1, lambda record: trainer.end_epoch() if record.loss < 0.1 else None)
         """
-        self.run.loop.end_epoch()
+        self._loop.end_epoch()
 
     def loss(self, batch: Any) -> torch.Tensor:
         """The loss of a micro-batch as the head computes it, in the run's precision; see `setup_head`."""
@@ -349,22 +329,24 @@ class Trainer:
         """
         if self.run.config.runtime.capture == "on":
             raise MisuseError('capture="on" needs the loss as a function: use trainer.step_with, or capture="auto"')
-        self.run.check_open()
+        if self._loop.is_closed:
+            self.run.check_open()
         if create_graph:
             raise MisuseError(
                 "backward(create_graph=True) would need the graph of gradients that are exchanged as numbers: for a "
                 "gradient penalty call torch.autograd.grad(loss, inputs, create_graph=True), add the penalty to the "
                 "loss and pass the sum to trainer.backward"
             )
-        self.run.loop.backward(loss, retain_graph=retain_graph)
+        self._loop.backward(loss, retain_graph=retain_graph)
 
     def step(self) -> StepRecord | None:
         """End this micro-batch. If it was this worker's last of the step, complete the step and return its record.
 
         A worker without a share in a step does not get here: `last_record` has the record on every worker.
         """
-        self.run.check_open()
-        return self.run.loop.step()
+        if self._loop.is_closed:
+            self.run.check_open()
+        return self._loop.step()
 
     def step_with(self, loss_of: Callable[[Any], torch.Tensor]) -> StepFunction:
         """A function that runs a micro-batch: the loss in the run's precision, `backward` and `step`.
@@ -391,7 +373,7 @@ class Trainer:
         without a share in the step does not run the body. In hooks and between epochs all workers call it. For a rate
         that depends on the step alone, prefer `scheduler=`.
         """
-        self.run.loop.set_learning_rate(float(lr), -1 if group is None else group)
+        self._loop.set_learning_rate(float(lr), -1 if group is None else group)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes in the run's precision."""
@@ -399,18 +381,18 @@ class Trainer:
 
     def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
         """Call `hook(record)` after every `steps` steps, on all workers together: for evaluation inside an epoch."""
-        self.run.loop.every(steps, hook)
+        self._loop.every(steps, hook)
 
     def every_epoch(self, epochs: int, hook: Callable[[int], object]) -> None:
         """Call `hook(number)` at the end of every `epochs` epochs, on all workers together."""
-        self.run.loop.every_epoch(epochs, hook)
+        self._loop.every_epoch(epochs, hook)
 
     def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
         """Call `hook(parameters)` in every step, before clipping: `parameters[name].grad` is the global batch's mean.
 
         The hook may change the gradients, on all workers alike. It draws the same random numbers on all of them.
         """
-        self.run.loop.on_gradients(hook)
+        self._loop.on_gradients(hook)
 
     def listen(self, listener: Callable[[Event], object]) -> None:
         """Call `listener(event)` for events beside the steps, the same on all workers.
@@ -423,7 +405,7 @@ class Trainer:
 
     def report(self) -> Report:
         """How the workers spent their time so far; print it for a table."""
-        return self.run.loop.report()
+        return self._loop.report()
 
     def evaluate(
         self, data: Any, eval_fn: Callable[[Any, Any], Any], *, micro_batch: int | None = None, collate_fn: Any = None
@@ -434,17 +416,9 @@ class Trainer:
         Between epochs or inside `every`, on all workers. Replicas that differ are averaged first.
         """
         self.run.synchronize("evaluate()")
-        source, batch_size = adopt_for_evaluation(data, collate_fn, self.run.config.seed)
         with self.run.timeline.during("evaluation"):
-            return evaluate(
-                self.model,
-                source,
-                eval_fn,
-                self.run.communicator,
-                micro_batch=(batch_size or self.run.steps.micro_batch) if micro_batch is None else micro_batch,
-                seed=self.run.config.seed,
-                weight_fn=self.run.weight_fn,
-            )
+            data = self._evaluation_data(data, micro_batch, collate_fn)
+            return evaluate(self.model, data, eval_fn, self.run.weight_fn)
 
     def predict(
         self,
@@ -458,21 +432,17 @@ class Trainer:
 
         fn: returns tensors with a row per sample, or lists with an item per sample, alone or in tuples, dicts and
             dataclasses; default: `model(batch)`, for pairs `model(batch.x)`, in the run's precision, or the head's
-            prediction. A worker without a share of few samples calls it too, to learn the structure of its result.
-        Every worker gets all results, in tensors on its host: predict outputs that do not fit there twice in parts. A
+            prediction. With few samples, a worker without a share calls it too, to learn the structure of its result.
+        Every worker gets all results, in tensors on its host; where they do not fit there twice, predict in parts. A
         tensor whose rows differ in shape becomes a list of rows. Between epochs or inside `every`, as `evaluate`.
         """
         self.run.synchronize("predict()")
-        source, batch_size = adopt_for_evaluation(data, collate_fn, self.run.config.seed)
         with self.run.timeline.during("evaluation"):
-            return predict(
-                self.model,
-                source,
-                fn or self._predict_batch,
-                self.run.communicator,
-                micro_batch=(batch_size or self.run.steps.micro_batch) if micro_batch is None else micro_batch,
-                seed=self.run.config.seed,
-            )
+            return predict(self.model, self._evaluation_data(data, micro_batch, collate_fn), fn or self._predict_batch)
+
+    def _evaluation_data(self, data: Any, micro_batch: int | None, collate_fn: Any) -> EvaluationData:
+        run = self.run
+        return EvaluationData(data, run.communicator, run.config.seed, run.steps.micro_batch, micro_batch, collate_fn)
 
     def _predict_batch(self, model: Any, batch: Any) -> Any:
         with self.autocast():
@@ -557,7 +527,7 @@ class Trainer:
         Between epochs or inside `every`, on all workers. From a hook the checkpoint is written at the end of the step.
         """
         self.run.check_between_steps("save()")
-        self.run.checkpointer.save(self.run.loop, metrics or {})
+        self.run.checkpointer.save(self._loop, metrics or {})
 
     def request_save(self) -> None:
         """Have all workers save after one of the next steps. From any worker and any thread."""
@@ -582,5 +552,5 @@ class Trainer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         if error is not None:
-            self.run.loop.explain(error)
+            self._loop.explain(error)
         self.run.close(has_failed=kind is not None)

@@ -1,17 +1,16 @@
 """ResNetImageNet.jl: training step by step with replicas of one process, and the loader that feeds them."""
 
-from paceline.api.functional import (
+from paceline.run.manual.functional import (
     TrainingHistory,
-    prepare_training,
+    Validation,
     sync_buffer,
     syncgrads,
     train,
     train_step,
     update,
 )
-from paceline.api.loaders import DataParallelDataLoader
-from paceline.run.evaluation.validation import Validation
-from paceline.run.manual.training_state import TrainingState
+from paceline.run.manual.step_loader import DataParallelDataLoader
+from paceline.run.manual.training_state import TrainingState, prepare_training
 
 __all__ = [
     "DataParallelDataLoader",

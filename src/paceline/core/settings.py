@@ -68,6 +68,11 @@ def check(group: Any) -> None:
             _check(declared.name, value, hints[declared.name], declared.metadata["limits"])
 
 
+def check_value(name: str, value: Any, hint: Any, **limits: float) -> None:
+    """Raise ValueError unless `value` has the type `hint` and is within the limits; see `setting`."""
+    _check(name, value, hint, Limits(**limits))  # type: ignore[arg-type]
+
+
 def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) not in options:
@@ -80,7 +85,7 @@ def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
             known = [*map(repr, choices), *(["one number per worker"] if items else [])]
             raise ValueError(f"{name}={value!r} is unknown: choose {', '.join(known[:-1])} or {known[-1]}")
         return
-    if not numbers or bool in options or value is None:
+    if not numbers or (type(value) in (bool, types.NoneType) and type(value) in options):
         return
     for number in value if isinstance(value, tuple) and items else (value,):
         if not isinstance(number, int | float) or isinstance(number, bool):

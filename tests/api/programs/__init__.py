@@ -1,6 +1,6 @@
 """The programs that users write, as a table: each equal to plain PyTorch, or refused with a text that is asserted.
 
-`tests/api/test_programs.py` runs them on one, two and three workers; `pending.py` names those that are not right yet.
+`tests/api/test_programs.py` runs them on one, two and three workers.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def test_weights_are_those_of_training(pool: WorkerPool) -> None:
 
 
 def test_bad_micro_batch_and_data_are_named() -> None:
-    with pytest.raises(ValueError, match="micro_batch=-1: choose the number of samples per call of eval_fn, >= 1"):
+    with pytest.raises(ValueError, match="micro_batch=-1 must be >= 1"):
         evaluate(eval_micro_batch=-1)
     with pytest.raises(ValueError, match="data is empty"):
         evaluate(data=[])

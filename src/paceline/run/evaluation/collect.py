@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from numbers import Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0
 from paceline.core.errors import CommunicationError, PacelineError
 from paceline.core.message import decode, encode
+from paceline.core.settings import check_value
 
 Reduction = Literal["mean", "sum", "max", "min"]
 
@@ -34,21 +35,19 @@ def gather(value: Any, communicator: Communicator) -> list[Any]:
 def broadcast(value: Any, source: int, communicator: Communicator) -> Any:
     """The value of rank `source`, on every worker; the others' values are ignored."""
     world = communicator.world
-    if type(source) is not int or not 0 <= source < world.size:
-        raise ValueError(
-            f"source={source!r} is not a rank in a world of {world.size}: choose 0 <= source < {world.size}"
-        )
+    check_value("source", source, int, least=0, most=world.size - 1)
     own = _pack(value if world.rank == source else None)
     return _unpack(_shared(own, source, communicator), source)
 
 
 def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
     """The reduction, in rank order, of all workers' tensors, on the device of this worker's, or of their numbers."""
-    if how not in get_args(Reduction):
-        raise ValueError(f"how={how!r}: choose one of {', '.join(get_args(Reduction))}")
+    check_value("how", how, Reduction)
     if not isinstance(value, torch.Tensor | Real):
         raise TypeError(f"reduce() got a {type(value).__name__}: give a tensor or a number")
-    values = gather(value if isinstance(value, torch.Tensor) else _plain_number(value), communicator)
+    if not isinstance(value, torch.Tensor):
+        value = int(value) if isinstance(value, int) else float(value)
+    values = gather(value, communicator)
     kinds = [_kind(each) for each in values]
     if len(set(kinds)) > 1:
         shown = ", ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds))
@@ -74,10 +73,6 @@ def main_first(communicator: Communicator) -> Iterator[None]:
             from_rank_0(f"{type(error).__name__}: {error}".encode(), communicator)
         raise
     from_rank_0(b"", communicator)
-
-
-def _plain_number(value: Any) -> int | float:
-    return int(value) if isinstance(value, int) else float(value)
 
 
 def _kind(value: Any) -> str:

@@ -2,67 +2,127 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.messages import gather
+from paceline.core.generators import seed_device
+from paceline.core.seeding import Purpose, derive_seed
+from paceline.core.settings import check_value
+from paceline.data.adopt import adopt_for_evaluation
+from paceline.data.epochs import seeded_epoch
 from paceline.data.feeds.device import DeviceCopier
-from paceline.data.feeds.sharded import weight_of
-from paceline.data.sources.base import Read, Source
-from paceline.run.evaluation.division import Division
+from paceline.data.feeds.sharded import reader_of, weight_of
+from paceline.data.sources.base import Read
+from paceline.plan.shares import ranges, shares
+from paceline.plan.steps import Steps
+from paceline.run.evaluation.collect import gather
 
 # The name of a result that is one number.
 UNNAMED = ""
 
+T = TypeVar("T")
 
-@torch.no_grad()
+
+class EvaluationData:
+    """Data in micro-batches, in its own order; `mine` are the numbers of this worker's, which may be none.
+
+    micro_batch: default, the batch size of a DataLoader, or `default_size`.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        communicator: Communicator,
+        seed: int,
+        default_size: int,
+        micro_batch: int | None = None,
+        collate_fn: Any = None,
+    ) -> None:
+        self._source, batch_size = adopt_for_evaluation(data, collate_fn, seed)
+        check_value("micro_batch", micro_batch, int | None, least=1)
+        size = micro_batch or batch_size or default_size
+        steps = Steps(len(self._source), size, size)
+        self._epoch = seeded_epoch(0, steps, len(self._source), seed=seed, shuffle=False)
+        self._seed = seed
+        self.communicator = communicator
+        self.device = communicator.world.device
+        self.to_device = DeviceCopier(self.device)
+        self.mine = ranges(shares(steps.num_micro_batches, (1.0,) * communicator.world.size))[communicator.world.rank]
+
+    @torch.no_grad()
+    def visit(self, model: Any, numbers: range, handle: Callable[[Read], T], *, is_weighed: bool) -> list[T]:
+        """The results of `handle(read)` for these micro-batches, which are on the host; `read.batch` may be None.
+
+        The model is in evaluation mode. Random numbers are seeded per micro-batch; torch's generators are restored.
+        is_weighed: `handle` does not need the number of samples.
+        """
+        read_request = reader_of(self._source, is_weighed=is_weighed)
+        handled = []
+        with preserved_modes(model) as modules, torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
+            for module in modules:
+                module.training = False
+            for number in numbers:
+                read = read_request(self._epoch.request(number, 1))
+                if read.batch is None and read.skipped:
+                    raise ValueError(
+                        f"all samples of the evaluation's micro-batch {number} are bad: {read.skipped[0].error}"
+                    )
+                seed_device(self.device, derive_seed(self._seed, Purpose.EVALUATION, number))
+                handled.append(handle(read))
+        return handled
+
+
+@contextmanager
+def preserved_modes(model: Any) -> Iterator[list[nn.Module]]:
+    """The modules of a model. At the end of the block each is in the training mode it was in."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    were_training = [module.training for module in modules]
+    try:
+        yield modules
+    finally:
+        for module, was_training in zip(modules, were_training, strict=True):
+            module.training = was_training
+
+
 def evaluate(
-    model: Any,
-    source: Source,
-    eval_fn: Callable[[Any, Any], Any],
-    communicator: Communicator,
-    *,
-    micro_batch: int,
-    seed: int,
-    weight_fn: Callable[[Any], int] | None,
+    model: Any, data: EvaluationData, eval_fn: Callable[[Any, Any], Any], weight_fn: Callable[[Any], int] | None
 ) -> float | dict[str, float]:
     """The mean of `eval_fn(model, batch)` over all samples, weighted like training.
 
-    eval_fn returns a mean over its micro-batch: one number, or a dict of them. Workers exchange a table with one row
-    per micro-batch, so that the mean is summed in the same order everywhere.
+    eval_fn returns a mean over its micro-batch: one number, or a dict of them. Every worker gets the results of all
+    micro-batches, so that they are summed in the same order everywhere.
     """
-    world = communicator.world
-    division = Division(source, micro_batch, world, seed=seed, function="eval_fn", is_weighed=weight_fn is not None)
-    to_device = DeviceCopier(world.device)
-    weights: list[int] = []
 
-    def result_of(read: Read) -> dict[str, torch.Tensor] | None:
+    def result_of(read: Read) -> tuple[int, dict[str, torch.Tensor]]:
         if read.batch is None:  # collate_fn returned no sample
-            weights.append(0)
-            return None
-        weights.append(read.num_samples if weight_fn is None else weight_of(read.batch, weight_fn))
-        return _as_scalars(eval_fn(model, to_device(read.batch)), world.device)
+            return 0, {}
+        weight = read.num_samples if weight_fn is None else weight_of(read.batch, weight_fn)
+        return weight, _as_scalars(eval_fn(model, data.to_device(read.batch)), data.device)
 
-    mine = division.mine
-    results = division.visit(model, mine, result_of)
-    names = _agree_on_names(results, communicator)
-    table = torch.zeros(division.num_micro_batches, len(names) + 1, dtype=torch.float64, device=world.device)
-    if results:
-        nothing = torch.zeros(len(names), dtype=torch.float64, device=world.device)
-        rows = [nothing if row is None else torch.stack([row[name] for name in names]) for row in results]
-        table[mine.start : mine.stop, :-1] = torch.stack(rows)
-        table[mine.start : mine.stop, -1] = torch.tensor(weights, dtype=torch.float64)
-    communicator.all_reduce(table).wait()
-    on_host = table.cpu()
-    weight_column = on_host[:, -1:]
+    own = data.visit(model, data.mine, result_of, is_weighed=weight_fn is not None)
+    zero = torch.zeros((), dtype=torch.float64, device=data.device)
+    columns = {
+        name: torch.stack([scalars.get(name, zero) for _, scalars in own]).cpu()
+        for name in _common_names(scalars for _, scalars in own)
+    }
+    parts = gather((columns, [weight for weight, _ in own]), data.communicator)
+    names = _common_names(columns for columns, _ in parts)
+    if not names:
+        raise ValueError("collate_fn left no sample of the data to evaluate: give it some that it keeps")
+    rows = [
+        torch.stack([columns[name] for name in names], 1) if columns else torch.zeros(len(own_weights), len(names))
+        for columns, own_weights in parts
+    ]
+    weights = torch.tensor([[weight] for _, own_weights in parts for weight in own_weights], dtype=torch.float64)
     # A mean with weight 0 may be 0/0.
-    values = torch.where(weight_column > 0, on_host[:, :-1], 0.0)
-    means = ((values * weight_column).sum(0) / weight_column.sum()).tolist()
+    values = torch.where(weights > 0, torch.cat(rows), 0.0)
+    means = ((values * weights).sum(0) / weights.sum()).tolist()
     return means[0] if names == [UNNAMED] else dict(zip(names, means, strict=True))
 
 
@@ -80,17 +140,13 @@ def _as_scalars(result: Any, device: torch.device) -> dict[str, torch.Tensor]:
     return scalars
 
 
-def _agree_on_names(results: list[dict[str, torch.Tensor] | None], communicator: Communicator) -> list[str]:
-    """The names of eval_fn's results, from the first worker that has a micro-batch."""
-    called = [scalars for scalars in results if scalars is not None]
-    answers = [text for text in gather(json.dumps(list(called[0])) if called else "", communicator) if text]
-    if not answers:
-        raise ValueError("collate_fn left no sample of the data to evaluate: give it some that it keeps")
-    names: list[str] = json.loads(answers[0])
-    for scalars in called:
-        if set(scalars) != set(names):
+def _common_names(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names that all results have, except empty ones."""
+    first, *others = [list(result) for result in results if result] or [[]]
+    for names in others:
+        if set(names) != set(first):
             raise ValueError(
-                f"eval_fn returned {list(scalars)} for one micro-batch and {names} for another: it must always return "
-                "the same names"
+                f"eval_fn returned {names} for one micro-batch and {first} for another: it must always return the same "
+                "names"
             )
-    return names
+    return first

@@ -4,40 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from paceline.comm.base import Communicator
-from paceline.data.feeds.device import DeviceCopier, map_items
-from paceline.data.sources.base import Read, Source
+from paceline.data.feeds.device import map_items
+from paceline.data.sources.base import Read
 from paceline.run.evaluation.collect import gather
-from paceline.run.evaluation.division import Division
+from paceline.run.evaluation.evaluate import EvaluationData
 
 # One row or item per sample.
 Column = torch.Tensor | list[Any]
 
 
-def predict(
-    model: Any,
-    source: Source,
-    fn: Callable[[Any, Any], Any],
-    communicator: Communicator,
-    *,
-    micro_batch: int,
-    seed: int,
-) -> Any:
+def predict(model: Any, data: EvaluationData, fn: Callable[[Any, Any], Any]) -> Any:
     """The results of `fn(model, batch)` for all samples, on every worker's host.
 
     fn returns tensors with a row per sample of its micro-batch or lists with an item per sample, alone or in tuples,
     dicts and dataclasses. Tensors whose rows differ in shape come back as a list of rows.
     """
-    world = communicator.world
-    # Samples are not counted here: `_column` checks the number of rows.
-    division = Division(source, micro_batch, world, seed=seed, function="fn", is_weighed=True)
-    to_device = DeviceCopier(world.device)
 
-    def predict_one(read: Read) -> _Output:
+    def predict_one(read: Read) -> tuple[Any, list[Column]]:
         if read.skipped:
             bad = read.skipped[0]
             raise ValueError(f"sample {bad.index} is bad, so predictions would not line up with the data: {bad.error}")
@@ -46,34 +33,30 @@ def predict(
                 "collate_fn left no sample of a micro-batch, so predictions would not line up with the data: give "
                 "predict() data or a collate_fn that leaves nothing out"
             )
-        return _columns_of(fn(model, to_device(read.batch)), read.num_samples)
+        return _split(fn(model, data.to_device(read.batch)), read.num_samples)
 
-    # A worker without a share runs the first micro-batch to learn the structure of the outputs.
-    outputs = division.visit(model, division.mine or range(1), predict_one)
-    skeleton = outputs[0].skeleton
-    if any(output.skeleton != skeleton for output in outputs):
+    # A worker without a share runs the first micro-batch to learn the structure of the outputs. Samples are not counted
+    # here: `_column` checks the number of rows.
+    outputs = data.visit(model, data.mine or range(1), predict_one, is_weighed=True)
+    structure = outputs[0][0]
+    if any(other != structure for other, _ in outputs):
         raise ValueError(
             "fn returned outputs of different structure for different micro-batches: it must return the same for all"
         )
-    own = [_joined(list(parts)) for parts in zip(*(output.columns for output in outputs), strict=True)]
-    gathered = gather(own if division.mine else None, communicator)
-    columns = [_joined(list(parts)) for parts in zip(*filter(None, gathered), strict=True)]
-    return _filled(skeleton, columns)
+    own = _joined([columns for _, columns in outputs]) if data.mine else None
+    columns = _joined([part for part in gather(own, data.communicator) if part is not None])
+    return _filled(structure, columns)
 
 
 @dataclasses.dataclass(frozen=True)
 class _ColumnNumber:
-    """A placeholder for a column in an output's structure."""
+    """Stands for a column in the structure of an output."""
 
     number: int
 
 
-class _Output(NamedTuple):
-    skeleton: Any
-    columns: list[Column]
-
-
-def _columns_of(output: Any, num_samples: int) -> _Output:
+def _split(output: Any, num_samples: int) -> tuple[Any, list[Column]]:
+    """The output's structure, with column numbers in place of tensors and lists, and its columns."""
     columns: list[Column] = []
 
     def visit(value: Any) -> Any:
@@ -90,10 +73,19 @@ def _columns_of(output: Any, num_samples: int) -> _Output:
             )
         return rebuilt
 
-    return _Output(visit(output), columns)
+    return visit(output), columns
 
 
-def _column(value: torch.Tensor | list[Any], num_samples: int) -> Column:
+def _filled(structure: Any, columns: list[Column]) -> Any:
+    """The inverse of `_split`."""
+
+    def visit(value: Any) -> Any:
+        return columns[value.number] if isinstance(value, _ColumnNumber) else _rebuild(value, visit)
+
+    return visit(structure)
+
+
+def _column(value: Column, num_samples: int) -> Column:
     if isinstance(value, torch.Tensor):
         has_all, shown = value.shape[:1] == (num_samples,), f"a tensor of shape {tuple(value.shape)}"
     else:
@@ -110,19 +102,16 @@ def _on_host(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, torch.Tensor) else _rebuild(value, _on_host)
 
 
-def _joined(parts: list[Column]) -> Column:
-    """Join columns of consecutive samples: a tensor if all rows have one shape and dtype, else a list of rows."""
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    if len(tensors) == len(parts) and len({(part.shape[1:], part.dtype) for part in tensors}) == 1:
-        return torch.cat(tensors)
-    return [row for part in parts for row in part]
+def _joined(parts: list[list[Column]]) -> list[Column]:
+    """Join the columns of consecutive samples: a tensor if all rows have one shape and dtype, else a list of rows."""
 
+    def join(column: tuple[Column, ...]) -> Column:
+        tensors = [part for part in column if isinstance(part, torch.Tensor)]
+        if len(tensors) == len(column) and len({(part.shape[1:], part.dtype) for part in tensors}) == 1:
+            return torch.cat(tensors)
+        return [row for part in column for row in part]
 
-def _filled(skeleton: Any, columns: list[Column]) -> Any:
-    def visit(value: Any) -> Any:
-        return columns[value.number] if isinstance(value, _ColumnNumber) else _rebuild(value, visit)
-
-    return visit(skeleton)
+    return [join(column) for column in zip(*parts, strict=True)]
 
 
 def _rebuild(value: Any, visit: Callable[[Any], Any]) -> Any:

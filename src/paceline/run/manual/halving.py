@@ -29,7 +29,6 @@ class FittingBackward:
         loss_of: Callable[[Any], torch.Tensor],
         batch: Any,
         num_samples: int,
-        *,
         model: Any,
         device: torch.device,
         undo: Callable[[], None],
@@ -40,56 +39,46 @@ class FittingBackward:
         """
         size = min(num_samples, self._fitting.get(device, num_samples))
         while True:
+            smaller = -(-size // 2)
             try:
                 return _in_parts(loss_of, batch, num_samples, size)
             except torch.OutOfMemoryError as error:
-                self._check_may_divide(num_samples, size, model, device, error)
+                if size == 1:
+                    error.add_note(f"a single sample does not fit in the memory of {device}")
+                    raise
+                if (obstacle := self._obstacle(model)) is not None:
+                    raise torch.OutOfMemoryError(
+                        f"nsamples={num_samples} samples do not fit in the memory of {device}, and cannot be run in "
+                        f"parts, since {obstacle}: choose nsamples <= {smaller}"
+                    ) from error
             # Outside of `except`, where the error would keep the failed attempt's tensors alive.
             undo()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-            size = -(-size // 2)
-            self._warn_once(num_samples, size, device)
-            self._fitting[device] = size
+            if not self._fitting:
+                warnings.warn(
+                    f"{num_samples} samples at once do not fit in the memory of {device}: they are run in parts of at "
+                    f"most {smaller}, with the same result to rounding. To avoid the failed attempts, choose "
+                    f"nsamples={smaller} and more devices",
+                    stacklevel=3,
+                )
+            self._fitting[device] = size = smaller
 
-    def _warn_once(self, num_samples: int, size: int, device: torch.device) -> None:
-        if not self._fitting:
-            warnings.warn(
-                f"{num_samples} samples at once do not fit in the memory of {device}: they are run in parts of at most "
-                f"{size}, with the same result to rounding. To avoid the failed attempts, choose nsamples={size} and "
-                "more devices",
-                stacklevel=5,
-            )
-
-    def _check_may_divide(
-        self, num_samples: int, size: int, model: Any, device: torch.device, error: torch.OutOfMemoryError
-    ) -> None:
-        if size == 1:
-            error.add_note(f"a single sample does not fit in the memory of {device}")
-            raise error
+    def _obstacle(self, model: Any) -> str | None:
+        """Why parts would give another result."""
         if self._exact:
-            reason = "exact=True runs every micro-batch alone"
-        elif (name := batch_norm_in_training(model)) is not None:
-            reason = f"the BatchNorm layer {name!r} would normalise the parts separately"
-        else:
-            return
-        raise torch.OutOfMemoryError(
-            f"nsamples={num_samples} samples do not fit in the memory of {device}, and cannot be run in parts, since "
-            f"{reason}: choose nsamples <= {-(-size // 2)}"
-        ) from error
+            return "exact=True runs every micro-batch alone"
+        name = batch_norm_in_training(model)
+        return None if name is None else f"the BatchNorm layer {name!r} would normalise the parts separately"
 
 
 def _in_parts(loss_of: Callable[[Any], torch.Tensor], batch: Any, num_samples: int, size: int) -> torch.Tensor:
-    if size == num_samples:
-        loss = loss_of(batch)
-        loss.backward()
-        return loss.detach()
     losses = []
-    for part, count in parts(batch, num_samples, size):
-        loss = loss_of(part) * (count / num_samples)
+    for part, count in [(batch, num_samples)] if size == num_samples else parts(batch, num_samples, size):
+        loss = loss_of(part) if count == num_samples else loss_of(part) * (count / num_samples)
         loss.backward()
         losses.append(loss.detach())
-    return torch.stack(losses).sum()
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
 
 def parts(batch: Any, num_samples: int, size: int) -> Iterator[tuple[Any, int]]:

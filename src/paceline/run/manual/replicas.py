@@ -1,95 +1,22 @@
-"""Replicas that the user trains: checked against each other, placed on devices, connected to other processes."""
+"""Replicas that the user trains: checked against each other, and placed on devices."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm import connect
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.errors import MisuseError
 from paceline.core.world import World, choose_device
 from paceline.plan.shares import Plan, ranges
 from paceline.run.determinism import process_settings
-from paceline.run.settings import Runtime
 from paceline.run.step.build import build_model, named_parameters, refuse_wrapped
-from paceline.sync.replica_gradients import ReplicaGradients
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The replicas of this process, connected to those of all others. `cleanup` releases what they hold."""
-
-    models: tuple[Any, ...]
-    devices: tuple[torch.device, ...]
-    ranks: range
-    gradients: ReplicaGradients
-    communicator: Communicator
-    cleanup: ExitStack
-
-    @torch.no_grad()
-    def broadcast(self, *, parameters: bool) -> None:
-        """Copy replica 0's buffers, and with `parameters` also all its parameters, to all replicas."""
-        tensors = [
-            [*(named_parameters(model).values() if parameters else ()), *_named_buffers(model).values()]
-            for model in self.models
-        ]
-        first, *others = tensors
-        if self.communicator.world.size > 1:
-            # Not every backend carries booleans.
-            carriers = [t.to(torch.uint8) if t.dtype == torch.bool else t.detach().contiguous() for t in first]
-            for pending in [self.communicator.broadcast(carrier, 0) for carrier in carriers]:
-                pending.wait()
-            for tensor, carrier in zip(first, carriers, strict=True):
-                tensor.copy_(carrier)
-        for other in others:
-            for target, source in zip(other, first, strict=True):
-                target.copy_(source)
-
-
-def connect_replicas(
-    models: Sequence[Any], devices: Sequence[torch.device | str] | None, *, exact: bool, runtime: Runtime
-) -> Replicas:
-    """Check what can be checked, then move the models and connect the processes."""
-    if isinstance(models, nn.Module):
-        raise TypeError(f"models is one {type(models).__name__}: give a list of replicas, such as [model0, model1]")
-    models = tuple(models)
-    if not models:
-        raise ValueError("models is empty: give at least 1 replica in every process")
-    if len(models) == 1 and World.from_environment("cpu").size == 1:
-        raise ValueError(
-            "1 model in a single process has no other to exchange with: give at least 2 replicas, or start the script "
-            "on several workers, with `paceline run` or torchrun"
-        )
-    for number, model in enumerate(models):
-        refuse_wrapped(model)
-        _check_parameters(number, model)
-    _check_apart(models)
-    description = _description(models[0])
-    for number, model in enumerate(models):
-        if difference := _difference(_description(model), description):
-            raise ValueError(f"replica {number} {difference} in replica 0: replicas must be built alike")
-    places = tuple(map(_device_of, range(len(models)), models)) if devices is None else _chosen(devices, len(models))
-    for model, place in zip(models, places, strict=True):
-        build_model(model, place, seed=0)  # moves it; its parameters stay the optimizer's
-    world = World.from_environment(places[0])
-    with ExitStack() as stack:
-        if exact:
-            _exact_settings.hold(world)
-            stack.callback(_exact_settings.release)
-        communicator = connect(world, runtime.backend, runtime.timeout_s)
-        stack.callback(communicator.close)
-        ranks = _agree(len(models), description, communicator, exact=exact)
-        gradients = ReplicaGradients([named_parameters(model) for model in models], communicator, ranks, exact=exact)
-        stack.callback(gradients.close)
-        return Replicas(models, places, ranks[world.rank], gradients, communicator, stack.pop_all())
 
 
 class _ExactSettings:
@@ -109,81 +36,88 @@ class _ExactSettings:
             self._undo.close()
 
 
-_exact_settings = _ExactSettings()
+exact_settings = _ExactSettings()
 
 
-def _named_buffers(model: Any) -> dict[str, torch.Tensor]:
-    return dict(model.named_buffers()) if isinstance(model, nn.Module) else {}
+def tensors_of(model: Any, *kinds: str) -> list[torch.Tensor]:
+    """The model's parameters and buffers, or those of the given kinds."""
+    return [tensor for kind, _, tensor in _tensors(model) if not kinds or kind in kinds]
 
 
-def _check_parameters(number: int, model: Any) -> None:
-    trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
-    if not trainable:
+def _tensors(model: Any) -> Iterator[tuple[str, str, torch.Tensor]]:
+    yield from (("parameter", name, parameter) for name, parameter in named_parameters(model).items())
+    if isinstance(model, nn.Module):
+        yield from (("buffer", name, buffer) for name, buffer in model.named_buffers())
+
+
+def check_models(models: Sequence[Any]) -> None:
+    """Refuse models that are not replicas of one model."""
+    if isinstance(models, nn.Module):
+        raise TypeError(f"models is one {type(models).__name__}: give a list of replicas, such as [model0, model1]")
+    if len(models) < (2 if World.from_environment("cpu").size == 1 else 1):
         raise ValueError(
-            f"replica {number} has no parameter that requires a gradient: unfreeze what is to be trained, then wrap"
+            f"models has {len(models)} replicas: give at least 2, or at least 1 in each of several processes, started "
+            "by `paceline run` or torchrun"
         )
-    for name, parameter in trainable.items():
-        if not parameter.is_floating_point():
+    for number, model in enumerate(models):
+        refuse_wrapped(model)
+        trainable = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
+        if not trainable:
             raise ValueError(
-                f"parameter {name!r} of replica {number} is {parameter.dtype}: only real floating point can be averaged"
+                f"replica {number} has no parameter that requires a gradient: unfreeze what is to be trained, then wrap"
             )
+        for name, p in trainable.items():
+            if not p.is_floating_point():
+                raise ValueError(
+                    f"parameter {name!r} of replica {number} is {p.dtype}: only real floating point can be averaged"
+                )
+    if (shared := shared_parameter(models)) is not None:
+        holder, number, name = shared
+        raise ValueError(
+            f"replicas {holder} and {number} share parameter {name!r}: give each replica its own model, such as "
+            "copy.deepcopy(model)"
+        )
+    for number, model in enumerate(models):
+        if difference := _difference(_description(model), _description(models[0])):
+            raise ValueError(f"replica {number} {difference} in replica 0: replicas must be built alike")
 
 
-def _check_apart(models: Sequence[Any]) -> None:
-    """Refuse a parameter that two replicas share. Parameters tied inside a replica are allowed."""
+def shared_parameter(models: Sequence[Any]) -> tuple[int, int, str] | None:
+    """Two models that share a parameter, and its name. Parameters tied inside a model do not count."""
     holders: dict[object, int] = {}
     for number, model in enumerate(models):
         for name, parameter in named_parameters(model).items():
             memory = (parameter.device, parameter.data_ptr()) if parameter.numel() else id(parameter)
-            holder = holders.setdefault(memory, number)
-            if holder != number:
+            if (holder := holders.setdefault(memory, number)) != number:
+                return holder, number, name
+    return None
+
+
+def move_models(models: Sequence[Any], devices: Sequence[torch.device | str] | None) -> tuple[torch.device, ...]:
+    """Move each model to its device, by default the one that it is on. Parameters stay the same objects."""
+    if devices is None:
+        found = [sorted({tensor.device for tensor in tensors_of(model)}, key=str) for model in models]
+        for number, several in enumerate(found):
+            if len(several) > 1:
                 raise ValueError(
-                    f"replicas {holder} and {number} share parameter {name!r}: give each replica its own model, "
-                    "such as copy.deepcopy(model)"
+                    f"replica {number} is on {' and '.join(map(str, several))}: a replica must be on one device. Move "
+                    "it, or pass devices=[...], one for each replica"
                 )
+        chosen = [device for (device,) in found]
+    elif isinstance(devices, str | torch.device) or len(devices) != len(models):
+        raise ValueError(f"devices={devices!r} for {len(models)} replicas: give a list of {len(models)}, one for each")
+    else:
+        first = World.from_environment("cpu").local_rank * len(models)
+        chosen = [choose_device(first + i, device) for i, device in enumerate(devices)]
+    for model, device in zip(models, chosen, strict=True):
+        build_model(model, device, seed=0)
+    return tuple(chosen)
 
 
-def _description(model: Any) -> list[str]:
-    """One line for each tensor, equal for replicas that are built alike."""
-    parameters = [
-        f"parameter {name!r} of shape {tuple(p.shape)} and type {p.dtype}{'' if p.requires_grad else ', frozen'}"
-        for name, p in named_parameters(model).items()
-    ]
-    buffers = [
-        f"buffer {name!r} of shape {tuple(b.shape)} and type {b.dtype}" for name, b in _named_buffers(model).items()
-    ]
-    return parameters + buffers
-
-
-def _difference(own: Sequence[str], first: Sequence[str]) -> str | None:
-    if len(own) != len(first):
-        return f"has {len(own)} parameters and buffers, not {len(first)} as"
-    return next(
-        (f"has {mine}, not {theirs} as" for mine, theirs in zip(own, first, strict=True) if mine != theirs), None
-    )
-
-
-def _device_of(number: int, model: Any) -> torch.device:
-    tensors = [*named_parameters(model).values(), *_named_buffers(model).values()]
-    found = sorted({tensor.device for tensor in tensors}, key=str)
-    if len(found) > 1:
-        raise ValueError(
-            f"replica {number} is on {' and '.join(map(str, found))}: a replica must be on one device. Move it, or "
-            "pass devices=[...], one for each replica"
-        )
-    return found[0]
-
-
-def _chosen(devices: Sequence[torch.device | str], num_models: int) -> tuple[torch.device, ...]:
-    if isinstance(devices, str | torch.device) or len(devices) != num_models:
-        raise ValueError(f"devices={devices!r} for {num_models} replicas: give a list of {num_models}, one for each")
-    first = World.from_environment("cpu").local_rank * num_models
-    return tuple(choose_device(first + i, device) for i, device in enumerate(devices))
-
-
-def _agree(num_models: int, description: list[str], communicator: Communicator, *, exact: bool) -> Plan:
+def agree(models: Sequence[Any], communicator: Communicator, *, exact: bool) -> Plan:
     """Check that the replicas of all processes are built alike; the ranks of all replicas, by process."""
-    answers = [json.loads(text) for text in gather(json.dumps([num_models, exact, description]), communicator)]
+    own = json.dumps([len(models), exact, _description(models[0])])
+    answers = [json.loads(text) for text in gather(own, communicator)]
     _, first_exact, first = answers[0]
     for rank, (_, other_exact, other) in enumerate(answers):
         if other_exact != first_exact:
@@ -193,3 +127,18 @@ def _agree(num_models: int, description: list[str], communicator: Communicator, 
         if difference := _difference(other, first):
             raise MisuseError(f"rank {rank}'s model {difference} on rank 0: replicas must be built alike")
     return ranges([count for count, _, _ in answers])
+
+
+def _description(model: Any) -> list[str]:
+    """One line for each tensor, equal for replicas that are built alike."""
+    return [
+        f"{kind} {name!r} of shape {tuple(t.shape)} and type {t.dtype}"
+        f"{', frozen' if kind == 'parameter' and not t.requires_grad else ''}"
+        for kind, name, t in _tensors(model)
+    ]
+
+
+def _difference(own: Sequence[str], first: Sequence[str]) -> str | None:
+    if len(own) != len(first):
+        return f"has {len(own)} parameters and buffers, not {len(first)} as"
+    return next((f"has {mine}, not {other} as" for mine, other in zip(own, first, strict=True) if mine != other), None)

@@ -22,10 +22,10 @@ import paceline as pl
     ("settings", "error", "text"),
     [
         ({"replicas": 0}, ValueError, "devices is empty: name at least one, or pass None for all of this machine"),
-        ({"nsamples": 0}, ValueError, "nsamples=0: choose a whole number >= 1"),
-        ({"nsamples": None}, ValueError, "nsamples is missing: give the number of samples per replica and step"),
-        ({"epochs": 0}, ValueError, "epochs=0: choose a whole number >= 1"),
-        ({"cycle": 0}, ValueError, "cycle=0: choose"),
+        ({"nsamples": 0}, ValueError, "nsamples=0 must be >= 1"),
+        ({"nsamples": None}, ValueError, "nsamples is missing: give the number of samples per device and step"),
+        ({"epochs": 0}, ValueError, "epochs=0 must be >= 1"),
+        ({"cycle": 0}, ValueError, "cycle=0 must be >= 1"),
         ({"epochs": 3, "cycle": 9}, ValueError, "epochs=3 and cycle=9 both limit the run"),
         ({"buffersize": 2}, ValueError, "buffersize=2 would be ignored, since tensors and arrays are in memory"),
         ({"data": Stream(), "buffersize": 2}, ValueError, "buffersize=2 would be ignored, since a stream"),
@@ -33,7 +33,7 @@ import paceline as pl
         ({"optimizer": lambda _: "adam"}, TypeError, "optimizer made a str: pass a function from parameters"),
         ({"optimizer": sgd([torch.zeros(1)])}, TypeError, "optimizer is a SGD, but every replica needs its own"),
         ({"model": nn.ReLU()}, ValueError, "the model has no parameter that requires a gradient"),
-        ({"data": pl.PerWorker([[X]]), "nsamples": None}, ValueError, "PerWorker has 1 iterables for 2 replicas"),
+        ({"data": pl.PerWorker([[X]]), "nsamples": None}, ValueError, "PerWorker has 1 iterables for 2 devices"),
     ],
 )  # fmt: skip
 def test_bad_settings_are_named(settings: dict[str, Any], error: type[Exception], text: str) -> None:
@@ -62,9 +62,9 @@ def test_a_stream_without_samples_is_an_error_and_no_endless_loop() -> None:
     ("settings", "text"),
     [
         ({"validate_every": 2}, "validate_every=2 would be ignored: give the data as validation="),
-        ({"validate_every": 0, "validation": (X, Y)}, "validate_every=0: choose at least 1 step"),
-        ({"verbose": -1}, "verbose=-1: choose how many steps lie between two lines"),
-        ({"topk": (0,), "validation": (X, Y)}, r"topk=\(0,\): 0 must be a whole number >= 1"),
+        ({"validate_every": 0, "validation": (X, Y)}, "validate_every=0 must be >= 1"),
+        ({"verbose": -1}, "verbose=-1 must be >= 0"),
+        ({"topk": (0,), "validation": (X, Y)}, r"topk=\(0,\) must be >= 1"),
     ],
 )
 def test_bad_settings_of_train_are_named(settings: dict[str, Any], text: str) -> None:
@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_is_reported() -> None:
 def test_a_replica_that_does_not_exist_is_named() -> None:
     with prepare() as state:
         for replica in (2, -1):
-            with pytest.raises(ValueError, match=f"replica={replica} does not exist: this process has 2, choose 0 <="):
+            with pytest.raises(ValueError, match=f"replica={replica} must be >= 0 and <= 1"):
                 pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, (X[:4], Y[:4]), replica)
 
 
