@@ -177,6 +177,13 @@ class SignedStore(dist.Store):  # type: ignore[misc,name-defined]
         self._store.set_timeout(timeout)
 
 
+def private_store(store: Any, secret: Secret | None, purpose: str) -> Any:
+    """The part of a store that serves this purpose. With a secret, others can neither find nor write its keys."""
+    if secret is None:
+        return dist.PrefixStore(f"paceline/{purpose}", store)  # type: ignore[attr-defined]
+    return SignedStore(dist.PrefixStore(secret.name(purpose), store), secret)  # type: ignore[attr-defined]
+
+
 def _run_store(world: World) -> Any:
     """The store that all workers of this run can reach."""
     store: Any
@@ -192,12 +199,10 @@ def _run_store(world: World) -> Any:
                 "`paceline run` or paceline.launch, or unset RANK and WORLD_SIZE to train with one worker"
             )
         store = _environment_store(world.rank, world.size)
+    secret = None if path else run_secret()  # the file is in a private folder of this user
     # Restarted workers may find the store of the previous attempt.
-    start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    secret = run_secret()
-    if secret is None or path:  # the file is in a private folder of this user
-        return dist.PrefixStore(f"paceline/{start}", store)  # type: ignore[attr-defined]
-    return SignedStore(dist.PrefixStore(f"{secret.name('store')}/{start}", store), secret)  # type: ignore[attr-defined]
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return private_store(store, secret, f"start-{start}")
 
 
 @lru_cache(maxsize=1)  # rank 0 may host the store, which must then live as long as the process

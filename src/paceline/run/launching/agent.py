@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.output import output_file
-from paceline.run.launching.rendezvous import NodeRendezvous, NodeResult
+from paceline.run.launching.rendezvous import NodeRendezvous
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
 from paceline.run.saving.stopping import Stopped
 
@@ -36,7 +37,7 @@ class Agent:
 
     `folder` is shared with the launcher and the workers, see `worker.py`. When a worker fails, on any node, all workers
     of all nodes are restarted, up to `max_restarts` times. `logs` is the folder of the workers' output, if it goes to
-    files. The workers are killed once `is_cancelled` returns True.
+    files. `on_poll` is called several times a second; the workers are killed once it returns True.
     """
 
     def __init__(
@@ -46,17 +47,17 @@ class Agent:
         rendezvous: NodeRendezvous,
         max_restarts: int = 0,
         logs: Path | None = None,
-        is_cancelled: Callable[[], bool] = lambda: False,
+        on_poll: Callable[[], bool] = lambda: False,
     ) -> None:
         self._launch_folder = folder
         self._server = server
         self._rendezvous = rendezvous
         self._max_restarts = max_restarts
         self._logs = logs
-        self._is_cancelled = is_cancelled
+        self._on_poll = on_poll
         self._num_restarts = 0
         self._exits: dict[int, WorkerExit] = {}  # by rank, of the current start
-        self._signals: dict[int, signal.Signals] = {}  # the last signal that the agent sent, by rank
+        self._sent: signal.Signals | None = None  # the last signal that the agent sent to the running workers
         self._is_stopping = False
         self._reserved_port: socket.socket | None = None
 
@@ -69,10 +70,10 @@ class Agent:
             self._start()
             self._watch()
             self._rendezvous.publish(self._result())
-            if not self._rendezvous.wait_for_restart(POLL_S):
-                return _to_error(self._rendezvous.first_failure())
+            may_restart, failure = self._rendezvous.wait_for_results(), self._rendezvous.first_failure()
+            if not may_restart:
+                return _to_error(failure)
             self._server.kill()  # what the ended workers left running
-            failure = self._rendezvous.first_failure()
             reason = failure.message.partition("\n")[0] if failure is not None else "the workers ended"
             self._num_restarts += 1
             print(f"paceline: restart {self._num_restarts}: {reason}", file=sys.stderr)
@@ -98,7 +99,8 @@ class Agent:
                 self.stop()
         finally:  # a second Ctrl-C comes straight here
             self._is_stopping = True
-            self._kill()
+            self._sent = signal.SIGKILL
+            self._server.kill()
             self._rendezvous.publish(self._result())
             if self._reserved_port is not None:
                 self._reserved_port.close()
@@ -109,7 +111,7 @@ class Agent:
         return worker.start_folder(self._launch_folder, self._num_restarts)
 
     def _start(self) -> None:
-        self._exits, self._signals = {}, {}
+        self._exits, self._sent = {}, None
         first_rank, here = self._rendezvous.first_rank, self._rendezvous.num_workers_here
         shared = self._shared_environment()
         self._server.start(
@@ -152,10 +154,9 @@ class Agent:
         terminate_at_s = kill_at_s = float("inf")
         while self._server.running:
             now_s = time.monotonic()
-            if self._is_cancelled():
+            if now_s > kill_at_s:
+                self._sent = signal.SIGKILL
                 self._server.kill()
-            elif now_s > kill_at_s:
-                self._kill()
             elif kill_at_s == float("inf") and (self._failures() or self._rendezvous.peer_failed()):
                 wait_s = CAUSE_WAIT_S if self._failures() == {ExitKind.COMMUNICATION} else 0.0
                 terminate_at_s = min(terminate_at_s, now_s + wait_s)
@@ -167,6 +168,8 @@ class Agent:
     def _poll(self) -> None:
         self._server.poll(POLL_S)
         self._read_exits()
+        if self._on_poll():
+            self._server.kill()
 
     def _read_exits(self) -> None:
         for rank, exit_code in self._server.exit_codes.items():
@@ -176,35 +179,31 @@ class Agent:
     def _read_exit(self, rank: int, exit_code: int) -> WorkerExit:
         ended = WorkerExit.read(self._folder, rank, exit_code)
         has_no_report = ended.kind in (ExitKind.DIED, ExitKind.TERMINATED)
-        sent = self._signals.get(rank)
+        sent = self._sent
         is_ours = sent == signal.SIGKILL or (sent is not None and (self._is_stopping or exit_code == -sent))
         return WorkerExit(ExitKind.ENDED, rank) if has_no_report and is_ours else ended
 
     def _failures(self) -> set[ExitKind]:
         """The failures so far that are a reason to end the other workers. A stop is not: all workers stop."""
-        return {each.kind for each in self._exits.values() if each.kind.is_failure} - {ExitKind.STOPPED}
+        return {each.kind for each in self._exits.values() if each.is_failure} - {ExitKind.STOPPED}
 
     def _terminate(self) -> None:
-        self._signals |= dict.fromkeys(self._server.running, signal.SIGTERM)
+        self._sent = signal.SIGTERM
         self._server.terminate()
 
-    def _kill(self) -> None:
-        self._signals |= dict.fromkeys(self._server.running, signal.SIGKILL)
-        self._server.kill()
-
-    def _result(self) -> NodeResult:
+    def _result(self) -> WorkerExit:
         """How the current start ended on this node."""
-        kinds = [each.kind for each in self._exits.values()]
-        if kinds == [ExitKind.DONE] * self._rendezvous.num_workers_here:
-            return NodeResult(is_done=True)
-        failure = first_failure(self._exits.values())
-        if self._is_stopping and (failure is None or failure.kind not in _REPORTED):
-            message = f"the command was ended on node {self._rendezvous.name}"
-            failure = WorkerExit(ExitKind.CANCELLED, self._rendezvous.first_rank, message)
-        elif failure is not None:
-            failure = failure.with_notes(self._where(failure.rank))
-        may_restart = self._num_restarts < self._max_restarts and not self._is_stopping and _FINAL.isdisjoint(kinds)
-        return NodeResult(False, failure, may_restart)
+        nodes, kinds = self._rendezvous, [each.kind for each in self._exits.values()]
+        if kinds == [ExitKind.DONE] * nodes.num_workers_here:
+            return WorkerExit(ExitKind.DONE, nodes.first_rank, is_final=True)
+        result = first_failure(self._exits.values()) or WorkerExit(ExitKind.ENDED, nodes.first_rank)
+        if self._is_stopping and result.kind not in _REPORTED:
+            message = f"the command was ended on node {nodes.name}"
+            result = WorkerExit(ExitKind.CANCELLED, nodes.first_rank, message)
+        elif result.is_failure:
+            result = result.with_notes(self._where(result.rank))
+        is_final = self._num_restarts == self._max_restarts or self._is_stopping or not _FINAL.isdisjoint(kinds)
+        return replace(result, is_final=is_final)
 
     def _where(self, rank: int) -> str:
         """Where to find more about a worker."""

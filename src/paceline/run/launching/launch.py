@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,6 @@ from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import SINGLE_NODE, Nodes
 from paceline.run.launching.output import follow_output
 from paceline.run.launching.rendezvous import NodeRendezvous
-from paceline.run.launching.worker_exit import write_atomically
 
 FOLDER_PREFIX = "paceline-run-"
 LOCK_FILE = "lock"
@@ -136,30 +135,30 @@ def launch_workers(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Launch,
-    is_cancelled: Callable[[], bool] = lambda: False,
+    on_poll: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """As `launch`, always in processes started for it. They are killed once `is_cancelled` returns True."""
+    """As `launch`, always in processes started for it. `on_poll` is called as in `Agent`."""
     from paceline.run.launching.payload import save_call  # imports cloudpickle
 
     with run_folder() as folder:
         save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs)
-        _run_workers(folder, options, is_cancelled=is_cancelled)
+        _run_workers(folder, options, on_poll=on_poll)
         return worker.load(folder / worker.RESULT_FILE)
 
 
 def _run_workers(
-    folder: Path, options: Launch, script: str | None = None, is_cancelled: Callable[[], bool] = lambda: False
+    folder: Path, options: Launch, script: str | None = None, on_poll: Callable[[], bool] = lambda: False
 ) -> None:
     """Start the workers, wait for all of them, and raise the first failure."""
     nodes, count = options.nodes, options.num_workers
     logs = None if options.logs is None else Path(options.logs).absolute()
     common = {"nodes": nodes.num, "max_restarts": options.max_restarts}
-    write_atomically(folder / worker.START_FILE, json.dumps(_start_description(script, logs)))
+    (folder / worker.START_FILE).write_text(json.dumps(_start_description(script, logs)))
     with (
         ForkServer(folder / worker.START_FILE, _environment(folder, count, nodes)) as server,  # first: it takes longest
         closing(NodeRendezvous(nodes, count, folder.name, common)) as rendezvous,
-        nullcontext() if logs is None else follow_output(logs, [0] if rendezvous.first_rank == 0 else []),
-        Agent(folder, server, rendezvous, options.max_restarts, logs, is_cancelled) as agent,
+        follow_output(logs, shows_rank_0=rendezvous.first_rank == 0) as copy_output,
+        Agent(folder, server, rendezvous, options.max_restarts, logs, lambda: copy_output() or on_poll()) as agent,
     ):
         try:
             failure = agent.run()
