@@ -52,10 +52,10 @@ def test_all_nodes_restart_and_name_the_same_failure(pair: tuple[NodeRendezvous,
     assert second.wait_for_results()
     assert [node.first_failure() for node in pair] == [ended(ExitKind.FAILED, 1)] * 2
     # One node can be one start ahead: the other still finds both results.
-    first.begin_next_start()
+    first.num_restarts += 1
     first.publish(ended(ExitKind.DIED, 0))
     assert second.wait_for_results()
-    second.begin_next_start()
+    second.num_restarts += 1
     wait_until(second.peer_failed)
     second.publish(ended(ExitKind.ENDED, 1, is_final=True))
     assert [node.wait_for_results() for node in pair] == [False, False]

@@ -7,8 +7,6 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,13 +106,21 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool, str]:
                     "start the same command on that node, and check that its port can be reached"
                 ) from None
             time.sleep(RETRY_S)
-    try:
-        connect_s = max(1.0, deadline_s - time.monotonic())
-        return _call(lambda: TCPStore(host, port, timeout=timeout), connect_s), False, own_address
-    except (RuntimeError, TimeoutError):
+    connected: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(RuntimeError):
+            connected.append(TCPStore(host, port, timeout=timeout))
+
+    # In a thread: torch waits for the reply of any listener, without a timeout or interruption.
+    thread = threading.Thread(target=connect, name="paceline-connect", daemon=True)
+    thread.start()
+    thread.join(max(1.0, deadline_s - time.monotonic()))
+    if not connected:
         raise NodesError(
             f"the server at {nodes.address} is not a launcher: choose another port, the same on every node"
-        ) from None
+        )
+    return connected[0], False, own_address
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
@@ -123,20 +129,6 @@ def _listen(host: str, port: int) -> socket.socket | None:
         with suppress(OSError):
             return socket.create_server(address[:2], family=family)
     return None
-
-
-def _call(connect: Callable[[], TCPStore], timeout_s: float) -> TCPStore:
-    """Call it in a thread: torch waits for the reply of any listener, without a timeout or interruption."""
-    result: Future[TCPStore] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(connect())
-        except Exception as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="paceline-connect", daemon=True).start()
-    return result.result(timeout_s)
 
 
 def interface_of(address: str) -> str | None:

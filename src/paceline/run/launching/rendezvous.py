@@ -63,7 +63,7 @@ class NodeRendezvous:
         self._nodes, self.num_nodes = nodes, nodes.num
         self._hosts_store, self.index, self.name = True, 0, socket.gethostname()
         self.environment: dict[str, str] = {}  # variables with which workers of several nodes connect
-        self._start = 0
+        self.num_restarts = 0  # incremented by the agent: results are those of the current start
         # The thread changes `_peers`, all others only `_own`. Both are replaced and never modified.
         self._peers: dict[int, _Record] = {}
         self._heard_s: dict[int, float] = {}  # when the record of a peer last changed
@@ -141,9 +141,9 @@ class NodeRendezvous:
 
     def publish(self, result: WorkerExit) -> None:
         """Tell the others how the current start ended here. Only a start's first result counts."""
-        if self._start not in self._own.results:
-            recent = {start: old for start, old in self._own.results.items() if start == self._start - 1}
-            self._own = replace(self._own, results={**recent, self._start: result})
+        if self.num_restarts not in self._own.results:
+            recent = {start: old for start, old in self._own.results.items() if start == self.num_restarts - 1}
+            self._own = replace(self._own, results={**recent, self.num_restarts: result})
             self._has_news.set()
 
     def wait_for_results(self) -> bool:
@@ -153,9 +153,6 @@ class NodeRendezvous:
                 return False
             time.sleep(POLL_S)
         return not any(result.is_final for result in results.values())
-
-    def begin_next_start(self) -> None:
-        self._start += 1
 
     def peer_failed(self) -> bool:
         """Whether this node's workers must end because of another node.
@@ -192,7 +189,9 @@ class NodeRendezvous:
     def _results(self) -> dict[int, WorkerExit]:
         """Of the current start, by node."""
         return {
-            i: record.results[self._start] for i, record in self._records().items() if self._start in record.results
+            i: record.results[self.num_restarts]
+            for i, record in self._records().items()
+            if self.num_restarts in record.results
         }
 
     def _exchange_all(self, store: Any) -> None:
