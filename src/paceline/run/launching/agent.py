@@ -15,8 +15,8 @@ from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.fork_server import ForkServer
+from paceline.run.launching.nodes import NodeRendezvous
 from paceline.run.launching.output import output_file
-from paceline.run.launching.rendezvous import NodeRendezvous
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
 from paceline.run.saving.stopping import Stopped
 

@@ -10,9 +10,7 @@ import pytest
 from waiting import wait_until
 
 from paceline.run.launching import nodes as nodes_module
-from paceline.run.launching import rendezvous as rendezvous_module
-from paceline.run.launching.nodes import Nodes, NodesError, interface_of
-from paceline.run.launching.rendezvous import NodeRendezvous
+from paceline.run.launching.nodes import NodeRendezvous, Nodes, NodesError, interface_of
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 
 
@@ -120,7 +118,7 @@ def test_a_node_without_heartbeat_is_lost(
     assert not first.peer_failed()
     monkeypatch.setattr(second, "_exchange", lambda _: True)
     second._thread.join()
-    monkeypatch.setattr(rendezvous_module, "LOST_S", 0.5)
+    monkeypatch.setattr(nodes_module, "LOST_S", 0.5)
     wait_until(first.lost)
     assert first.lost().startswith(f"lost contact with node {second.name}: no heartbeat for 0.5 s")
     assert first.peer_failed()
