@@ -139,7 +139,14 @@ def main(start_file: Path, channel: Connection, modules: Sequence[str]) -> NoRet
     _import(modules)
     with suppress(EOFError):  # the launcher has closed the channel
         while True:
-            _run_workers(channel.recv(), start_file.parent, start, channel)
+            environments = channel.recv()
+            running = {
+                _fork_worker(each, start_file.parent, start, channel): rank for rank, each in environments.items()
+            }
+            channel.send({rank: pid for pid, rank in running.items()})
+            while running:
+                pid, status = os.wait()
+                channel.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 
@@ -162,17 +169,6 @@ def _import(modules: Sequence[str]) -> None:
         os.execv(sys.executable, sys.orig_argv[: -len(modules)])
     gc.collect()
     gc.enable()
-
-
-def _run_workers(
-    environments: dict[int, dict[str, str]], folder: Path, start: dict[str, Any], channel: Connection
-) -> None:
-    """Fork one worker for each environment, and report each exit until all have ended."""
-    running = {_fork_worker(each, folder, start, channel): rank for rank, each in environments.items()}
-    channel.send({rank: pid for pid, rank in running.items()})
-    while running:
-        pid, status = os.wait()
-        channel.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
 
 
 def _fork_worker(environment: dict[str, str], folder: Path, start: dict[str, Any], channel: Connection) -> int:
