@@ -1,8 +1,8 @@
-"""The parts under `dp_train`, used by hand: two replicas on two devices share every batch 3:1.
+"""The parts under `dp_train`, used by hand: two workers share every batch 3:1.
 
 Shows one step from the inside, layer by layer:
 - plan: which samples make a micro-batch (`EpochOrder`, `Steps`), and who takes which (`shares`, `ranges`);
-- comm: how replicas of one process reach each other (`LocalGroup`);
+- comm: how workers reach each other (`connect`);
 - sync: the exchange that gives all of them the mean gradient of the whole batch (`MeanGradients`).
 The result is checked against one model that plain PyTorch trains on whole batches.
 
@@ -11,16 +11,18 @@ The result is checked against one model that plain PyTorch trains on whole batch
 
 from __future__ import annotations
 
-import copy
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.comm.local import LocalCommunicator, LocalGroup
+import paceline as pl
+from paceline.comm import connect
+from paceline.comm.base import Communicator
+from paceline.comm.messages import gather
+from paceline.core.world import World
 from paceline.plan.order import EpochOrder
 from paceline.plan.shares import ranges, shares
 from paceline.plan.steps import Steps
@@ -28,7 +30,7 @@ from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.exchange import MeanGradients
 
 NUM_EPOCHS, LEARNING_RATE, SEED = 10, 0.1, 0
-SPEEDS = (3.0, 1.0)  # as if the first device were three times as fast as the second
+SPEEDS = (3.0, 1.0)  # as if the first worker were three times as fast as the second
 # 75 samples: four steps of 16 in four micro-batches, and a last one of 11 in three, the last of those with 3 samples.
 STEPS = Steps(num_samples=75, global_batch=16, micro_batch=4)
 
@@ -44,12 +46,12 @@ def make_model(seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def train_replica(model: nn.Module, communicator: LocalCommunicator, x: torch.Tensor, y: torch.Tensor) -> list[float]:
-    """One replica's run; the others do the same at the same time. Returns the loss of every step."""
+def train_replica(model: nn.Module, communicator: Communicator, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+    """One worker's run; the others do the same at the same time. Returns the loss of every step."""
     rank, device = communicator.world.rank, communicator.world.device
     model, x, y = model.to(device), x.to(device), y.to(device)
     for parameter in model.parameters():
-        communicator.broadcast(parameter.detach(), source=0).wait()  # all start with replica 0's weights
+        communicator.broadcast(parameter.detach(), source=0).wait()  # all start with rank 0's weights
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     exchange = MeanGradients(
         dict(model.named_parameters()),
@@ -72,7 +74,7 @@ def train_replica(model: nn.Module, communicator: LocalCommunicator, x: torch.Te
                 loss = F.mse_loss(model(x[rows]), y[rows])
                 loss.backward()
                 exchange.end_micro_batch(loss.detach())
-            # Here the replicas meet. Afterwards every parameter's .grad is the mean over the whole batch.
+            # Here the workers exchange. Afterwards every parameter's .grad is the mean over the whole batch.
             exchange.send()
             numbers = exchange.finish()
             optimizer.step()
@@ -97,26 +99,24 @@ def train_whole_batches(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> l
     return losses
 
 
+def worker() -> tuple[dict[str, torch.Tensor], list[float], bool]:
+    """Runs on every worker: the trained weights, the losses, and whether all workers have the same."""
+    with closing(connect(World.from_environment(), timeout_s=60.0)) as communicator:
+        model = make_model(seed=communicator.world.rank)
+        losses = train_replica(model, communicator, *make_data())
+        weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+        results = gather(str([tensor.tolist() for tensor in weights.values()] + losses), communicator)
+    return weights, losses, len(set(results)) == 1
+
+
 def main() -> int:
-    devices = ["cuda:0", "cuda:1"] if torch.cuda.device_count() > 1 else ["cpu", "cpu"]
-    x, y = make_data()
-    models = [make_model(seed) for seed in range(2)]
-    alone = copy.deepcopy(models[0])
+    weights, losses, are_equal = pl.launch(worker, len(SPEEDS))
+    alone = make_model(seed=0)
+    expected_losses = train_whole_batches(alone, *make_data())
 
-    # Replicas wait for each other, so each has a thread. One that fails closes its end, which ends the others' waiting.
-    def run(model: nn.Module, communicator: LocalCommunicator) -> list[float]:
-        with closing(communicator):
-            return train_replica(model, communicator, x, y)
-
-    with ThreadPoolExecutor(len(models)) as threads:
-        losses, others_losses = threads.map(run, models, LocalGroup(devices, timeout_s=60.0).members)
-    expected_losses = train_whole_batches(alone, x, y)
-
-    pairs = list(zip(*(model.cpu().parameters() for model in models), strict=True))
-    are_equal = all(torch.equal(first, second) for first, second in pairs) and losses == others_losses
-    off = max((p - q).abs().max().item() for p, q in zip(models[0].parameters(), alone.parameters(), strict=True))
+    off = max((weights[name] - tensor).abs().max().item() for name, tensor in alone.state_dict().items())
     loss_off = max(abs(a - b) for a, b in zip(losses, expected_losses, strict=True))
-    print(f"shares of a full step on {devices}: {shares(STEPS.max_micro_batches, SPEEDS)} micro-batches")
+    print(f"shares of a full step on {len(SPEEDS)} workers: {shares(STEPS.max_micro_batches, SPEEDS)} micro-batches")
     first, last = (sum(part) / len(part) for part in (losses[: STEPS.num_steps], losses[-STEPS.num_steps :]))
     print(f"mean loss of the first epoch {first:.4f}, of the last {last:.4f}; replicas equal to the bit: {are_equal}")
     print(f"off one model on whole batches: weights {off:.1e}, losses {loss_off:.1e}")

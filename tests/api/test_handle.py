@@ -176,8 +176,8 @@ def test_one_run_at_a_time_goes_on_in_a_process() -> None:
 def stopped_by_rank_1(policy: Any) -> tuple[int, str]:
     reached = threading.Event()
     handle = built(at(4, reached.set), FOREVER).policy(policy).batch_size(8).settings(micro_batch=4).run()
-    assert reached.wait(PATIENCE_S)
-    if pl.World.from_environment().rank == 1:
+    if pl.World.from_environment().rank == 1:  # with unequal shares, rank 0 may have trained fewer micro-batches
+        assert reached.wait(PATIENCE_S)
         handle.stop()
     state = handle.join(PATIENCE_S)
     return state.position.step, digest(state.model)

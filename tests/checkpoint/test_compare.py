@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from thread_workers import thread_workers
 from worker_pool import WorkerPool
 
 from paceline.checkpoint.compare import Level, check_replication
 from paceline.checkpoint.errors import ReplicationError
 from paceline.comm import connect
 from paceline.comm.base import Communicator
-from paceline.comm.local import LocalGroup
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 
@@ -42,7 +42,7 @@ def outcome(communicator: Communicator, state: Any, level: Level) -> str:
 
 def outcomes(states: list[Any], level: Level) -> str:
     """What every worker is told; it must be the same."""
-    members = LocalGroup(["cpu"] * len(states), timeout_s=20).members
+    members = thread_workers(len(states))
     with ThreadPoolExecutor(len(states)) as threads:
         told = set(threads.map(outcome, members, states, [level] * len(states)))
     (only,) = told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.base import Communicator
-from paceline.comm.local import LocalCommunicator, LocalGroup
+from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
 from paceline.comm.shared_memory.peers import placement
@@ -34,22 +34,25 @@ def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
         return list(threads.map(outcome, calls))
 
 
-@contextmanager
-def replicas(size: int, timeout_s: float = 20.0) -> Iterator[list[LocalCommunicator]]:
-    """The members of a `LocalGroup`."""
-    members = LocalGroup(["cpu"] * size, timeout_s).members
-    try:
-        yield list(members)
-    finally:
-        for member in members:
-            member.close()
-
-
 def worlds_of(sizes: Sequence[int], host: str = "host-{}") -> list[World]:
     """The worlds of all workers, with this many on each host."""
     size = sum(sizes)
     places = [(i, n, h) for h, n in enumerate(sizes) for i in range(n)]
     return [World(rank, size, i, n, host.format(h)) for rank, (i, n, h) in enumerate(places)]
+
+
+@contextmanager
+def over_gloo(size: int, timeout_s: float = 20.0) -> Iterator[list[ProcessGroupCommunicator]]:
+    """The workers of one host, in one process group."""
+    store = dist.HashStore()
+
+    def join(world: World) -> ProcessGroupCommunicator:
+        return ProcessGroupCommunicator(world, "gloo", timeout_s, Rendezvous(world, 20.0, None, store))
+
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(closing(each)) for each in together([lambda w=w: join(w) for w in worlds_of([size])])
+        ]
 
 
 def join_all(sizes: Sequence[int], timeout_s: float = 20.0) -> list[Any]:

@@ -338,7 +338,7 @@ def planted() -> str:
         if world.rank == 1:
             secret = run_secret()
             assert secret is not None
-            store = dist.PrefixStore(f"{secret.name('store')}/start-0", dist.distributed_c10d._get_default_store())
+            store = dist.PrefixStore(secret.name("start-0"), dist.distributed_c10d._get_default_store())
             store.set("at/1", "0" * 80)
             return ""
         return error_of(lambda: connect(world, "gloo", 10.0))[1]

@@ -58,25 +58,21 @@ class Communicator(Protocol):
         """Release all resources. Later exchanges raise `MisuseError`; closing again is a no-op."""
 
 
-class PointToPoint(Protocol):
-    """Blocking transfers between rank 0 and single workers."""
+class Link(Protocol):
+    """Blocking transfers between rank 0 and each other worker, for workers that share a reader."""
 
     @property
     def world(self) -> World: ...
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether messages are known to come from this user's own processes."""
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Send a CPU tensor to rank `to`, which must receive it; returns when the tensor may be changed."""
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """Receive the next tensor from rank `source` into `tensor`, which has the same size and dtype."""
-
-
-class Link(PointToPoint, Protocol):
-    """Point-to-point transfers that another thread can interrupt. Workers that share a reader use one."""
-
-    @property
-    def is_trusted(self) -> bool:
-        """Whether messages are known to come from this user's own processes."""
 
     def abort(self) -> None:
         """Fail the transfer in progress and all later ones, on both sides. Called from another thread."""

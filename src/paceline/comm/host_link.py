@@ -10,8 +10,7 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from time import monotonic
 from typing import Any
 
@@ -21,7 +20,6 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
 
-_RANK = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
 
 
@@ -42,10 +40,11 @@ class HostLink:
             if world.is_main:
                 self._accept_all(join_timeout_s)
             else:
-                self._connect(Rendezvous(world, join_timeout_s).offers[0], join_timeout_s)
+                self._connect(join_timeout_s)
         except OSError as error:
             self.close()
-            raise CommunicationError(f"rank {world.rank} cannot connect to the workers of this host: {error}") from None
+            kind = CommunicationTimeout if isinstance(error, TimeoutError) else CommunicationError
+            raise kind(f"rank {world.rank} cannot connect to the workers of this host: {error}") from None
         for peer in self._peers.values():
             peer.settimeout(timeout_s)
 
@@ -82,42 +81,31 @@ class HostLink:
             raise CommunicationError(f"rank {own} lost contact with rank {rank} in {operation}: {reason}") from None
 
     def _accept_all(self, limit_s: float) -> None:
-        with socket.socket(socket.AF_UNIX) as listener:
-            name = f"paceline-{secrets.token_hex(16)}"
-            listener.bind(f"\0{name}")
-            listener.listen(2 * self.world.size)
+        """Accept one connection from each worker, at an address of its own."""
+        deadline_s, name = monotonic() + limit_s, f"paceline-{secrets.token_hex(16)}"
+        with ExitStack() as stack:
+            listeners = {}
+            for rank in range(1, self.world.size):
+                listeners[rank] = stack.enter_context(socket.socket(socket.AF_UNIX))
+                listeners[rank].bind(f"\0{name}-{rank}")
+                listeners[rank].listen()
             Rendezvous(self.world, limit_s, name)
-            deadline_s = monotonic() + limit_s
-            while missing := [rank for rank in range(1, self.world.size) if rank not in self._peers]:
-                listener.settimeout(max(0.001, deadline_s - monotonic()))
-                try:
+            for rank, listener in listeners.items():
+                while rank not in self._peers:
+                    listener.settimeout(max(0.001, deadline_s - monotonic()))
                     connection, _ = listener.accept()
-                except TimeoutError:
-                    raise CommunicationTimeout(
-                        f"rank 0 waited {limit_s:g} s for the connections of ranks {missing}: they hang"
-                    ) from None
-                self._admit(connection, missing)
+                    if _is_own_user(connection):
+                        self._peers[rank] = connection
+                    else:
+                        connection.close()
 
-    def _admit(self, connection: socket.socket, missing: Sequence[int]) -> None:
-        """Keep the connection if it belongs to a missing worker."""
-        if _is_own_user(connection):
-            connection.settimeout(5.0)
-            content = bytearray(_RANK.size)
-            with suppress(OSError, EOFError):
-                _receive_into(connection, memoryview(content))
-                (rank,) = _RANK.unpack(content)
-                if rank in missing:
-                    self._peers[rank] = connection
-                    return
-        connection.close()
-
-    def _connect(self, name: str, limit_s: float) -> None:
+    def _connect(self, limit_s: float) -> None:
+        name = Rendezvous(self.world, limit_s).offers[0]
         connection = self._peers[0] = socket.socket(socket.AF_UNIX)
         connection.settimeout(limit_s)
-        connection.connect(f"\0{name}")
+        connection.connect(f"\0{name}-{self.world.rank}")
         if not _is_own_user(connection):
             raise OSError("the process that answers for rank 0 belongs to another user")
-        connection.sendall(_RANK.pack(self.world.rank))
 
 
 def _is_own_user(connection: socket.socket) -> bool:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from time import monotonic, sleep
@@ -30,10 +30,7 @@ from paceline.core.world import World
 
 # Workers may arrive at their first rendezvous far apart: imports and data preparation take different times.
 JOIN_TIMEOUT_S = 300.0
-# A wait inside torch's stores cannot be interrupted; signals are handled between two waits of this length.
-_WAIT_S = 0.5
-# A FileStore polls every 10 ms. Shorter polls come first, 25 ms in total, for workers that arrive almost together.
-_POLLS_S = [0.0002 * 1.3**i for i in range(14)]
+MIN_POLL_S, MAX_POLL_S = 0.0002, 0.02
 
 _has_joined = False  # whether this process has completed a rendezvous
 
@@ -53,90 +50,69 @@ class Rendezvous:
         self._answered: dict[int, bytes] = {}
         self._num_rounds = 0
         is_first = not _has_joined and not dist.is_initialized()
-        self._limit(max(timeout_s, JOIN_TIMEOUT_S) if is_first else timeout_s)
-        with _store_errors(world):
+        with self._limited(max(timeout_s, JOIN_TIMEOUT_S) if is_first else timeout_s):
             # Referenced here because torch does not keep a store alive that is written in Python.
             self._run_store = _run_store(world) if run_store is None else run_store
-            name = self._name_of_rank_0() if world.is_main else self._name_from_rank_0()
+            name = secrets.token_hex(8) if world.is_main else self._arrive()
             self.store: Any = dist.PrefixStore(name, self._run_store)  # type: ignore[attr-defined]
-            # A worker that rank 0 has answered may have timed out before, and arrive again.
-            self.offers = self._gather(offer, (lambda: self._answer_arrivals(name)) if world.is_main else None)
+            self.offers = self._gather(offer, lambda: self._answer_arrivals(name))
         _has_joined = True
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every worker's JSON value, by rank. All workers call it together."""
-        self._limit(self._timeout_s)
-        with _store_errors(self._world):
+        with self._limited(self._timeout_s):
             return self._gather(value)
 
-    def _limit(self, limit_s: float) -> None:
-        self._limit_s, self._deadline_s = limit_s, monotonic() + limit_s
-
-    def _name_of_rank_0(self) -> str:
-        name = secrets.token_hex(8)
-        self._answer_arrivals(name)
-        return name
-
-    def _name_from_rank_0(self) -> str:
-        arrival, token = f"at/{self._world.rank}", secrets.token_hex(8)
-        self._run_store.set(arrival, token)
-        try:
-            self._wait(self._run_store, {0: f"go/{token}"})
-            return str(self._run_store.get(f"go/{token}").decode())
-        finally:
-            with suppress(RuntimeError):  # not all stores can delete; an old token does no harm
-                self._run_store.delete_key(arrival)
+    def _arrive(self) -> str:
+        """The name of the rendezvous, from rank 0."""
+        token = secrets.token_hex(8)
+        self._run_store.set(f"at/{self._world.rank}", token)
+        self._wait(self._run_store, {0: f"go/{token}"})
+        return str(self._run_store.get(f"go/{token}").decode())
 
     def _answer_arrivals(self, name: str) -> None:
+        """On rank 0. A token may be of an earlier rendezvous, or of an attempt that timed out: a new one follows."""
         store = self._run_store
-        arrivals = {rank: f"at/{rank}" for rank in range(1, self._world.size)}
-        self._wait(store, {rank: key for rank, key in arrivals.items() if rank not in self._answered})
-        for rank, key in arrivals.items():
-            if store.check([key]) and (token := store.get(key)) != self._answered.get(rank):
+        for rank in range(1, self._world.size) if self._world.is_main else ():
+            if store.check([f"at/{rank}"]) and (token := store.get(f"at/{rank}")) != self._answered.get(rank):
                 store.set(f"go/{token.decode()}", name)
                 self._answered[rank] = token
 
-    def _gather(self, value: Any, on_wait: Callable[[], None] | None = None) -> list[Any]:
+    def _gather(self, value: Any, on_poll: Callable[[], None] = lambda: None) -> list[Any]:
         keys = {rank: f"gather/{self._num_rounds}/{rank}" for rank in range(self._world.size)}
         self._num_rounds += 1
         self.store.set(keys[self._world.rank], json.dumps(value))
-        self._wait(self.store, keys, on_wait)
+        self._wait(self.store, keys, on_poll)
         return [json.loads(self.store.get(key)) for key in keys.values()]
 
-    def _wait(self, store: Any, keys: dict[int, str], on_wait: Callable[[], None] | None = None) -> None:
+    def _wait(self, store: Any, keys: Mapping[int, str], on_poll: Callable[[], None] = lambda: None) -> None:
         """Return when all keys exist. `keys` are listed by the rank that sets them."""
-        for poll_s in _POLLS_S:
-            if not keys or store.check(list(keys.values())):
-                return
-            sleep(poll_s)
-        while True:
-            left_s = self._deadline_s - monotonic()
-            try:
-                store.wait(list(keys.values()), timedelta(seconds=min(max(left_s, 0.001), _WAIT_S)))
-                return
-            except RuntimeError as error:
-                if "imeout" not in str(error):
-                    raise
-            if on_wait is not None:
-                on_wait()
-            missing = [rank for rank, key in keys.items() if not store.check([key])]
-            if missing and monotonic() > self._deadline_s:
+        # Not store.wait, in which signals are not handled.
+        poll_s = MIN_POLL_S
+        while not store.check(list(keys.values())):
+            if monotonic() > self._deadline_s:
+                missing = [rank for rank, key in keys.items() if not store.check([key])]
                 raise CommunicationTimeout(
                     f"rank {self._world.rank} waited {self._limit_s:g} s for the world of {self._world.size} workers: "
                     f"ranks {missing} did not join"
                 )
+            on_poll()
+            sleep(poll_s)
+            poll_s = min(1.3 * poll_s, MAX_POLL_S)
 
-
-@contextmanager
-def _store_errors(world: World) -> Iterator[None]:
-    try:
-        yield
-    except CommunicationError:
-        raise
-    except ForgedError as error:
-        raise CommunicationError(f"rank {world.rank} found a forged value in the rendezvous store: {error}") from None
-    except (RuntimeError, OSError) as error:
-        raise CommunicationError(f"rank {world.rank} cannot reach the rendezvous store: {error}") from None
+    @contextmanager
+    def _limited(self, limit_s: float) -> Iterator[None]:
+        """Limit the waits in this block, and translate the errors of stores."""
+        self._limit_s, self._deadline_s = limit_s, monotonic() + limit_s
+        rank = self._world.rank
+        try:
+            yield
+        except CommunicationError:
+            raise
+        except ForgedError as error:
+            raise CommunicationError(f"rank {rank} found a forged value in the rendezvous store: {error}") from None
+        except (RuntimeError, OSError) as error:
+            raise CommunicationError(f"rank {rank} cannot reach the rendezvous store: {error}") from None
 
 
 class SignedStore(dist.Store):  # type: ignore[misc,name-defined]
@@ -177,6 +153,13 @@ class SignedStore(dist.Store):  # type: ignore[misc,name-defined]
         self._store.set_timeout(timeout)
 
 
+def private_store(store: Any, secret: Secret | None, purpose: str) -> Any:
+    """The part of a store that serves this purpose. With a secret, others can neither find nor write its keys."""
+    if secret is None:
+        return dist.PrefixStore(f"paceline/{purpose}", store)  # type: ignore[attr-defined]
+    return SignedStore(dist.PrefixStore(secret.name(purpose), store), secret)  # type: ignore[attr-defined]
+
+
 def _run_store(world: World) -> Any:
     """The store that all workers of this run can reach."""
     store: Any
@@ -192,12 +175,10 @@ def _run_store(world: World) -> Any:
                 "`paceline run` or paceline.launch, or unset RANK and WORLD_SIZE to train with one worker"
             )
         store = _environment_store(world.rank, world.size)
+    secret = None if path else run_secret()  # the file is in a private folder of this user
     # Restarted workers may find the store of the previous attempt.
-    start = f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    secret = run_secret()
-    if secret is None or path:  # the file is in a private folder of this user
-        return dist.PrefixStore(f"paceline/{start}", store)  # type: ignore[attr-defined]
-    return SignedStore(dist.PrefixStore(f"{secret.name('store')}/{start}", store), secret)  # type: ignore[attr-defined]
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return private_store(store, secret, f"start-{start}")
 
 
 @lru_cache(maxsize=1)  # rank 0 may host the store, which must then live as long as the process

@@ -41,7 +41,6 @@ MAX_ANSWER_BYTES = 1 << 20
 REQUEST_TIMEOUT_S = 2.0  # to send a request and to receive the reply
 _MAX_ADDRESS_BYTES = 108  # of a Unix socket, including a final zero byte
 _FOLDER_PREFIX = "paceline-control-"
-_PEER = struct.Struct("3i")  # process, user, group
 
 
 class ControlError(PacelineError):
@@ -137,21 +136,17 @@ class ControlServer:
         try:
             if user not in (os.geteuid(), 0):
                 raise PermissionError(f"the run belongs to user {os.geteuid()}, and the request is from user {user}")
-            command = _parse(line)
-            return command, {"ok": True, **(self._functions[command]() or {})}
+            match _parse(line):
+                case {"command": str(command), **others} if command in COMMANDS and not others:
+                    return command, {"ok": True, **(self._functions[command]() or {})}
+            raise ValueError(f'invalid request: send {{"command": ...}} with one of {", ".join(COMMANDS)}, in one line')
         except Exception as error:
             return None, {"ok": False, "error": str(error) or type(error).__name__}
 
 
-def _parse(line: bytes) -> str:
-    try:
-        request = json.loads(line)
-    except (ValueError, RecursionError):
-        request = None
-    command = request.get("command") if isinstance(request, dict) else None
-    if command not in COMMANDS or len(request) != 1:
-        raise ValueError(f'invalid request: send {{"command": ...}} with one of {", ".join(COMMANDS)}, in one line')
-    return str(command)
+def _parse(line: bytes) -> Any:
+    with suppress(ValueError, RecursionError):
+        return json.loads(line)
 
 
 def ask(path: Path, request: Mapping[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
@@ -256,8 +251,10 @@ def _address(path: Path) -> Iterator[str]:
 
 def _user_of(connection: socket.socket) -> int:
     """The user of the process at the other end."""
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    return int(_PEER.unpack(peer)[1])
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return int(user)
 
 
 _listeners: WeakSet[socket.socket] = WeakSet()

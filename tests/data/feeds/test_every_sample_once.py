@@ -23,12 +23,12 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from thread_workers import thread_workers
 from torch.utils.data import Dataset, IterableDataset
 from worker_pool import WorkerPool
 
 from paceline.comm import connect
 from paceline.comm.base import Communicator
-from paceline.comm.local import LocalGroup
 from paceline.core.world import World
 from paceline.data.feeds.base import Feed
 from paceline.data.feeds.make_feed import Connect, DataSettings, as_data, make_feed, make_link
@@ -258,7 +258,7 @@ def run(
     make_data: Callable[[], Any], case: Case, kind: Kind, hands: Hands, position: Position, stop: int
 ) -> tuple[list[Trained], Position]:
     """What all workers trained, in the order of micro-batches, and where the run stands then."""
-    links = LocalGroup(["cpu"] * hands.num_workers, TIMEOUT_S).members
+    links = thread_workers(hands.num_workers, TIMEOUT_S)
     workers = []
     for rank, link in enumerate(links):  # feeds first, threads after: feeds fork their readers
         planner = Planner(case.per_step, hands)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from thread_workers import thread_workers
 
-from paceline.comm.local import LocalGroup
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.epochs import epochs_of
@@ -35,7 +35,7 @@ def make(source: Any, steps: Steps, device: torch.device, **settings: Any) -> Sh
     order = {"seed": settings.pop("seed", 0), "shuffle": settings.pop("shuffle", True)}
     plan_step = settings.pop("plan_step", lambda left: (range(left),))
     rank = settings.pop("rank", 0)
-    communicator = LocalGroup(["cpu"] * 2).members[rank] if rank else SingleCommunicator(World(device=device))
+    communicator = thread_workers(2)[rank] if rank else SingleCommunicator(World(device=device))
     epochs = epochs_of(source, steps, communicator, **order)
     return ShardedFeed(source, epochs, DataSettings(**order, **settings), plan_step, communicator)
 

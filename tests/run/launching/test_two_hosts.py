@@ -26,8 +26,8 @@ ADDRESS = f"{ADDRESSES[0]}:{PORT}"
 LAUNCHER = """
 import sys
 from paceline.cli.main import main
-from paceline.run.launching import agent, rendezvous
-rendezvous.LOST_S = 2.0
+from paceline.run.launching import agent, nodes
+nodes.LOST_S = 2.0
 agent.CAUSE_WAIT_S = 1.0
 sys.exit(main(["run", *sys.argv[1:]]))
 """

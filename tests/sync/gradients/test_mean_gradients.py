@@ -10,13 +10,13 @@ import pytest
 import torch
 from grouping import grouped
 from models import digest
+from thread_workers import thread_workers
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.comm.local import LocalGroup
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.sync.buffers import Buffers
@@ -250,9 +250,8 @@ def half_precision_run() -> tuple[list[tuple[int, bool]], bool]:
 
 @contextmanager
 def two_replicas(build: Callable[[], nn.Module], **settings: Any) -> Iterator[list[tuple[nn.Module, MeanGradients]]]:
-    group = LocalGroup(["cpu", "cpu"], timeout_s=5)
     replicas = []
-    for member in group.members:
+    for member in thread_workers(2):
         torch.manual_seed(0)
         model = build()
         exchange = MeanGradients(

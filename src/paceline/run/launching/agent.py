@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.fork_server import ForkServer
+from paceline.run.launching.nodes import NodeRendezvous
 from paceline.run.launching.output import output_file
-from paceline.run.launching.rendezvous import NodeRendezvous, NodeResult
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
 from paceline.run.saving.stopping import Stopped
 
@@ -36,29 +37,28 @@ class Agent:
 
     `folder` is shared with the launcher and the workers, see `worker.py`. When a worker fails, on any node, all workers
     of all nodes are restarted, up to `max_restarts` times. `logs` is the folder of the workers' output, if it goes to
-    files. The workers are killed once `is_cancelled` returns True.
+    files. `on_poll` is called several times a second; the workers are killed once it returns True.
     """
 
     def __init__(
         self,
         folder: Path,
         server: ForkServer,
-        rendezvous: NodeRendezvous,
+        nodes: NodeRendezvous,
         max_restarts: int = 0,
         logs: Path | None = None,
-        is_cancelled: Callable[[], bool] = lambda: False,
+        on_poll: Callable[[], bool] = lambda: False,
     ) -> None:
         self._launch_folder = folder
         self._server = server
-        self._rendezvous = rendezvous
+        self._nodes = nodes
         self._max_restarts = max_restarts
         self._logs = logs
-        self._is_cancelled = is_cancelled
-        self._num_restarts = 0
+        self._on_poll = on_poll
         self._exits: dict[int, WorkerExit] = {}  # by rank, of the current start
-        self._signals: dict[int, signal.Signals] = {}  # the last signal that the agent sent, by rank
+        self._sent: signal.Signals | None = None  # the last signal to the running workers of the current start
         self._is_stopping = False
-        self._reserved_port: socket.socket | None = None
+        self._reserved_port = socket.socket()
 
     def __enter__(self) -> Agent:
         return self
@@ -68,27 +68,26 @@ class Agent:
         while True:
             self._start()
             self._watch()
-            self._rendezvous.publish(self._result())
-            if not self._rendezvous.wait_for_restart(POLL_S):
-                return _to_error(self._rendezvous.first_failure())
+            self._nodes.publish(self._result())
+            may_restart, failure = self._nodes.wait_for_results(), self._nodes.first_failure()
+            if not may_restart:
+                return _to_error(failure)
             self._server.kill()  # what the ended workers left running
-            failure = self._rendezvous.first_failure()
+            self._nodes.num_restarts += 1
             reason = failure.message.partition("\n")[0] if failure is not None else "the workers ended"
-            self._num_restarts += 1
-            print(f"paceline: restart {self._num_restarts}: {reason}", file=sys.stderr)
-            self._rendezvous.begin_next_start()
+            print(f"paceline: restart {self._nodes.num_restarts}: {reason}", file=sys.stderr)
 
     def stop(self) -> BaseException | None:
         """Ask the workers to end, and wait for those that are saving. Returns what they report, or None."""
         self._is_stopping = True
-        self._terminate()
+        self._send(signal.SIGTERM)
         deadline_s = time.monotonic() + GRACE_S
         while self._server.pids and (running := self._server.running):
             is_saving = any(worker_file(self._folder, "heard", rank).exists() for rank in running)
             if time.monotonic() > deadline_s and (self._failures() or not is_saving):
                 break
             self._poll()
-        self._read_exits()  # if an interrupt came between an exit and its report
+        self._poll(timeout_s=0)  # if an interrupt came between an exit and its report
         return _to_error(first_failure(self._exits.values()))
 
     def __exit__(self, *_: object) -> None:
@@ -98,31 +97,19 @@ class Agent:
                 self.stop()
         finally:  # a second Ctrl-C comes straight here
             self._is_stopping = True
-            self._kill()
-            self._rendezvous.publish(self._result())
-            if self._reserved_port is not None:
-                self._reserved_port.close()
+            self._send(signal.SIGKILL)
+            self._nodes.publish(self._result())
+            self._reserved_port.close()
 
     @property
     def _folder(self) -> Path:
         """Where the workers of the current start report."""
-        return worker.start_folder(self._launch_folder, self._num_restarts)
+        return worker.start_folder(self._launch_folder, self._nodes.num_restarts)
 
     def _start(self) -> None:
-        self._exits, self._signals = {}, {}
-        first_rank, here = self._rendezvous.first_rank, self._rendezvous.num_workers_here
-        shared = self._shared_environment()
-        self._server.start(
-            {
-                rank: {**shared, "RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(rank - first_rank)}
-                for rank in range(first_rank, first_rank + here)
-            }
-        )
-
-    def _shared_environment(self) -> dict[str, str]:
-        """The variables that torchrun sets for its workers, but for the ranks."""
-        nodes = self._rendezvous
-        values: dict[str, Any] = {
+        self._exits, self._sent = {}, None
+        nodes = self._nodes
+        shared: dict[str, Any] = {  # as torchrun sets them
             "WORLD_SIZE": nodes.num_workers,
             "LOCAL_WORLD_SIZE": nodes.num_workers_here,
             "GROUP_RANK": nodes.index,
@@ -130,87 +117,84 @@ class Agent:
             "ROLE_NAME": "worker",
             "ROLE_WORLD_SIZE": nodes.num_workers,
             "TORCHELASTIC_RUN_ID": nodes.run_id,
-            "TORCHELASTIC_RESTART_COUNT": self._num_restarts,
+            "TORCHELASTIC_RESTART_COUNT": nodes.num_restarts,
             "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
-            **nodes.environment,
+            **(nodes.environment or self._rendezvous_of_one_node()),
         }
-        if nodes.num_nodes == 1:
-            # Paceline's own rendezvous is a file. The port is for process groups of the user, and only reserved: if the
-            # user calls init_process_group(), torch opens it on rank 0.
-            if self._reserved_port is not None:
-                self._reserved_port.close()
-            self._reserved_port = socket.socket()
-            self._reserved_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch: both may bind it
-            self._reserved_port.bind(("127.0.0.1", 0))
-            host, port = self._reserved_port.getsockname()
-            store = self._folder / worker.STORE_FILE
-            values |= {STORE_VARIABLE: store, "MASTER_ADDR": host, "MASTER_PORT": port}
-        return {name: str(value) for name, value in values.items()}
+        environments = {}
+        for local_rank in range(nodes.num_workers_here):
+            rank = nodes.first_rank + local_rank
+            own = shared | {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local_rank}
+            environments[rank] = {name: str(value) for name, value in own.items()}
+        self._server.start(environments)
+
+    def _rendezvous_of_one_node(self) -> dict[str, Any]:
+        """Paceline's own is a file. The port is for process groups of the user.
+
+        It is only reserved: if the user calls init_process_group(), torch opens it on rank 0.
+        """
+        self._reserved_port.close()
+        self._reserved_port = socket.socket()
+        self._reserved_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch: both may bind it
+        self._reserved_port.bind(("127.0.0.1", 0))
+        host, port = self._reserved_port.getsockname()
+        return {STORE_VARIABLE: self._folder / worker.STORE_FILE, "MASTER_ADDR": host, "MASTER_PORT": port}
 
     def _watch(self) -> None:
         """Return when this node's workers have ended: by themselves, or because a worker of any node failed."""
         terminate_at_s = kill_at_s = float("inf")
         while self._server.running:
             now_s = time.monotonic()
-            if self._is_cancelled():
-                self._server.kill()
-            elif now_s > kill_at_s:
-                self._kill()
-            elif kill_at_s == float("inf") and (self._failures() or self._rendezvous.peer_failed()):
+            if now_s > kill_at_s:
+                self._send(signal.SIGKILL)
+            elif self._sent is None and (self._failures() or self._nodes.peer_failed()):
                 wait_s = CAUSE_WAIT_S if self._failures() == {ExitKind.COMMUNICATION} else 0.0
                 terminate_at_s = min(terminate_at_s, now_s + wait_s)
                 if now_s >= terminate_at_s:
-                    self._terminate()
+                    self._send(signal.SIGTERM)
                     kill_at_s = now_s + GRACE_S
             self._poll()
 
-    def _poll(self) -> None:
-        self._server.poll(POLL_S)
-        self._read_exits()
+    def _send(self, number: signal.Signals) -> None:
+        self._sent = number
+        if number == signal.SIGTERM:
+            self._server.terminate()
+        else:
+            self._server.kill()
 
-    def _read_exits(self) -> None:
+    def _poll(self, timeout_s: float = POLL_S) -> None:
+        self._server.poll(timeout_s)
         for rank, exit_code in self._server.exit_codes.items():
             if rank not in self._exits:
                 self._exits[rank] = self._read_exit(rank, exit_code)
+        if self._on_poll():
+            self._server.kill()
 
     def _read_exit(self, rank: int, exit_code: int) -> WorkerExit:
         ended = WorkerExit.read(self._folder, rank, exit_code)
         has_no_report = ended.kind in (ExitKind.DIED, ExitKind.TERMINATED)
-        sent = self._signals.get(rank)
-        is_ours = sent == signal.SIGKILL or (sent is not None and (self._is_stopping or exit_code == -sent))
+        is_ours = self._sent == signal.SIGKILL or (self._sent and (self._is_stopping or exit_code == -self._sent))
         return WorkerExit(ExitKind.ENDED, rank) if has_no_report and is_ours else ended
 
     def _failures(self) -> set[ExitKind]:
         """The failures so far that are a reason to end the other workers. A stop is not: all workers stop."""
-        return {each.kind for each in self._exits.values() if each.kind.is_failure} - {ExitKind.STOPPED}
+        return {each.kind for each in self._exits.values() if each.is_failure} - {ExitKind.STOPPED}
 
-    def _terminate(self) -> None:
-        self._signals |= dict.fromkeys(self._server.running, signal.SIGTERM)
-        self._server.terminate()
-
-    def _kill(self) -> None:
-        self._signals |= dict.fromkeys(self._server.running, signal.SIGKILL)
-        self._server.kill()
-
-    def _result(self) -> NodeResult:
+    def _result(self) -> WorkerExit:
         """How the current start ended on this node."""
-        kinds = [each.kind for each in self._exits.values()]
-        if kinds == [ExitKind.DONE] * self._rendezvous.num_workers_here:
-            return NodeResult(is_done=True)
-        failure = first_failure(self._exits.values())
-        if self._is_stopping and (failure is None or failure.kind not in _REPORTED):
-            message = f"the command was ended on node {self._rendezvous.name}"
-            failure = WorkerExit(ExitKind.CANCELLED, self._rendezvous.first_rank, message)
-        elif failure is not None:
-            failure = failure.with_notes(self._where(failure.rank))
-        may_restart = self._num_restarts < self._max_restarts and not self._is_stopping and _FINAL.isdisjoint(kinds)
-        return NodeResult(False, failure, may_restart)
-
-    def _where(self, rank: int) -> str:
-        """Where to find more about a worker."""
-        node = f"rank {rank} ran on node {self._rendezvous.name}" if self._rendezvous.num_nodes > 1 else ""
-        output = f"the output of rank {rank} is in {output_file(self._logs, rank, 'err')}" if self._logs else ""
-        return "; ".join(filter(None, [node, output]))
+        nodes, kinds = self._nodes, [each.kind for each in self._exits.values()]
+        if kinds == [ExitKind.DONE] * nodes.num_workers_here:
+            return WorkerExit(ExitKind.DONE, nodes.first_rank, is_final=True)
+        result = first_failure(self._exits.values()) or WorkerExit(ExitKind.ENDED, nodes.first_rank)
+        if self._is_stopping and result.kind not in _REPORTED:
+            result = WorkerExit(ExitKind.CANCELLED, nodes.first_rank, f"the command was ended on node {nodes.name}")
+        elif result.is_failure:
+            where = [f"rank {result.rank} ran on node {nodes.name}"] if nodes.num_nodes > 1 else []
+            if self._logs is not None:
+                where.append(f"the output of rank {result.rank} is in {output_file(self._logs, result.rank, 'err')}")
+            result = result.with_notes("; ".join(where))
+        is_final = nodes.num_restarts == self._max_restarts or self._is_stopping or not _FINAL.isdisjoint(kinds)
+        return replace(result, is_final=is_final)
 
 
 def _to_error(failure: WorkerExit | None) -> BaseException | None:

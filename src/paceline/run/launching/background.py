@@ -1,8 +1,7 @@
 """Runs work in the background: in a thread of this process, or on workers started for it.
 
 The work is a function that receives a `Channel`, through which it sends messages to the caller and sees whether it
-should stop; with several workers rank 0 does so for all. The channel is a folder with a file of JSON lines and, once a
-stop is requested, an empty file.
+should stop; with several workers rank 0 does so for all.
 """
 
 from __future__ import annotations
@@ -10,8 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -19,11 +20,10 @@ from typing import Any
 from paceline.core.errors import MisuseError
 from paceline.observe.json_lines import LineReader, LineWriter
 from paceline.run.launching.launch import Launch, launch_workers, run_folder
-from paceline.run.launching.output import polling
 
 logger = logging.getLogger("paceline")
 
-POLL_S = 0.05
+# Between processes the channel is a folder with a file of JSON lines and, once a stop is requested, an empty file.
 MESSAGES_FILE = "messages.jsonl"
 STOP_FILE = "stop"
 
@@ -31,6 +31,14 @@ STOP_FILE = "stop"
 _this_process = threading.Lock()
 
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The worker's end. On ranks other than 0 it does nothing."""
+
+    send: Callable[[Message], object] = lambda _: None  # a message of JSON values
+    is_stop_requested: Callable[[], bool] = lambda: False  # cheap enough to call after every step
 
 
 class Background:
@@ -115,12 +123,10 @@ class Background:
 
     def _run(self, work: Callable[[Channel], Any], num_workers: int) -> None:
         try:
-            with run_folder() as folder, self._relaying(folder):
-                if num_workers == 1:
-                    self._result = _work_with_channel(work, folder, is_main=True)
-                else:
-                    args, is_killed = (work, folder), lambda: self._is_kill_requested
-                    self._result = launch_workers(_work_with_channel, args, {}, Launch(num_workers), is_killed)
+            if num_workers == 1:
+                self._result = work(Channel(self._messages.put, lambda: self._is_stop_requested))
+            else:
+                self._result = self._run_on_workers(work, num_workers)
         except BaseException as error:
             self.error = error
         finally:
@@ -130,43 +136,27 @@ class Background:
             self._messages.put(None)
             self._running.release()
 
-    @contextmanager
-    def _relaying(self, folder: Path) -> Iterator[None]:
-        """Pass on the workers' messages to the caller, and the request to stop to the workers."""
-        (folder / MESSAGES_FILE).touch()
-        reader = LineReader(folder / MESSAGES_FILE)
+    def _run_on_workers(self, work: Callable[[Channel], Any], num_workers: int) -> Any:
+        with run_folder() as folder:
+            (folder / MESSAGES_FILE).touch()
+            reader = LineReader(folder / MESSAGES_FILE)
 
-        def relay() -> None:
-            for message in reader.read():
-                self._messages.put(message)
-            if self._is_stop_requested:
-                (folder / STOP_FILE).touch()
+            def relay() -> bool:
+                for message in reader.read():
+                    self._messages.put(message)
+                if self._is_stop_requested:
+                    (folder / STOP_FILE).touch()
+                return self._is_kill_requested
 
-        with polling(relay, POLL_S, "paceline-relay"):
-            yield
-
-
-class Channel:
-    """The worker's end. On ranks other than 0 it does nothing."""
-
-    def __init__(self, folder: Path, is_main: bool) -> None:
-        self._stop = str(folder / STOP_FILE)
-        self._lines = LineWriter(folder / MESSAGES_FILE) if is_main else None
-
-    def send(self, message: Message) -> None:
-        """Send a message of JSON values."""
-        if self._lines is not None:
-            self._lines.write(message)
-
-    def is_stop_requested(self) -> bool:
-        """Whether the work should end soon. Cheap enough to call after every step."""
-        return self._lines is not None and os.path.exists(self._stop)  # noqa: PTH110 (a Path takes ten times as long)
-
-    def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
+            try:
+                return launch_workers(_run_on_worker, (work, folder), {}, Launch(num_workers), relay)
+            finally:
+                relay()
 
 
-def _work_with_channel(work: Callable[[Channel], Any], folder: Path, is_main: bool | None = None) -> Any:
-    with closing(Channel(folder, os.environ["RANK"] == "0" if is_main is None else is_main)) as channel:
-        return work(channel)
+def _run_on_worker(work: Callable[[Channel], Any], folder: Path) -> Any:
+    if os.environ["RANK"] != "0":
+        return work(Channel())
+    with closing(LineWriter(folder / MESSAGES_FILE)) as lines:
+        # Not Path.exists, which takes ten times as long.
+        return work(Channel(lines.write, partial(os.path.exists, str(folder / STOP_FILE))))

@@ -4,11 +4,11 @@ The server imports the modules once for all workers, while the launcher gets rea
 the rest of a launch, and restarted workers find it imported. Forking is safe because the server only imports: it has no
 threads, touches no accelerator and runs no user code.
 
-START is the launcher's file, see `worker.py`. CHANNEL is a connection that carries JSON messages:
+START is the launcher's file, see `worker.py`. CHANNEL is a connection with these messages:
 
-    {"environments": [{"RANK": "0", ...}, ...]}       from the launcher: start one worker for each
-    {"started": [PID, ...]}
-    {"ended": PID, "exit_code": CODE}                 negative for a signal
+    {rank: environment, ...}    from the launcher: start these workers
+    {rank: process id, ...}     from the server: they have been started
+    (rank, exit code)           a worker has ended; the code is negative for a signal
 
 `ForkServer` is the launcher's end. The lower half of the file runs in the server.
 """
@@ -25,9 +25,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -51,19 +50,18 @@ class ForkServer:
 
     def __init__(self, start_file: Path, environment: Mapping[str, str]) -> None:
         self._start_file = start_file
-        self._environment = dict(environment)
-        self._start_server()
+        self._environment = environment
         self._ranks: list[int] = []
         self.pids: dict[int, int] = {}
         self.exit_codes: dict[int, int] = {}
+        self._start_server()
 
     def _start_server(self) -> None:
         self._channel, server_end = Pipe()
-        self._stopped_polls = 0
+        self._num_stopped_polls = 0
         with server_end:
-            arguments = [str(self._start_file), str(server_end.fileno()), *PRELOADED_MODULES]
             self._server = subprocess.Popen(
-                [sys.executable, "-P", __file__, *arguments],
+                [sys.executable, "-P", __file__, self._start_file, str(server_end.fileno()), *PRELOADED_MODULES],
                 env=self._environment,
                 pass_fds=[server_end.fileno()],
                 process_group=0,  # a Ctrl-C in the terminal goes to the launcher alone
@@ -76,7 +74,7 @@ class ForkServer:
             self._channel.close()
             self._start_server()
         with suppress(OSError):  # just killed: `poll` notices
-            self._channel.send_bytes(json.dumps({"environments": list(environments.values())}).encode())
+            self._channel.send(environments)
 
     @property
     def running(self) -> list[int]:
@@ -87,18 +85,14 @@ class ForkServer:
         """Process what the server has reported; wait at most `timeout_s` for a report."""
         self._kill_stopped_server()
         try:
-            if not self._channel.poll(timeout_s):
-                return
-            report = json.loads(self._channel.recv_bytes())
+            match self._channel.recv() if self._channel.poll(timeout_s) else None:
+                case dict(pids):
+                    self.pids = pids
+                case rank, exit_code:
+                    self.exit_codes[rank] = exit_code
         except (EOFError, OSError):  # the server is gone, and the kernel has killed its workers
             self.kill()
             self.exit_codes |= dict.fromkeys(self.running, self._server.wait())
-            return
-        if "started" in report:
-            self.pids = dict(zip(self._ranks, report["started"], strict=True))
-        else:
-            rank = next(rank for rank, pid in self.pids.items() if pid == report["ended"])
-            self.exit_codes[rank] = report["exit_code"]
 
     def terminate(self) -> None:
         """Send SIGTERM to the running workers; not to their children, which they may still need."""
@@ -113,9 +107,10 @@ class ForkServer:
                 os.killpg(pid, signal.SIGKILL)
 
     def _kill_stopped_server(self) -> None:
-        self._stopped_polls = self._stopped_polls + 1 if _is_stopped(self._server.pid) else 0
-        if self._stopped_polls > MAX_STOPPED_POLLS:
-            self._stopped_polls = 0
+        with suppress(ChildProcessError):  # it has ended
+            is_stopped = os.waitid(os.P_PID, self._server.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+            self._num_stopped_polls = self._num_stopped_polls + 1 if is_stopped else 0
+        if self._num_stopped_polls > MAX_STOPPED_POLLS:
             print(f"paceline: the fork server (pid {self._server.pid}) was stopped: killing it", file=sys.stderr)
             self._server.kill()
 
@@ -134,13 +129,6 @@ class ForkServer:
             self._channel.close()
 
 
-def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False  # gone, or not Linux
-
-
 # In the server
 
 
@@ -151,7 +139,14 @@ def main(start_file: Path, channel: Connection, modules: Sequence[str]) -> NoRet
     _import(modules)
     with suppress(EOFError):  # the launcher has closed the channel
         while True:
-            _run_workers(json.loads(channel.recv_bytes())["environments"], start_file.parent, start, channel)
+            environments = channel.recv()
+            running = {
+                _fork_worker(each, start_file.parent, start, channel): rank for rank, each in environments.items()
+            }
+            channel.send({rank: pid for pid, rank in running.items()})
+            while running:
+                pid, status = os.wait()
+                channel.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 
@@ -176,48 +171,30 @@ def _import(modules: Sequence[str]) -> None:
     gc.enable()
 
 
-def _run_workers(environments: list[dict[str, str]], folder: Path, start: dict[str, Any], channel: Connection) -> None:
-    """Fork one worker for each environment, and report each exit until all have ended."""
-
-    def run_worker(environment: dict[str, str]) -> None:
-        from paceline.run.launching import worker
-
-        channel.close()
-        os.setsid()  # its own process group, so that its children can be killed with it
-        os.environ.update(environment)
-        if (numpy_random := sys.modules.get("numpy.random")) is not None:
-            numpy_random.seed()  # unseeded numbers differ between workers; Python and torch take care of theirs
-        worker.main(folder, start)
-
-    def send(**message: Any) -> None:
-        channel.send_bytes(json.dumps(message).encode())
-
-    running = [_fork(partial(run_worker, environment)) for environment in environments]
-    send(started=running)
-    while running:
-        pid, status = os.wait()
-        running.remove(pid)
-        send(ended=pid, exit_code=os.waitstatus_to_exitcode(status))
-
-
-def _fork(function: Callable[[], object]) -> int:
-    """The process id of a child that runs `function`. It ends when the function returns, and with this process."""
+def _fork_worker(environment: dict[str, str], folder: Path, start: dict[str, Any], channel: Connection) -> int:
+    """The process id of a new worker, which ends with this process."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     parent_pid = os.getpid()
     with warnings.catch_warnings():
         # Python 3.12 warns about threads. The only ones here belong to numpy's BLAS, which ends them before a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        try:
-            die_with_parent(parent_pid)
-            function()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return pid
+        if pid := os.fork():
+            return pid
+    try:
+        die_with_parent(parent_pid)
+        channel.close()
+        os.setsid()  # its own process group, so that its children can be killed with it
+        os.environ.update(environment)
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            numpy_random.seed()  # unseeded numbers differ between workers; Python and torch take care of theirs
+        from paceline.run.launching import worker
+
+        worker.main(folder, start)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 if __name__ == "__main__":

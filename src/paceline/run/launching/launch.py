@@ -14,9 +14,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,10 +27,8 @@ from paceline.run.launching import worker
 from paceline.run.launching.agent import Agent
 from paceline.run.launching.allocator import allocator_environment
 from paceline.run.launching.fork_server import ForkServer
-from paceline.run.launching.nodes import SINGLE_NODE, Nodes
+from paceline.run.launching.nodes import SINGLE_NODE, NodeRendezvous, Nodes
 from paceline.run.launching.output import follow_output
-from paceline.run.launching.rendezvous import NodeRendezvous
-from paceline.run.launching.worker_exit import write_atomically
 
 FOLDER_PREFIX = "paceline-run-"
 LOCK_FILE = "lock"
@@ -136,30 +133,39 @@ def launch_workers(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     options: Launch,
-    is_cancelled: Callable[[], bool] = lambda: False,
+    on_poll: Callable[[], bool] = lambda: False,
 ) -> Any:
-    """As `launch`, always in processes started for it. They are killed once `is_cancelled` returns True."""
+    """As `launch`, always in processes started for it. `on_poll` is called as in `Agent`."""
     from paceline.run.launching.payload import save_call  # imports cloudpickle
 
     with run_folder() as folder:
         save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs)
-        _run_workers(folder, options, is_cancelled=is_cancelled)
+        _run_workers(folder, options, on_poll=on_poll)
         return worker.load(folder / worker.RESULT_FILE)
 
 
 def _run_workers(
-    folder: Path, options: Launch, script: str | None = None, is_cancelled: Callable[[], bool] = lambda: False
+    folder: Path, options: Launch, script: str | None = None, on_poll: Callable[[], bool] = lambda: False
 ) -> None:
     """Start the workers, wait for all of them, and raise the first failure."""
     nodes, count = options.nodes, options.num_workers
     logs = None if options.logs is None else Path(options.logs).absolute()
+    start = {
+        "launcher_pid": os.getpid(),
+        "script": script,
+        "logs": logs and str(logs),
+        "path": [str(entry) for entry in sys.path],
+        "argv": sys.argv,
+        # Source lines without a file (notebook cells), for tracebacks.
+        "sources": {name: each[2] for name, each in list(linecache.cache.items()) if len(each) == 4 and not each[1]},
+    }
+    (folder / worker.START_FILE).write_text(json.dumps(start))
     common = {"nodes": nodes.num, "max_restarts": options.max_restarts}
-    write_atomically(folder / worker.START_FILE, json.dumps(_start_description(script, logs)))
     with (
         ForkServer(folder / worker.START_FILE, _environment(folder, count, nodes)) as server,  # first: it takes longest
         closing(NodeRendezvous(nodes, count, folder.name, common)) as rendezvous,
-        nullcontext() if logs is None else follow_output(logs, [0] if rendezvous.first_rank == 0 else []),
-        Agent(folder, server, rendezvous, options.max_restarts, logs, is_cancelled) as agent,
+        follow_output(logs, shows_rank_0=rendezvous.first_rank == 0) as copy_output,
+        Agent(folder, server, rendezvous, options.max_restarts, logs, lambda: copy_output() or on_poll()) as agent,
     ):
         try:
             failure = agent.run()
@@ -171,19 +177,6 @@ def _run_workers(
         raise failure
 
 
-def _start_description(script: str | None, logs: Path | None) -> dict[str, Any]:
-    """What `fork_server.py` and `worker.py` need to start."""
-    cells = {name: entry[2] for name, entry in list(linecache.cache.items()) if len(entry) == 4 and entry[1] is None}
-    return {
-        "launcher_pid": os.getpid(),
-        "script": script,
-        "logs": None if logs is None else str(logs),
-        "path": [str(entry) for entry in sys.path],
-        "argv": sys.argv,
-        "sources": cells,  # source lines without a file (notebook cells), for tracebacks
-    }
-
-
 def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
     """The environment of the workers, but for their ranks."""
     environment = {**os.environ, **allocator_environment()}
@@ -191,8 +184,8 @@ def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))  # read when torch is imported
     if nodes.num == 1:  # a secret for this run, which ends with its folder
         path = folder / worker.SECRET_FILE
-        with open(path, "x", opener=partial(os.open, mode=0o600)) as file:
-            file.write(secrets.token_hex(32))
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_hex(32))
         environment[FILE_VARIABLE] = str(path)
     return environment
 
@@ -235,13 +228,9 @@ def _exit_on_termination() -> Iterator[None]:
     def exit_with(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    numbers = []
-    if threading.current_thread() is threading.main_thread():
-        numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, exit_with)
-    try:
+    with ExitStack() as restore:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is signal.SIG_DFL:
+                restore.callback(signal.signal, number, signal.SIG_DFL)
+                signal.signal(number, exit_with)
         yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)

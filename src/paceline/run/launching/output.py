@@ -6,14 +6,11 @@ import codecs
 import io
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
-
-POLL_S = 0.1
 
 
 def output_file(folder: Path, rank: int, stream: str) -> Path:
@@ -47,42 +44,27 @@ class _OutputFile(io.FileIO):
 
 
 @contextmanager
-def polling(poll: Callable[[], object], interval_s: float, name: str) -> Iterator[None]:
-    """Call `poll` in a thread at this interval while the block runs, and once more at its end."""
-    is_over = threading.Event()
+def follow_output(folder: Path | None, *, shows_rank_0: bool) -> Iterator[Callable[[], None]]:
+    """Create the folder; yields a function that copies rank 0's new output to this process's stdout and stderr.
 
-    def repeat() -> None:
-        is_last = False
-        while not is_last:
-            is_last = is_over.wait(interval_s)
-            poll()
-
-    thread = threading.Thread(target=repeat, name=name, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
-@contextmanager
-def follow_output(folder: Path, ranks: list[int]) -> Iterator[None]:
-    """Create the folder, and copy what these ranks append to their files to this process's stdout and stderr."""
-    folder.mkdir(parents=True, exist_ok=True)
+    It is called once more at the end of the block. Without a folder it does nothing.
+    """
     with ExitStack() as files:
         followers = []
-        for rank in ranks:
-            for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-                file = files.enter_context(output_file(folder, rank, name).open("a+b"))  # at the end of earlier runs
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, stream in (("out", sys.stdout), ("err", sys.stderr)) if shows_rank_0 else ():
+                file = files.enter_context(output_file(folder, 0, name).open("a+b"))  # at the end of earlier runs
                 followers.append(Follower(file, stream))
 
         def copy_all() -> None:
             for follower in followers:
                 follower.copy()
 
-        with polling(copy_all, POLL_S, "paceline-output"):
-            yield
+        try:
+            yield copy_all
+        finally:
+            copy_all()
 
 
 class Follower:

@@ -22,7 +22,7 @@ def save_call(path: Path, fn: Callable[..., Any], args: tuple[Any, ...], kwargs:
     parts = {"fn": fn}
     parts |= {f"args[{i}]": value for i, value in enumerate(args)}
     parts |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
-    with _by_value(_module_of(fn)):
+    with _by_value(fn):
         _save(path, (fn, args, dict(kwargs)), parts, "to the workers: create it inside the function instead")
 
 
@@ -70,17 +70,13 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
 
 
-def _module_of(fn: Callable[..., Any]) -> str | None:
+@contextmanager
+def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
+    """Pickle the function's module by value if workers cannot import it, such as a file loaded by its path."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return getattr(fn, "__module__", None)
-
-
-@contextmanager
-def _by_value(module_name: str | None) -> Iterator[None]:
-    """Pickle what this module defines by value if workers cannot import it, such as a file loaded by its path."""
-    module = sys.modules.get(module_name or "")
-    if module is None or module_name == "__main__" or _importable(module.__name__):
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    if module is None or module.__name__ == "__main__" or _importable(module.__name__):
         yield
         return
     with _REGISTRY_LOCK:

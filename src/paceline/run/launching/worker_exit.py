@@ -13,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.json_lines import replace_file
+
 _HINTS = {
     signal.SIGKILL: "out of memory? `dmesg` shows what the kernel killed",
     signal.SIGSEGV: "a crash in native code",
@@ -23,7 +25,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class ExitKind(StrEnum):
-    """How a worker ended. In order of priority: the first kind among a start's exits is the cause of the others."""
+    """How a worker ended. In order of priority: the first kind among several exits is the cause of the others."""
 
     FAILED = "failed"
     DIED = "died"  # without a report: killed, crashed, or by os._exit
@@ -37,27 +39,28 @@ class ExitKind(StrEnum):
     ENDED = "ended"  # by its agent, because of another worker's failure
     DONE = "done"
 
-    @property
-    def is_failure(self) -> bool:
-        return self not in (ExitKind.ENDED, ExitKind.DONE)
-
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """How one worker ended. A worker writes it to a file for its agent, and agents send it to other nodes."""
+    """How one worker ended, or all workers of a node. Workers report it to their agent, and agents to other nodes."""
 
     kind: ExitKind
     rank: int
     message: str = ""
     traceback_text: str = ""
     step: int = 0  # the last step of a worker that was stopped
-    time_s: float = field(default_factory=time.monotonic)
+    time_s: float = field(default_factory=time.time)
+    is_final: bool = False  # the workers cannot be restarted
+
+    @property
+    def is_failure(self) -> bool:
+        return self.kind not in (ExitKind.ENDED, ExitKind.DONE)
 
     def with_notes(self, *notes: str) -> WorkerExit:
         return replace(self, message="\n\n".join(filter(None, [self.message, *notes])))
 
     def write(self, folder: Path) -> None:
-        write_atomically(worker_file(folder, "report", self.rank), json.dumps(asdict(self)))
+        replace_file(worker_file(folder, "report", self.rank), json.dumps(asdict(self)).encode())
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> WorkerExit:
@@ -81,17 +84,12 @@ class WorkerExit:
 
 
 def first_failure(exits: Iterable[WorkerExit]) -> WorkerExit | None:
-    """The cause among the exits of one node's workers; of several of a kind the earliest. None without a failure."""
-    failures = sorted((each for each in exits if each.kind.is_failure), key=lambda each: each.time_s)
-    failure = most_important(failures)
+    """The cause among several exits; of several of a kind the earliest. None without a failure."""
+    failures = [each for each in exits if each.is_failure]
+    failure = min(failures, key=lambda each: (list(ExitKind).index(each.kind), each.time_s), default=None)
     if failure is None or failure.kind != ExitKind.FAILED:
         return failure
     return failure.with_notes(*(each.message for each in failures if each.kind == ExitKind.DIED))
-
-
-def most_important(failures: Iterable[WorkerExit]) -> WorkerExit | None:
-    """By kind; the first of several of the same kind."""
-    return min(failures, key=lambda each: list(ExitKind).index(each.kind), default=None)
 
 
 # Files in the folder of a start
@@ -99,13 +97,6 @@ def most_important(failures: Iterable[WorkerExit]) -> WorkerExit | None:
 
 def worker_file(folder: Path, kind: str, rank: int) -> Path:
     return folder / f"{kind}-{rank}"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Readers see the whole text or no file."""
-    unfinished = path.with_name(path.name + ".new")
-    unfinished.write_text(text)
-    unfinished.replace(path)
 
 
 def read_stack(folder: Path, rank: int) -> str:

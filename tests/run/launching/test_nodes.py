@@ -10,9 +10,7 @@ import pytest
 from waiting import wait_until
 
 from paceline.run.launching import nodes as nodes_module
-from paceline.run.launching import rendezvous as rendezvous_module
-from paceline.run.launching.nodes import Nodes, NodesError, interface_of
-from paceline.run.launching.rendezvous import NodeRendezvous, NodeResult
+from paceline.run.launching.nodes import NodeRendezvous, Nodes, NodesError, interface_of
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 
 
@@ -38,33 +36,33 @@ def pair(free_address: str) -> Iterator[tuple[NodeRendezvous, NodeRendezvous]]:
     first.close()
 
 
-def failed(kind: ExitKind, rank: int, may_restart: bool = True) -> NodeResult:
-    return NodeResult(False, WorkerExit(kind, rank, f"{kind} on {rank}", time_s=0.0), may_restart)
+def ended(kind: ExitKind, rank: int, is_final: bool = False) -> WorkerExit:
+    return WorkerExit(kind, rank, f"{kind} on {rank}", time_s=0.0, is_final=is_final)
 
 
 def test_all_nodes_restart_and_name_the_same_failure(pair: tuple[NodeRendezvous, NodeRendezvous]) -> None:
     first, second = pair
-    first.publish(failed(ExitKind.COMMUNICATION, 0))
+    first.publish(ended(ExitKind.COMMUNICATION, 0))
     wait_until(second.peer_failed)
-    second.publish(failed(ExitKind.FAILED, 1))
-    second.publish(NodeResult(is_done=True))  # too late: the first result of a start counts
-    assert first.wait_for_restart(0.02)
-    assert second.wait_for_restart(0.02)
-    assert [node.first_failure() for node in pair] == [failed(ExitKind.FAILED, 1).failure] * 2
+    second.publish(ended(ExitKind.FAILED, 1))
+    second.publish(ended(ExitKind.DONE, 1))  # too late: the first result of a start counts
+    assert first.wait_for_results()
+    assert second.wait_for_results()
+    assert [node.first_failure() for node in pair] == [ended(ExitKind.FAILED, 1)] * 2
     # One node can be one start ahead: the other still finds both results.
-    first.begin_next_start()
-    first.publish(failed(ExitKind.DIED, 0))
-    assert second.wait_for_restart(0.02)
-    second.begin_next_start()
+    first.num_restarts += 1
+    first.publish(ended(ExitKind.DIED, 0))
+    assert second.wait_for_results()
+    second.num_restarts += 1
     wait_until(second.peer_failed)
-    second.publish(NodeResult(False, may_restart=False))
-    assert [node.wait_for_restart(0.02) for node in pair] == [False, False]
-    assert [node.first_failure() for node in pair] == [failed(ExitKind.DIED, 0).failure] * 2
+    second.publish(ended(ExitKind.ENDED, 1, is_final=True))
+    assert [node.wait_for_results() for node in pair] == [False, False]
+    assert [node.first_failure() for node in pair] == [ended(ExitKind.DIED, 0)] * 2
 
 
 def test_a_stop_on_one_node_does_not_end_the_other(pair: tuple[NodeRendezvous, NodeRendezvous]) -> None:
     first, second = pair
-    second.publish(failed(ExitKind.STOPPED, 1))
+    second.publish(ended(ExitKind.STOPPED, 1))
     wait_until(lambda: first.first_failure() is not None)
     assert not first.peer_failed()
 
@@ -74,7 +72,7 @@ def test_a_node_that_leaves_ends_the_others(pair: tuple[NodeRendezvous, NodeRend
     second.close()
     wait_until(first.peer_failed)
     assert first.lost() == f"node {second.name} has left"
-    assert not first.wait_for_restart(0.02)
+    assert not first.wait_for_results()
 
 
 def test_a_missing_node_is_named_by_those_who_came(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +118,7 @@ def test_a_node_without_heartbeat_is_lost(
     assert not first.peer_failed()
     monkeypatch.setattr(second, "_exchange", lambda _: True)
     second._thread.join()
-    monkeypatch.setattr(rendezvous_module, "LOST_S", 0.5)
+    monkeypatch.setattr(nodes_module, "LOST_S", 0.5)
     wait_until(first.lost)
     assert first.lost().startswith(f"lost contact with node {second.name}: no heartbeat for 0.5 s")
     assert first.peer_failed()
