@@ -80,16 +80,13 @@ def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path: Path, monkeypat
 
 def test_what_a_system_does_not_tell_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = system_samples.SystemSampler(torch.device("cpu"), whole_host=True)
-    cpu, memory, host_cpu, host_memory, gpu, gpu_memory = sampler.sample()
-    assert cpu is not None
-    assert cpu >= 0
-    assert memory is not None
-    assert memory > 1e6
-    assert host_cpu is None or 0 <= host_cpu <= 100
-    assert host_memory is not None
-    assert gpu is gpu_memory is None
+    found = sampler.sample()
+    assert found["cpu"] >= 0
+    assert found["memory"] > 1e6
+    assert 0 <= found.get("host_cpu", 0.0) <= 100  # unknown, if the kernel has counted no tick since the last sample
+    assert found.keys() - {"host_cpu"} == {"cpu", "memory", "host_memory"}
     monkeypatch.setattr(system_samples, "Path", lambda name: tmp_path / "nothing" / name.lstrip("/"))
-    assert sampler.sample()[1:] == [None] * 5
+    assert sampler.sample().keys() == {"cpu"}
 
 
 def test_a_garbage_collection_that_took_its_time_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

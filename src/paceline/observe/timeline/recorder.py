@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, time
@@ -24,7 +24,7 @@ from paceline.core.world import World
 from paceline.observe.best_effort import describe, warn
 from paceline.observe.json_lines import LineWriter
 from paceline.observe.system_samples import SystemSampler
-from paceline.observe.timeline.files import VERSION, condense_file
+from paceline.observe.timeline.files import VERSION, Sample, Span, condense_file
 
 INTERVAL_S = 1.0
 DEFAULT_MAX_BYTES = 16 << 20
@@ -45,9 +45,14 @@ class Recorder:
     def span(self, kind: str, begin: float, end: float) -> None:
         """Something outside of a step; one of `files.KINDS`."""
 
-    def during(self, kind: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def during(self, kind: str) -> Iterator[None]:
         """Record the block as a span."""
-        return nullcontext()
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            self.span(kind, begin, perf_counter())
 
     def event(self, name: str, **details: Any) -> None:
         """Something that happened now."""
@@ -73,7 +78,7 @@ class TimelineRecorder(Recorder):
         self._path = folder / f"rank-{world.rank}.jsonl"
         self._lines = self._open(folder)
         self._sampler = SystemSampler(world.device, whole_host=world.local_rank == 0)
-        self._origin = self._sampled_at = perf_counter()
+        self._origin = self._sampled_at = self._collection_start = perf_counter()
         session = {
             "version": VERSION,
             "rank": world.rank,
@@ -88,26 +93,17 @@ class TimelineRecorder(Recorder):
         self._thread = threading.Thread(target=self._work, name="paceline-timeline", daemon=True)
         self._thread.start()
         events.listen(lambda event: self.event(event.name, **event.details))
-        self._collection_start = self._origin
         gc.callbacks.append(self._note_collection)
 
     def step(self, step: int, moments: Sequence[float]) -> None:
         self._queue.append(("steps", (step, moments)))
 
     def span(self, kind: str, begin: float, end: float) -> None:
-        start = self._microseconds(begin)
-        self._queue.append(("spans", [kind, self._events.step, start, self._microseconds(end) - start]))
-
-    @contextmanager
-    def during(self, kind: str) -> Iterator[None]:
-        begin = perf_counter()
-        try:
-            yield
-        finally:
-            self.span(kind, begin, perf_counter())
+        step = self._events.step
+        self._queue.append(("spans", Span(kind, self._microseconds(begin), self._microseconds(end), step, step)))
 
     def event(self, name: str, **details: Any) -> None:
-        self._queue.append(("events", [name, self._events.step, self._microseconds(perf_counter()), details]))
+        self._queue.append(("events", (name, self._events.step, self._microseconds(perf_counter()), details)))
 
     def close(self) -> None:
         if self._closing.is_set():
@@ -143,16 +139,15 @@ class TimelineRecorder(Recorder):
         block: dict[str, list[Any]] = {}
         for _ in range(len(self._queue)):
             name, item = self._queue.popleft()
-            block.setdefault(name, []).append(self._encode(*item) if name == "steps" else item)
+            if name == "steps":
+                # Rounded before subtracting, so that rounding errors do not add up.
+                at = [self._microseconds(moment) for moment in item[1]]
+                item = [item[0], at[0], *(later - earlier for earlier, later in pairwise(at))]
+            block.setdefault(name, []).append(item)
         before, self._sampled_at = self._sampled_at, perf_counter()
         seconds = round(self._sampled_at - before, 3)
-        block["samples"] = [[self._microseconds(self._sampled_at), seconds, *self._sampler.sample()]]
+        block["samples"] = [Sample(self._microseconds(self._sampled_at), seconds, self._sampler.sample())]
         return block
-
-    def _encode(self, step: int, moments: Sequence[float]) -> list[int]:
-        """Rounds before subtracting, so that rounding errors do not add up."""
-        at = [int((moment - self._origin) * 1e6) for moment in moments]
-        return [step, at[0], *(later - earlier for earlier, later in pairwise(at))]
 
     def _open(self, folder: Path) -> LineWriter | None:
         try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -11,8 +10,8 @@ from time import time
 from typing import Any
 
 from paceline.observe.timeline import export
-from paceline.observe.timeline.files import Session, read_sessions, timeline_files
-from paceline.observe.timeline.lanes import SHOWN, Lane, Sample, Span, Stretch, make_lanes
+from paceline.observe.timeline.files import Session, Span, mean_sample, read_sessions, timeline_files
+from paceline.observe.timeline.lanes import SHOWN, Lane, make_lanes
 from paceline.observe.worker_time import WorkerTime
 
 # A worker writes every second: after this long without a write it is considered dead.
@@ -130,7 +129,7 @@ class Timeline:
         return min(start for start, _ in extents), max(end for _, end in extents)
 
     def between(self, first_step: int | None = None, last_step: int | None = None) -> Timeline:
-        """The part from one step to another, both included. Condensed stretches are included as a whole."""
+        """The part from one step to another, both included. Condensed spans are included as a whole."""
         first, last = first_step or 0, last_step if last_step is not None else 1 << 62
         if first > last:
             raise ValueError(f"from step {first} to step {last} there is nothing: choose a later end")
@@ -162,34 +161,27 @@ def _events(sessions: Sequence[Session], lanes: Sequence[Lane], *, is_silent: bo
     for lane in lanes:
         own = [session for session in sessions if session.rank == lane.rank]
         for number, (session, (start, end)) in enumerate(zip(own, lane.extents, strict=True)):
-            first_rows = [row[0] for rows in (session.stretches, session.steps) for row in rows[:1]]
-            completed = max(first_rows[0] - 1, 0) if first_rows else 0
+            steps = [span for span in session.spans if span.kind == "optimizer"]
+            completed = max(steps[0].first_step - 1, 0) if steps else 0
             events.append(TimelineEvent("restart" if number else "start", lane.rank, start, completed, {}))
             events += [
                 TimelineEvent(name, lane.rank, start + at / 1e6, step, details)
                 for name, step, at, details in session.events
             ]
             if session.end is None and (is_silent or session is not own[-1]):
-                last_step = session.steps[-1][0] if session.steps else 0
-                events.append(TimelineEvent("broken off", lane.rank, end, last_step, {}))
+                events.append(TimelineEvent("broken off", lane.rank, end, steps[-1].step if steps else 0, {}))
     return sorted(events, key=lambda event: (event.time, event.rank))
 
 
 def _cut(lane: Lane, first: int, last: int) -> Lane:
-    spans = [span for span in lane.spans if first <= span.step <= last]
-    stretches = [part for part in lane.stretches if part.last_step >= first and part.first_step <= last]
+    spans = [span for span in lane.spans if span.step >= first and span.first_step <= last]
     extents = []
     for start, end in lane.extents:
-        parts: list[Span | Stretch] = [*spans, *stretches]
-        inside = [(part.start, part.end) for part in parts if start <= part.start <= end]
-        if inside:
-            extents.append((min(begin for begin, _ in inside), max(until for _, until in inside)))
+        if inside := [span for span in spans if start <= span.start <= end]:
+            extents.append((inside[0].start, inside[-1].end))
     return replace(
         lane,
-        num_steps=len({span.step for span in spans if span.kind == "optimizer"})
-        + sum(part.num_steps for part in stretches),
         spans=spans,
-        stretches=stretches,
         writing=[span for span in lane.writing if first <= span.step <= last],
         samples=[s for s in lane.samples if any(start < s.time and s.time - s.seconds < end for start, end in extents)],
         extents=extents,
@@ -200,10 +192,8 @@ def _worker_time(lane: Lane) -> RecordedWorkerTime:
     total_s = sum(end - start for start, end in lane.extents)
     seconds = dict.fromkeys(SHOWN, 0.0)
     for span in lane.spans:
-        seconds[span.kind] += span.end - span.start
-    for stretch in lane.stretches:
-        for kind, value in stretch.seconds.items():
-            seconds[kind] += value
+        seconds[span.kind] += span.duration
+    seconds["other"] = 0.0  # a part of it is in condensed spans
     seconds["other"] = max(total_s - sum(seconds.values()), 0.0)
     return RecordedWorkerTime(
         lane.rank,
@@ -212,46 +202,23 @@ def _worker_time(lane: Lane) -> RecordedWorkerTime:
         host=lane.host,
         device=lane.device,
         num_steps=lane.num_steps,
-        writing_s=sum(span.end - span.start for span in lane.writing),
-        use=_means(lane.samples),
+        writing_s=sum(span.duration for span in lane.writing),
+        use=mean_sample(lane.samples).values,
     )
 
 
-def _means(samples: Sequence[Sample]) -> dict[str, float]:
-    sums: dict[str, tuple[float, float]] = {}
-    for sample in samples:
-        for name, value in sample.values.items():
-            total, weight = sums.get(name, (0.0, 0.0))
-            sums[name] = total + value * sample.seconds, weight + sample.seconds
-    return {name: total / weight for name, (total, weight) in sums.items() if weight}
-
-
-def _gaps(lane: Lane, min_s: float) -> list[IdleGap]:
-    busy = sorted(
-        [(span.start, span.end, span.step) for span in lane.spans if span.kind in BUSY]
-        + [(part.start, part.end, part.last_step) for part in lane.stretches]
-    )
-    idle = [span for span in lane.spans if span.kind not in BUSY]
-    gaps = []
+def _gaps(lane: Lane, min_s: float) -> Iterator[IdleGap]:
     for start, end in lane.extents:
-        until, step = start, 0
-        inside = [part for part in busy if start <= part[0] <= end]
-        for begin, finish, number in [*inside, (end, end, inside[-1][2] if inside else 0)]:
-            if begin - until >= min_s:
-                gaps.append(IdleGap(lane.rank, until, begin, step, _cause(idle, until, begin)))
-            until, step = max(until, finish), number
-    return gaps
-
-
-def _cause(idle: Sequence[Span], start: float, end: float) -> str:
-    seconds = {"other": end - start}
-    for span in idle[max(bisect(idle, start, key=lambda span: span.start) - 1, 0) :]:
-        if span.start >= end:
-            break
-        inside = max(min(span.end, end) - max(span.start, start), 0.0)
-        seconds[span.kind] = seconds.get(span.kind, 0.0) + inside
-        seconds["other"] -= inside
-    return max(seconds, key=lambda kind: seconds[kind])
+        # The end and the step of the last activity, and what took how long since.
+        busy_until, step, seconds = start, 0, {"other": 0.0}
+        for span in [*(span for span in lane.spans if start <= span.start <= end), Span("compute", end, end, 0, 0)]:
+            if span.kind not in BUSY and not span.is_condensed:
+                seconds[span.kind] = seconds.get(span.kind, 0.0) + span.duration
+                continue
+            if (gap_s := span.start - busy_until) >= min_s:
+                seconds["other"] = gap_s - sum(seconds.values())
+                yield IdleGap(lane.rank, busy_until, span.start, step, max(seconds, key=lambda kind: seconds[kind]))
+            busy_until, step, seconds = max(busy_until, span.end), span.step, {"other": 0.0}
 
 
 def _use_text(use: Mapping[str, float]) -> str:
