@@ -25,8 +25,7 @@ from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
 from paceline.observe.best_effort import BestEffort, attempt, describe, warn
 from paceline.observe.event_log import EventLog
-from paceline.observe.loggers.base import Loggers
-from paceline.observe.loggers.by_name import make_logger
+from paceline.observe.loggers import Loggers, make_logger
 from paceline.observe.metrics import MetricsWriter
 from paceline.observe.progress import Progress
 from paceline.observe.rates import RateMeter, Rates

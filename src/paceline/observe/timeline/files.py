@@ -95,7 +95,7 @@ class Session:
     def last_time(self) -> float:
         """The end, or the time of the last record."""
         times = [span.end for span in self.spans] + [sample.time for sample in self.samples]
-        return max([self.end or 0, *times, *(time for _, _, time, _ in self.events)])
+        return max([self.end or 0, *times, *(float(time) for _, _, time, _ in self.events)])
 
     def condense(self, num_steps: int, sample_us: int) -> bytes:
         """The session as text."""
