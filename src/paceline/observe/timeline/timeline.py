@@ -12,7 +12,6 @@ from typing import Any
 from paceline.observe.timeline import export
 from paceline.observe.timeline.files import Session, Span, mean_sample, read_sessions, timeline_files
 from paceline.observe.timeline.lanes import SHOWN, Lane, make_lanes
-from paceline.observe.worker_time import WorkerTime
 
 # A worker writes every second: after this long without a write it is considered dead.
 SILENT_S = 30.0
@@ -55,19 +54,26 @@ class IdleGap:
         return self.end - self.start
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedWorkerTime(WorkerTime):
-    """A worker's time by `SHOWN` kinds.
+@dataclass(frozen=True)
+class RecordedWorkerTime:
+    """A worker's time by `SHOWN` kinds; the seconds add up to `total_s`.
 
     `use`: means of the system samples, such as "cpu" and "gpu" in percent. `writing_s`: checkpoints written to disk in
     the background.
     """
 
+    rank: int
     host: str
     device: str
     num_steps: int
+    total_s: float
+    seconds: Mapping[str, float]
     writing_s: float
     use: Mapping[str, float]
+
+    def part(self, kind: str) -> float:
+        """The fraction of the time spent on a kind, 0 to 1."""
+        return self.seconds[kind] / self.total_s if self.total_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -195,16 +201,9 @@ def _worker_time(lane: Lane) -> RecordedWorkerTime:
         seconds[span.kind] += span.duration
     seconds["other"] = 0.0  # a part of it is in condensed spans
     seconds["other"] = max(total_s - sum(seconds.values()), 0.0)
-    return RecordedWorkerTime(
-        lane.rank,
-        total_s,
-        seconds,
-        host=lane.host,
-        device=lane.device,
-        num_steps=lane.num_steps,
-        writing_s=sum(span.duration for span in lane.writing),
-        use=mean_sample(lane.samples).values,
-    )
+    writing_s = sum(span.duration for span in lane.writing)
+    use = mean_sample(lane.samples).values
+    return RecordedWorkerTime(lane.rank, lane.host, lane.device, lane.num_steps, total_s, seconds, writing_s, use)
 
 
 def _gaps(lane: Lane, min_s: float) -> Iterator[IdleGap]:
