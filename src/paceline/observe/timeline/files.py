@@ -175,7 +175,7 @@ def condense_file(path: Path, max_bytes: int) -> None:
     while first_kept and kept_bytes + len(lines[first_kept - 1]) <= max_bytes // 2:
         first_kept -= 1
         kept_bytes += len(lines[first_kept])
-    sessions = _sessions(parse_lines(b"".join(lines[:first_kept])), path)
+    sessions = _sessions(parse_lines(lines[:first_kept]), path)
     factor, condensed = 1, b""
     while factor == 1 or (len(condensed) > max_bytes // 4 and factor < 1 << 40):
         condensed = b"".join(session.condense(factor * _MIN_STEPS, factor * _MIN_SAMPLE_US) for session in sessions)
