@@ -7,7 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
+from pathlib import Path
+from time import time
 from typing import Any, Generic, TextIO, TypeVar
+
+from paceline.core.events import Event
+from paceline.observe.json_lines import LineWriter
 
 logger = logging.getLogger("paceline")
 
@@ -29,7 +34,7 @@ def describe(error: BaseException) -> str:
 
 
 @contextmanager
-def attempt(name: str | PathLike[str]) -> Iterator[None]:
+def attempt(name: PathLike[str]) -> Iterator[None]:
     """Write something once. An exception in the block becomes a warning that names the output."""
     try:
         yield
@@ -46,12 +51,9 @@ class BestEffort(Generic[T]):
     open_output: creates the object that `use` passes on; called immediately, and by each `use` until it succeeds.
     """
 
-    def __init__(
-        self, name: str | PathLike[str], open_output: Callable[[], T], close_output: Callable[[T], object]
-    ) -> None:
+    def __init__(self, name: PathLike[str], open_output: Callable[[], T], close_output: Callable[[T], object]) -> None:
         self._name = name
-        self._open_output = open_output
-        self._close_output = close_output
+        self._open_output, self._close_output = open_output, close_output
         self._output: T | None = None
         self._num_used = self._num_lost = 0
         self._has_warned = self._is_closed = False
@@ -84,6 +86,22 @@ class BestEffort(Generic[T]):
                 _warn_unwritten(self._name, error)
             return False
         return True
+
+
+class EventLog:
+    """Events of a run, such as a changed plan, as JSON lines in `events.jsonl`: `trainer.listen(log.write)`.
+
+    For rank 0, as all workers see the same.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lines = BestEffort(path, lambda: LineWriter(path), LineWriter.close)
+        self.close = self._lines.close
+
+    def write(self, event: Event) -> None:
+        """`time` is Unix time, for comparison with other programs' logs."""
+        record = {"time": round(time(), 3), "step": event.step, "event": event.name, "details": dict(event.details)}
+        self._lines.use(lambda lines: lines.write(record))
 
 
 class SafeStream:
@@ -124,5 +142,5 @@ class SafeStream:
             warn(f"progress cannot be shown any more, training continues: {describe(error)}", stacklevel=5)
 
 
-def _warn_unwritten(name: str | PathLike[str], error: Exception) -> None:
+def _warn_unwritten(name: PathLike[str], error: Exception) -> None:
     warn(f"{name} cannot be written, training continues: {describe(error)}", stacklevel=6)

@@ -23,8 +23,7 @@ from paceline.cli.config.schema import Logger, ProjectSettings
 from paceline.cli.config.show import plain
 from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
-from paceline.observe.best_effort import BestEffort, attempt, describe, warn
-from paceline.observe.event_log import EventLog
+from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe, warn
 from paceline.observe.loggers import Loggers, make_logger
 from paceline.observe.metrics import MetricsWriter
 from paceline.observe.progress import Progress
