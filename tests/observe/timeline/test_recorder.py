@@ -17,9 +17,9 @@ from torch.nn import functional
 import paceline as pl
 from paceline.core.events import Events
 from paceline.core.world import World
-from paceline.observe import system_samples
 from paceline.observe.json_lines import LineWriter
-from paceline.observe.timeline.recorder import TimelineRecorder
+from paceline.observe.timeline import recorder as recorder_module
+from paceline.observe.timeline.recorder import SystemSampler, TimelineRecorder
 from paceline.observe.timeline.timeline import Timeline
 
 
@@ -79,13 +79,13 @@ def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path: Path, monkeypat
 
 
 def test_what_a_system_does_not_tell_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = system_samples.SystemSampler(torch.device("cpu"), whole_host=True)
+    sampler = SystemSampler(torch.device("cpu"), whole_host=True)
     found = sampler.sample()
     assert found["cpu"] >= 0
     assert found["memory"] > 1e6
     assert 0 <= found.get("host_cpu", 0.0) <= 100  # unknown, if the kernel has counted no tick since the last sample
     assert found.keys() - {"host_cpu"} == {"cpu", "memory", "host_memory"}
-    monkeypatch.setattr(system_samples, "Path", lambda name: tmp_path / "nothing" / name.lstrip("/"))
+    monkeypatch.setattr(recorder_module, "Path", lambda name: tmp_path / "nothing" / name.lstrip("/"))
     assert sampler.sample().keys() == {"cpu"}
 
 

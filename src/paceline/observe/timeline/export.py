@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from paceline.observe import json_lines
-from paceline.observe.timeline.files import merge_spans
+from paceline.observe.timeline.files import SAMPLED, Span, merge_spans
 from paceline.observe.timeline.lanes import Lane
 
 if TYPE_CHECKING:
@@ -22,14 +22,6 @@ MAX_SPANS = 200_000
 _STEPS_PER_INTERVAL = 64
 # In Chrome traces each worker's background writing has a separate thread.
 _WRITING_TID = 100_000
-_COUNTERS = {
-    "cpu": ("CPU of rank {}", "% of a core"),
-    "memory": ("memory of rank {}", "bytes"),
-    "gpu": ("GPU of rank {}", "%"),
-    "gpu_memory": ("GPU memory of rank {}", "bytes"),
-    "host_cpu": ("CPU of the host", "% of all cores"),
-    "host_memory": ("memory of the host", "bytes"),
-}
 
 
 def to_json(timeline: Timeline) -> str:
@@ -43,13 +35,11 @@ def to_json(timeline: Timeline) -> str:
 def _to_json(timeline: Timeline, lanes: Sequence[Lane]) -> str:
     workers = [
         {
-            **asdict(worker),
-            "extents": lane.extents,
-            "spans": lane.spans,
-            "writing": lane.writing,
+            **{name: getattr(lane, name) for name in ("rank", "host", "device", "num_steps", "total_s", "seconds")},
+            **{name: getattr(lane, name) for name in ("writing_s", "use", "extents", "spans", "writing")},
             "samples": [{"time": sample.time, "seconds": sample.seconds, **sample.values} for sample in lane.samples],
         }
-        for lane, worker in zip(lanes, timeline.summary().workers, strict=True)
+        for lane in lanes
     ]
     return json_lines.to_json(
         {
@@ -112,8 +102,8 @@ def to_chrome(timeline: Timeline) -> str:
                 events.append(_chrome_event("X", span.kind, pid, tid, span.start, dur=duration_us, args=args))
         for sample in lane.samples:
             for name, value in sample.values.items():
-                title, unit = _COUNTERS[name]
-                counter = title.format(lane.rank)
+                title, unit = SAMPLED[name]
+                counter = f"{title} of rank {lane.rank}"
                 events.append(_chrome_event("C", counter, pid, lane.rank, sample.time, args={unit: value}))
     events.sort(key=lambda event: event["ts"])
     other = {"run": timeline.name, "unix_time_of_0": timeline.began}
@@ -135,8 +125,12 @@ def to_html(timeline: Timeline, *, max_spans: int = MAX_SPANS) -> str:
     first_step = max((lane.spans[-num_each].step + 1 for lane in long_lanes), default=0)  # shown in detail
     lanes = []
     for lane in timeline.lanes:
-        old = merge_spans((span for span in lane.spans if span.step < first_step), _STEPS_PER_INTERVAL)
-        lanes.append(replace(lane, spans=[*old, *(span for span in lane.spans if span.step >= first_step)]))
+        spans: list[Span] = []
+        for start, end in lane.extents:
+            inside = [span for span in lane.spans if start <= span.start <= end]
+            spans += merge_spans([span for span in inside if span.step < first_step], _STEPS_PER_INTERVAL)
+            spans += [span for span in inside if span.step >= first_step]
+        lanes.append(replace(lane, spans=spans))
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     # Names must not end the page's script element.
     text = _to_json(timeline, lanes).replace("</", "<\\/").replace("<!--", "<\\u0021--")

@@ -29,6 +29,15 @@ VERSION = 2
 # The activities of a worker. "sync": the exchange of gradients, "average": of replicas. "wait", for slower workers, is
 # separated from them by the reader. "writing": a checkpoint being written to disk in the background.
 KINDS = ("compute", "data", "wait", "sync", "average", "optimizer", "checkpoint", "evaluation", "other", "writing")
+# The names of what is sampled every second, with titles and units.
+SAMPLED = {
+    "gpu": ("GPU", "%"),
+    "gpu_memory": ("GPU memory", "bytes"),
+    "cpu": ("CPU", "% of a core"),
+    "memory": ("memory", "bytes"),
+    "host_cpu": ("host CPU", "%"),
+    "host_memory": ("host memory", "bytes"),
+}
 MAX_EVENTS = 5000
 
 _FOLDER, _FILES = "timeline", "rank-*.jsonl"
@@ -55,9 +64,7 @@ class Span(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Means over the `seconds` before `time`, by name: "cpu" (in percent of a core), "host_cpu" (of all cores), "gpu";
-    "memory", "host_memory" and "gpu_memory" in bytes. Values that could not be read are missing.
-    """
+    """Means over the `seconds` before `time`, by names of SAMPLED. Values that could not be read are missing."""
 
     time: float
     seconds: float

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from statistics import median_high
 from typing import TypeAlias
 
-from paceline.observe.timeline.files import Sample, Session, Span
+from paceline.observe.timeline.files import Sample, Session, Span, mean_sample
 
 # "wait": in the exchange, for slower workers. "other": everything else, such as setup, hooks, and user code between two
 # steps.
 SHOWN = ("compute", "data", "wait", "sync", "optimizer", "checkpoint", "evaluation", "other")
+# Activities during which a worker is not idle.
+BUSY = ("compute", "sync", "optimizer", "evaluation")
 
 # Kind, first and last step of an exchange, and how often its rank repeated it later: a run that was killed and resumed
 # repeats steps.
@@ -21,11 +24,27 @@ Key: TypeAlias = tuple[str, int, int, int]
 Exchanges: TypeAlias = dict[Key, Span]
 
 
+@dataclass(frozen=True)
+class IdleGap:
+    """A time in which a worker computed nothing. `cause`: the kind that most of it was spent on."""
+
+    rank: int
+    start: float
+    end: float
+    step: int
+    cause: str
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
 @dataclass
 class Lane:
-    """One worker. Times are seconds since the timeline began.
+    """One worker: what it did when, in seconds since the timeline began.
 
-    `spans` do not overlap. `writing`: checkpoints written in the background. `extents`: start and end of its processes.
+    `spans` do not overlap. `writing`: checkpoints written to disk in the background. `extents`: start and end of its
+    processes.
     """
 
     rank: int
@@ -39,6 +58,61 @@ class Lane:
     @property
     def num_steps(self) -> int:
         return sum(span.step - span.first_step + 1 for span in self.spans if span.kind == "optimizer")
+
+    @property
+    def total_s(self) -> float:
+        return sum(end - start for start, end in self.extents)
+
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """By `SHOWN` kinds; they add up to `total_s`."""
+        seconds = dict.fromkeys(SHOWN, 0.0)
+        for span in self.spans:
+            seconds[span.kind] += span.duration
+        seconds["other"] = 0.0  # a part of it is in condensed spans
+        seconds["other"] = max(self.total_s - sum(seconds.values()), 0.0)
+        return seconds
+
+    def part(self, kind: str) -> float:
+        """The fraction of the time spent on a kind, 0 to 1."""
+        return self.seconds[kind] / self.total_s if self.total_s else 0.0
+
+    @property
+    def writing_s(self) -> float:
+        return sum(span.duration for span in self.writing)
+
+    @property
+    def use(self) -> Mapping[str, float]:
+        """Means of the system samples, such as "cpu" and "gpu" in percent."""
+        return mean_sample(self.samples).values
+
+    def between(self, first_step: int, last_step: int) -> Lane:
+        spans = [span for span in self.spans if span.step >= first_step and span.first_step <= last_step]
+        extents = []
+        for start, end in self.extents:
+            if inside := [span for span in spans if start <= span.start <= end]:
+                extents.append((inside[0].start, inside[-1].end))
+        return replace(
+            self,
+            spans=spans,
+            writing=[span for span in self.writing if first_step <= span.step <= last_step],
+            samples=[s for s in self.samples if any(a < s.time and s.time - s.seconds < b for a, b in extents)],
+            extents=extents,
+        )
+
+    def idle_gaps(self, min_s: float) -> Iterator[IdleGap]:
+        for start, end in self.extents:
+            # The end and the step of the last activity, and what took how long since.
+            busy_until, step, seconds = start, 0, {"other": 0.0}
+            inside = [span for span in self.spans if start <= span.start <= end]
+            for span in [*inside, Span("compute", end, end, 0, 0)]:
+                if span.kind not in BUSY and not span.is_condensed:
+                    seconds[span.kind] = seconds.get(span.kind, 0.0) + span.duration
+                    continue
+                if (gap_s := span.start - busy_until) >= min_s:
+                    seconds["other"] = gap_s - sum(seconds.values())
+                    yield IdleGap(self.rank, busy_until, span.start, step, max(seconds, key=lambda kind: seconds[kind]))
+                busy_until, step, seconds = max(busy_until, span.end), span.step, {"other": 0.0}
 
 
 def make_lanes(sessions: Sequence[Session]) -> tuple[float, list[Lane]]:
