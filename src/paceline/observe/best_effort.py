@@ -19,10 +19,10 @@ logger = logging.getLogger("paceline")
 T = TypeVar("T")
 
 
-def warn(text: str, stacklevel: int = 3) -> None:
+def warn(text: str) -> None:
     """Emit a warning. Never raises: where warnings are errors, the text is logged instead."""
     try:
-        warnings.warn(text, stacklevel=stacklevel)
+        warnings.warn(text, stacklevel=2)
     except Warning:
         logger.warning(text)
 
@@ -139,8 +139,8 @@ class SafeStream:
             action(self._stream)
         except (OSError, ValueError) as error:
             self._stream = None
-            warn(f"progress cannot be shown any more, training continues: {describe(error)}", stacklevel=5)
+            warn(f"progress cannot be shown any more, training continues: {describe(error)}")
 
 
 def _warn_unwritten(name: PathLike[str], error: Exception) -> None:
-    warn(f"{name} cannot be written, training continues: {describe(error)}", stacklevel=6)
+    warn(f"{name} cannot be written, training continues: {describe(error)}")

@@ -76,8 +76,7 @@ class Loggers:
             if self._strict:
                 raise
             del self._active[name]
-            text = f"the logger {name} failed {when} and is disabled, training continues: {describe(error)}"
-            warn(text, stacklevel=4)
+            warn(f"the logger {name} failed {when} and is disabled, training continues: {describe(error)}")
 
 
 class CsvLogger:

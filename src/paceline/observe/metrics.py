@@ -41,15 +41,15 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
-        before_s, is_resumed = 0.0, False
-        if path.exists():
-            curves = read_curves(path, lambda name: name == "time", last_step=start_step)
-            before_s = float(max(curves.series("time")[1], default=0.0))
-            is_resumed = curves.num_steps_read > 0
         self._lines = LineWriter(path)
-        self._start = monotonic() - before_s
-        if is_resumed:
-            self._lines.write({RESUMED_FROM: start_step})
+        before = read_curves(path, lambda name: name == "time", last_step=start_step)
+        self._start = monotonic() - max(before.series("time")[1], default=0.0)
+        if path.stat().st_size:
+            try:
+                self._lines.write({RESUMED_FROM: start_step})
+            except OSError:
+                self._lines.close()
+                raise
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`."""
@@ -113,8 +113,8 @@ class Curve:
 class Curves:
     """The metrics of a file.
 
-    num_lines: lines about steps that count; num_steps_read: also those about superseded steps. num_unreadable: skipped
-    lines. last_step: 0 if there is none. shares, waiting: one number per worker, from the last line that has them.
+    num_lines: lines about steps that count. num_unreadable: skipped lines. last_step: 0 if there is none. shares,
+    waiting: one number per worker, from the last line that has them.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Curves:
     ) -> None:
         self._is_wanted = is_wanted
         self._is_whole = is_whole
-        self.last_step = self.num_lines = self.num_steps_read = self.num_unreadable = 0
+        self.last_step = self.num_lines = self.num_unreadable = 0
         self.shares: list[float] = []
         self.waiting: list[float] = []
         self._curves: dict[str, Curve | None] = {}
@@ -206,10 +206,8 @@ def read_curves(
                 segment += 1
             elif not (isinstance(record, dict) and is_count(record.get("step"))):
                 curves.num_unreadable += 1
-            else:
-                curves.num_steps_read += 1
-                if record["step"] <= limits[min(segment, len(limits) - 1)]:
-                    counted.append(record)
+            elif record["step"] <= limits[min(segment, len(limits) - 1)]:
+                counted.append(record)
         curves.add(counted)
     curves.num_unreadable += reader.num_unreadable
     return curves

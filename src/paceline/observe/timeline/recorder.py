@@ -196,14 +196,13 @@ class SystemSampler:
 
     def sample(self) -> dict[str, float]:
         """The values of a `Sample`. CPU utilization is the mean since the previous sample."""
-        found = {"cpu": self._cpu()}
-        with suppress(OSError, ValueError, LookupError):
-            found["memory"] = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        readers = {"cpu": self._cpu, "memory": _memory}
         if self._whole_host:
+            readers |= {"host_cpu": self._host_cpu, "host_memory": _host_memory}
+        found = {}
+        for name, read in readers.items():
             with suppress(OSError, ValueError, LookupError, ZeroDivisionError):
-                found["host_cpu"] = self._host_cpu()
-            with suppress(OSError, ValueError, LookupError):
-                found["host_memory"] = _host_memory()
+                found[name] = read()
         if self._device.type == "cuda":
             try:
                 found["gpu"] = float(torch.cuda.utilization(self._device))
@@ -214,7 +213,7 @@ class SystemSampler:
 
     def _cpu(self) -> float:
         (before_s, used_before_s), self._last = self._last, (perf_counter(), process_time())
-        return round(100 * (self._last[1] - used_before_s) / max(self._last[0] - before_s, 1e-9), 1)
+        return round(100 * (self._last[1] - used_before_s) / (self._last[0] - before_s), 1)
 
     def _host_cpu(self) -> float:
         """Without idle and waiting for I/O, in the kernel's ticks since boot."""
@@ -222,6 +221,10 @@ class SystemSampler:
             ticks = [int(word) for word in file.readline().split()[1:9]]
         (busy, total), self._last_ticks = self._last_ticks, (sum(ticks) - ticks[3] - ticks[4], sum(ticks))
         return round(100 * (self._last_ticks[0] - busy) / (self._last_ticks[1] - total), 1)
+
+
+def _memory() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _host_memory() -> float:
