@@ -34,7 +34,7 @@ def describe(error: BaseException) -> str:
 
 
 @contextmanager
-def attempt(name: PathLike[str]) -> Iterator[None]:
+def attempt(name: str | PathLike[str]) -> Iterator[None]:
     """Write something once. An exception in the block becomes a warning that names the output."""
     try:
         yield
@@ -142,5 +142,5 @@ class SafeStream:
             warn(f"progress cannot be shown any more, training continues: {describe(error)}")
 
 
-def _warn_unwritten(name: PathLike[str], error: Exception) -> None:
+def _warn_unwritten(name: str | PathLike[str], error: Exception) -> None:
     warn(f"{name} cannot be written, training continues: {describe(error)}")

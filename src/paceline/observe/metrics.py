@@ -164,7 +164,9 @@ class Curves:
 
     def _add_workers(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Note a line's shares and waiting; returns the throughput of each of several workers."""
-        shares, waiting, rate = (record.get(name) for name in ("shares", "waiting", "samples_per_s"))
+        shares: Any = record.get("shares")
+        waiting: Any = record.get("waiting")
+        rate: Any = record.get("samples_per_s")
         if not _are_numbers(shares):
             return {}
         self.shares = shares

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Self, TextIO, cast
 
+import numpy as np
+
 from paceline.core.waiting import split_sync
 from paceline.observe import formats
 from paceline.observe.best_effort import SafeStream
@@ -200,8 +202,8 @@ class RateMeter:
         self._start = monotonic()
         self._num_samples = 0
         self._num_tokens: float | None = None
-        self._shares = [0] * self._num_workers
-        self._waiting_s = [0.0] * self._num_workers
+        self._shares = np.zeros(self._num_workers, np.int64)
+        self._waiting_s = np.zeros(self._num_workers)
 
     def add(
         self, num_samples: int, shares: Sequence[int], sync_s: Sequence[float] = (), num_tokens: float | None = None
@@ -210,18 +212,17 @@ class RateMeter:
         self._num_samples += num_samples
         if num_tokens is not None:
             self._num_tokens = (self._num_tokens or 0.0) + num_tokens
-        _, waiting_s = split_sync(sync_s)
-        self._shares = [total + share for total, share in zip(self._shares, shares, strict=True)]
-        if waiting_s:
-            self._waiting_s = [total + s for total, s in zip(self._waiting_s, waiting_s, strict=True)]
+        self._shares += shares
+        if sync_s:
+            self._waiting_s += split_sync(sync_s)[1]
 
     def take(self) -> Rates:
         seconds = max(monotonic() - self._start, 1e-9)
         rates = Rates(
             samples_per_s=self._num_samples / seconds,
             tokens_per_s=None if self._num_tokens is None else self._num_tokens / seconds,
-            shares=tuple(self._shares),
-            waiting=tuple(min(waited_s / seconds, 1.0) for waited_s in self._waiting_s),
+            shares=tuple(self._shares.tolist()),
+            waiting=tuple(np.minimum(self._waiting_s / seconds, 1.0).tolist()),
         )
         self._reset()
         return rates

@@ -157,13 +157,10 @@ def note_total_steps(files: RunFiles, total_steps: int | None) -> None:
 
 def read_status(files: RunFiles) -> Status | None:
     """The status that the run recorded; None if it is missing or malformed."""
-    if not files.status.is_file():  # reading a pipe would block
+    found = read_json(files.status)
+    if not isinstance(found, dict):
         return None
-    try:
-        found = json.loads(files.status.read_bytes())
-        known = {name: found.get(name) for name in _STATUS_TYPES}
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return None
+    known = {name: found.get(name) for name in _STATUS_TYPES}
     is_well_formed = all(isinstance(value, _STATUS_TYPES[name]) for name, value in known.items())
     return Status(**known) if is_well_formed else None
 
@@ -182,6 +179,14 @@ def state_of(files: RunFiles, status: Status | None) -> State:
 def last_sign(files: RunFiles) -> float:
     """When the run last wrote its metrics or status, as Unix time; 0 if never."""
     return max((path.stat().st_mtime for path in (files.metrics, files.status) if path.is_file()), default=0.0)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file; None if it is missing or is not JSON."""
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None  # reading a pipe would block
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import numpy as np
 
 from paceline.observe import formats
 from paceline.observe.metrics import Curves, read_curves
-from paceline.observe.run_files import RunFiles, State, Status, last_sign, read_status, state_of
+from paceline.observe.run_files import RunFiles, State, Status, last_sign, read_json, read_status, state_of
 
 _READ = ("loss", "time", "epoch", "samples_per_s", "tokens_per_s")
 # The maximum is not shown for metrics whose names contain one of these.
@@ -159,17 +158,15 @@ def _reached(metrics: Curves, name: str) -> Reached | None:
 
 def _read_report(files: RunFiles) -> tuple[float | None, list[WorkerTime]]:
     """Efficiency and workers from report.json; nothing if it is missing or malformed."""
-    if not files.report.is_file():
-        return None, []
+    report = read_json(files.report)
+    workers = []
     try:
-        report = json.loads(files.report.read_bytes())
-        workers = []
         for rank, worker in enumerate(report["workers"]):
             times = [float(worker[name]) for name in ("compute_s", "waiting_s", "sync_s", "rest_s")]
             seconds = dict(zip(_KIND_LABELS, times, strict=True))
             workers.append(WorkerTime(rank, sum(times), seconds, float(worker["share"])))
         return float(report["efficiency"]), workers
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None, []
 
 
