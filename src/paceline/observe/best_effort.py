@@ -96,12 +96,14 @@ class EventLog:
 
     def __init__(self, path: Path) -> None:
         self._lines = BestEffort(path, lambda: LineWriter(path), LineWriter.close)
-        self.close = self._lines.close
 
     def write(self, event: Event) -> None:
         """`time` is Unix time, for comparison with other programs' logs."""
         record = {"time": round(time(), 3), "step": event.step, "event": event.name, "details": dict(event.details)}
         self._lines.use(lambda lines: lines.write(record))
+
+    def close(self) -> None:
+        self._lines.close()
 
 
 class SafeStream:

@@ -42,14 +42,14 @@ class MetricsWriter:
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         self._lines = LineWriter(path)
-        before = read_curves(path, lambda name: name == "time", last_step=start_step)
-        self._start = monotonic() - max(before.series("time")[1], default=0.0)
-        if path.stat().st_size:
-            try:
+        try:
+            if path.stat().st_size:
                 self._lines.write({RESUMED_FROM: start_step})
-            except OSError:
-                self._lines.close()
-                raise
+            before_s = max(read_curves(path, lambda name: name == "time").series("time")[1], default=0.0)
+        except OSError:
+            self._lines.close()
+            raise
+        self._start = monotonic() - before_s
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`."""
@@ -188,18 +188,17 @@ def read_curves(
     is_wanted: Callable[[str], bool] = lambda _: True,
     *,
     is_whole: Callable[[str], bool] = lambda _: False,
-    last_step: int | None = None,
     tail: bool = False,
 ) -> Curves:
     """A file's metrics, without superseded lines, in memory that does not depend on the file's length.
 
     is_wanted: whether to keep the numbers of a name; for other names only the name is kept. is_whole: whether to keep
-    all points of a curve (16 bytes each). last_step: ignore later steps. tail: read only the end of the file.
+    all points of a curve (16 bytes each). tail: read only the end of the file.
     """
     resumes = LineReader(path, tail=tail).blocks(containing=f'"{RESUMED_FROM}"'.encode())
     resumed_from = [record[RESUMED_FROM] for block in resumes for record in block if _is_resume(record)]
     # The last step that counts, for the lines before each resume, and for those after the last one.
-    limits = list(accumulate([math.inf if last_step is None else last_step, *reversed(resumed_from)], min))[::-1]
+    limits = list(accumulate([math.inf, *reversed(resumed_from)], min))[::-1]
     curves, reader, segment = Curves(is_wanted, is_whole), LineReader(path, tail=tail), 0
     for block in reader.blocks():
         counted = []
