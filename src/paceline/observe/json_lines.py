@@ -28,32 +28,28 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        if size := os.fstat(self._descriptor).st_size:
-            with mmap(self._descriptor, size, access=ACCESS_READ) as content:
+        self._file = path.open("a+b", buffering=0)
+        if size := path.stat().st_size:
+            with mmap(self._file.fileno(), size, access=ACCESS_READ) as content:
                 num_complete = content.rfind(b"\n") + 1
-            os.ftruncate(self._descriptor, num_complete)
+            self._file.truncate(num_complete)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line. If the disk is full, the partial line is removed before the error is raised."""
-        if self._descriptor is None:
-            raise ValueError(f"{self.path} is closed: open a new LineWriter to append to it")
         line = f"{to_json(record)}\n".encode()
-        size = os.fstat(self._descriptor).st_size
+        descriptor, written = self._file.fileno(), 0
+        size = os.fstat(descriptor).st_size
         try:
-            written = os.write(self._descriptor, line)
             while written < len(line):  # a full disk raises in the next call; a signal does not
-                written += os.write(self._descriptor, line[written:])
+                written += os.write(descriptor, line[written:])
         except OSError as error:
             with suppress(OSError):  # devices cannot be truncated
-                os.ftruncate(self._descriptor, size)
+                os.ftruncate(descriptor, size)
             raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def close(self) -> None:
         """Safe to call twice."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        self._file.close()
 
 
 class LineReader:

@@ -160,7 +160,7 @@ def read_status(files: RunFiles) -> Status | None:
     found = read_json(files.status)
     if not isinstance(found, dict):
         return None
-    known = {name: found.get(name) for name in _STATUS_TYPES}
+    known: dict[str, Any] = {name: found.get(name) for name in _STATUS_TYPES}
     is_well_formed = all(isinstance(value, _STATUS_TYPES[name]) for name, value in known.items())
     return Status(**known) if is_well_formed else None
 
