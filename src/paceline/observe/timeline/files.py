@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +108,9 @@ class Session:
 
     def condense(self, num_steps: int, sample_us: int) -> bytes:
         """The session as text."""
-        self.spans = merge_spans(self.spans, num_steps)
+        writing = [span for span in self.spans if span.kind == "writing"]
+        self.spans = merge_spans((span for span in self.spans if span.kind != "writing"), num_steps)
+        self.spans += writing[-MAX_EVENTS:]
         groups = groupby(self.samples, key=lambda sample: sample.time // sample_us)
         self.samples = [mean_sample(list(group)) for _, group in groups]
         self.events = self.events[-MAX_EVENTS:]
@@ -116,6 +120,7 @@ class Session:
         return "".join(f"{to_json(line)}\n" for line in lines).encode()
 
 
+@cache
 def kinds_between(num_moments: int) -> tuple[str, ...]:
     """The activity between each two moments of a step; "" for time that belongs to no kind.
 
@@ -133,22 +138,43 @@ def step_spans(step: int, start: int, *durations: int) -> Iterator[Span]:
         start += duration
 
 
+def in_order(spans: Iterable[Span]) -> list[Span]:
+    """Sorted, without overlap and without empty spans; each step keeps one span of its optimizer.
+
+    The host runs ahead of its GPU: its activity between two steps starts when the device has finished the step.
+    """
+    ordered: list[Span] = []
+    end = 0.0
+    for span in sorted(spans, key=itemgetter(1, 3)):  # start and step
+        start = max(span.start, end)
+        end = max(span.end, start)
+        last = ordered[-1] if ordered else None
+        if last is not None and last.kind == span.kind and last.step == span.step and last.end == start:
+            ordered[-1] = Span(span.kind, last.start, end, span.step, span.first_step)
+        elif end > start or span.kind == "optimizer":
+            is_same = span.start == start and span.end == end
+            ordered.append(span if is_same else Span(span.kind, start, end, span.step, span.first_step))
+    return ordered
+
+
 def merge_spans(spans: Iterable[Span], num_steps: int) -> list[Span]:
     """Sum the spans of each kind over intervals of steps, which are the same on all workers."""
+    intervals: dict[int, list[Span]] = {}
+    for span in in_order(spans):
+        intervals.setdefault(span.step // num_steps, []).append(span)
     merged = []
-    ordered = sorted(spans, key=lambda span: (span.step // num_steps, span.start))
-    for _, interval in groupby(ordered, key=lambda span: span.step // num_steps):
-        group = list(interval)
+    for group in intervals.values():
         at = group[0].start
-        in_order = [span for span in group if span.kind != "writing"]
-        group = [span for span in group if span.kind != "other"]
-        other = max((span.end for span in in_order), default=at) - at
-        other -= sum(span.duration for span in in_order if span.kind != "other")
-        if other > 0:
-            group.append(Span("other", 0, other, group[-1].step, group[0].first_step))
-        for kind in KINDS:
-            if same := [span for span in group if span.kind == kind]:
-                end = at + sum(span.duration for span in same)
+        by_kind: dict[str, list[Span]] = {kind: [] for kind in KINDS}
+        for span in group:
+            by_kind[span.kind].append(span)
+        by_kind["other"] = []
+        busy = sum(span.end - span.start for same in by_kind.values() for span in same)
+        if (other := group[-1].end - at - busy) > 0:
+            by_kind["other"] = [Span("other", 0, other, group[-1].step, group[0].first_step)]
+        for kind, same in by_kind.items():
+            if same:
+                end = at + sum(span.end - span.start for span in same)
                 merged.append(Span(kind, at, end, max(s.step for s in same), min(s.first_step for s in same)))
                 at = end
     return merged

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 from statistics import median_high
 from typing import TypeAlias
 
-from paceline.observe.timeline.files import Sample, Session, Span, mean_sample
+from paceline.observe.timeline.files import Sample, Session, Span, in_order, mean_sample
 
 # "wait": in the exchange, for slower workers. "other": everything else, such as setup, hooks, and user code between two
 # steps.
@@ -131,10 +131,18 @@ def make_lanes(sessions: Sequence[Session]) -> tuple[float, list[Lane]]:
         def at(microseconds: float, origin_s: float = origin - began) -> float:
             return round(origin_s + microseconds / 1e6, 6)
 
+        spans = [span for span in session.spans if span.kind not in ("sync", "average", "writing")]
+        for key, span in own.items():
+            exchange_start = span.end - shortest[key]
+            if session.size == 1:  # exchanges nothing
+                spans.append(span._replace(kind="optimizer"))
+            else:
+                spans.append(Span("wait", span.start, exchange_start, span.step, span.first_step))
+                spans.append(Span("sync", exchange_start, span.end, span.step, span.first_step))
         lane = lanes.setdefault(session.rank, Lane(session.rank, session.host, session.device))
-        spans = [span._replace(start=at(span.start), end=at(span.end)) for span in _split(session, own, shortest)]
-        lane.spans += _in_order(span for span in spans if span.kind != "writing")
-        lane.writing += [span for span in spans if span.kind == "writing"]
+        writing = [span for span in session.spans if span.kind == "writing"]
+        for found, target in ((in_order(spans), lane.spans), (writing, lane.writing)):
+            target += [Span(s.kind, at(s.start), at(s.end), s.step, s.first_step) for s in found]
         lane.samples += [sample._replace(time=at(sample.time)) for sample in session.samples]
         lane.extents.append((at(0), at(session.last_time)))
     return began, [lanes[rank] for rank in sorted(lanes)]
@@ -152,18 +160,6 @@ def _exchanges(sessions: Sequence[Session]) -> list[Exchanges]:
     return found[::-1]
 
 
-def _split(session: Session, exchanges: Exchanges, shortest: dict[Key, float]) -> Iterable[Span]:
-    """A session's spans, its exchanges as waiting and exchanging. A single worker exchanges nothing."""
-    yield from (span for span in session.spans if span.kind not in ("sync", "average"))
-    for key, span in exchanges.items():
-        if session.size == 1:
-            yield span._replace(kind="optimizer")
-        else:
-            exchange_start = span.end - shortest[key]
-            yield span._replace(kind="wait", end=exchange_start)
-            yield span._replace(kind="sync", start=exchange_start)
-
-
 def _clocks_ahead(sessions: Sequence[Session], exchanges: Sequence[Exchanges]) -> dict[str, float]:
     """How many seconds each host's clock is ahead of the first one's: all workers get an exchange's result together."""
     received: dict[str, dict[Key, float]] = {}
@@ -177,21 +173,3 @@ def _clocks_ahead(sessions: Sequence[Session], exchanges: Sequence[Exchanges]) -
         host: median_high([time - reference[key] for key, time in times.items() if key in reference] or [0.0])
         for host, times in received.items()
     }
-
-
-def _in_order(spans: Iterable[Span]) -> list[Span]:
-    """Sorted, without overlap and without empty spans; each step keeps one span of its optimizer.
-
-    The host runs ahead of its GPU: its activity between two steps starts when the device has finished the step.
-    """
-    ordered: list[Span] = []
-    end = 0.0
-    for span in sorted(spans, key=lambda span: (span.start, span.step)):
-        last = ordered[-1] if ordered else None
-        start = max(span.start, end)
-        end = max(span.end, end)
-        if last is not None and (last.kind, last.step, last.end) == (span.kind, span.step, start):
-            ordered[-1] = last._replace(end=end)
-        elif end > start or span.kind == "optimizer":
-            ordered.append(span._replace(start=start, end=end))
-    return ordered

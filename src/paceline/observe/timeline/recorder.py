@@ -173,6 +173,7 @@ class TimelineRecorder(Recorder):
                 self._lines.close()
                 self._lines = LineWriter(self._path)
         except Exception as error:
+            self._lines.close()
             self._lines = None
             self._warn(error)
 
