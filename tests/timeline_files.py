@@ -17,7 +17,7 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> Path:
 def session(rank: int = 0, size: int = 1, *, host: str = "a", unix_time: float = 1000.0) -> dict[str, Any]:
     return {
         "session": {
-            "version": 1,
+            "version": 2,
             "rank": rank,
             "size": size,
             "host": host,
@@ -36,7 +36,7 @@ def step(
 
 
 def sample(time: int, cpu: float, seconds: float = 1.0) -> list[Any]:
-    return [time, seconds, cpu, None, None, None, None, None]
+    return [time, seconds, {"cpu": cpu}]
 
 
 def run_of_two(folder: Path, num_steps: int = 3) -> Path:

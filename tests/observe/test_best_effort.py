@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -11,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.core.events import Event, Events
-from paceline.observe.best_effort import BestEffort, SafeStream
-from paceline.observe.event_log import EventLog
-from paceline.observe.json_lines import LineWriter
+from paceline.observe.best_effort import BestEffort, EventLog, SafeStream
+from paceline.observe.json_lines import LineReader, LineWriter
 from paceline.observe.metrics import MetricsWriter, read_metrics
 from paceline.observe.progress import Progress
 
@@ -89,6 +90,21 @@ def test_an_event_log_on_a_full_disk_loses_events_and_nothing_else(tmp_path: Pat
     with pytest.warns(UserWarning, match="2 of 2 records were lost"):
         log.close()
     log.write(Event("late", 3))  # after closing: nothing
+
+
+def test_events_are_written_down_whatever_their_details(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    details: dict[str, Any] = {"shares": (6, 2), "drift": math.nan, "path": Path("a"), "tensor": torch.ones(2)}
+    log.write(Event("plan", 7, details))
+    log.close()
+    (record,) = LineReader(path).read()
+    assert (record["event"], record["step"]) == ("plan", 7)
+    assert record["details"]["shares"] == [6, 2]
+    assert record["details"]["path"] == "a"
+    assert record["details"]["tensor"] == "tensor([1., 1.])"
+    assert math.isnan(record["details"]["drift"])
+    assert isinstance(record["time"], float)
 
 
 class BrokenStream(io.StringIO):

@@ -51,7 +51,7 @@ def test_a_closed_file_says_so(path: Path) -> None:
     writer = LineWriter(path)
     writer.close()
     writer.close()
-    with pytest.raises(ValueError, match="is closed"):
+    with pytest.raises(ValueError, match="closed file"):
         writer.write({})
 
 

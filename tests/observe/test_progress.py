@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import struct
-import sys
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.observe import progress
-from paceline.observe.progress import Progress
+from paceline.observe.progress import Progress, RateMeter
 
 RATES: dict[str, Any] = {"samples_per_s": 812.3, "tokens_per_s": 52111.0, "shares": (6, 2), "waiting": (0.01, 0.12)}
 HIDE_CURSOR = "\x1b[?25l"
@@ -144,7 +143,6 @@ class Screen:
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
-    pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
     screen = Screen()
@@ -200,14 +198,25 @@ def test_after_an_error_the_bar_is_gone(screen: Screen) -> None:
     assert screen.read().endswith("\x1b[1A\x1b[2K")
 
 
-@pytest.mark.parametrize("reason", ["dumb terminal", "no rich"])
-def test_a_terminal_without_a_bar_gets_plain_lines(
-    reason: str, screen: Screen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if reason == "dumb terminal":
-        monkeypatch.setenv("TERM", "dumb")
-    else:
-        monkeypatch.setitem(sys.modules, "rich.console", None)
+def test_a_terminal_without_a_bar_gets_plain_lines(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
     with Progress(5, stream=screen.stream) as shown:
         shown.show(1, 2.0)
     assert screen.read() == "step 1/5  loss 2\r\n"
+
+
+# Rates between two reports
+
+
+def test_rates_are_those_since_the_last_look(clock: Clock) -> None:
+    meter = RateMeter(2)
+    for _ in range(4):
+        clock.now_s += 0.5
+        meter.add(16, (3, 1), [0.1, 0.3], num_tokens=100)
+    found = meter.take()
+    assert (found.samples_per_s, found.tokens_per_s, found.shares) == (32.0, 200.0, (12, 4))
+    assert found.waiting == pytest.approx((0.0, 0.4))
+    clock.now_s += 1.0
+    meter.add(8, (2, 2))
+    again = meter.take()
+    assert (again.samples_per_s, again.tokens_per_s, again.shares, again.waiting) == (8.0, None, (2, 2), (0.0, 0.0))

@@ -7,17 +7,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
+from pathlib import Path
+from time import time
 from typing import Any, Generic, TextIO, TypeVar
+
+from paceline.core.events import Event
+from paceline.observe.json_lines import LineWriter
 
 logger = logging.getLogger("paceline")
 
 T = TypeVar("T")
 
 
-def warn(text: str, stacklevel: int = 3) -> None:
+def warn(text: str) -> None:
     """Emit a warning. Never raises: where warnings are errors, the text is logged instead."""
     try:
-        warnings.warn(text, stacklevel=stacklevel)
+        warnings.warn(text, stacklevel=2)
     except Warning:
         logger.warning(text)
 
@@ -46,12 +51,9 @@ class BestEffort(Generic[T]):
     open_output: creates the object that `use` passes on; called immediately, and by each `use` until it succeeds.
     """
 
-    def __init__(
-        self, name: str | PathLike[str], open_output: Callable[[], T], close_output: Callable[[T], object]
-    ) -> None:
+    def __init__(self, name: PathLike[str], open_output: Callable[[], T], close_output: Callable[[T], object]) -> None:
         self._name = name
-        self._open_output = open_output
-        self._close_output = close_output
+        self._open_output, self._close_output = open_output, close_output
         self._output: T | None = None
         self._num_used = self._num_lost = 0
         self._has_warned = self._is_closed = False
@@ -84,6 +86,24 @@ class BestEffort(Generic[T]):
                 _warn_unwritten(self._name, error)
             return False
         return True
+
+
+class EventLog:
+    """Events of a run, such as a changed plan, as JSON lines in `events.jsonl`: `trainer.listen(log.write)`.
+
+    For rank 0, as all workers see the same.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lines = BestEffort(path, lambda: LineWriter(path), LineWriter.close)
+
+    def write(self, event: Event) -> None:
+        """`time` is Unix time, for comparison with other programs' logs."""
+        record = {"time": round(time(), 3), "step": event.step, "event": event.name, "details": dict(event.details)}
+        self._lines.use(lambda lines: lines.write(record))
+
+    def close(self) -> None:
+        self._lines.close()
 
 
 class SafeStream:
@@ -121,8 +141,8 @@ class SafeStream:
             action(self._stream)
         except (OSError, ValueError) as error:
             self._stream = None
-            warn(f"progress cannot be shown any more, training continues: {describe(error)}", stacklevel=5)
+            warn(f"progress cannot be shown any more, training continues: {describe(error)}")
 
 
 def _warn_unwritten(name: str | PathLike[str], error: Exception) -> None:
-    warn(f"{name} cannot be written, training continues: {describe(error)}", stacklevel=6)
+    warn(f"{name} cannot be written, training continues: {describe(error)}")

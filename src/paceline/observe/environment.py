@@ -28,7 +28,7 @@ def describe_environment(folder: Path | None = None) -> dict[str, Any]:
             "system": platform.platform(),
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
         "devices": _devices(),
         "git": _git(folder or Path.cwd()),
@@ -57,13 +57,6 @@ def _processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-
-
 def _devices() -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return [{"name": "cpu"}]
@@ -73,20 +66,15 @@ def _devices() -> list[dict[str, Any]]:
 
 def _git(folder: Path) -> dict[str, Any] | None:
     """None outside of a repository, and where git is not installed or does not answer."""
-    commit = _run_git(folder, "rev-parse", "HEAD")
-    if not commit:
-        return None
-    return {
-        "commit": commit,
-        "branch": _run_git(folder, "rev-parse", "--abbrev-ref", "HEAD"),
-        "has_changes": bool(_run_git(folder, "status", "--porcelain", "--untracked-files=no")),
-    }
-
-
-def _run_git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    options = ("status", "--porcelain=v2", "--branch", "--untracked-files=no")
+    command = ["git", "--no-optional-locks", "-C", str(folder), *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    lines = done.stdout.splitlines()
+    facts = dict(line.split(" ", 2)[1:] for line in lines if line.startswith("# "))
+    has_changes = any(not line.startswith("# ") for line in lines)
+    return {"commit": facts["branch.oid"], "branch": facts["branch.head"], "has_changes": has_changes}

@@ -14,9 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import accumulate, chain
-from operator import add
+from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -43,15 +41,15 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
-        before_s, is_resumed = 0.0, False
-        if path.exists():
-            curves = read_curves(path, lambda name: name == "time", last_step=start_step)
-            before_s = float(max(curves.series("time")[1], default=0.0))
-            is_resumed = curves.num_steps_read > 0
         self._lines = LineWriter(path)
+        try:
+            if path.stat().st_size:
+                self._lines.write({RESUMED_FROM: start_step})
+            before_s = max(read_curves(path, lambda name: name == "time").series("time")[1], default=0.0)
+        except OSError:
+            self._lines.close()
+            raise
         self._start = monotonic() - before_s
-        if is_resumed:
-            self._lines.write({RESUMED_FROM: start_step})
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`."""
@@ -101,35 +99,22 @@ class Curve:
         return self._mean if self._num_finite else None
 
     def _merge_added(self) -> None:
-        if not self._added:
-            return
         steps = np.concatenate([self._steps, *(steps for steps, _ in self._added)])
         values = np.concatenate([self._values, *(values for _, values in self._added)])
         self._added = []
-        order = np.argsort(steps, kind="stable")
-        steps, values = steps[order], values[order]
-        is_newest = np.append(np.diff(steps) != 0, True)
-        steps, values = steps[is_newest], values[is_newest]
+        steps, newest = np.unique(steps[::-1], return_index=True)
+        values = values[::-1][newest]
         if len(steps) > MAX_POINTS and not self._is_whole:
             kept = _extremes(steps, values)
             steps, values = steps[kept], values[kept]
         self._steps, self._values = steps, values
 
 
-@dataclass
-class _WorkerSums:
-    """Per-worker sums over all lines with one world size. num_waiting: how many of them have `waiting`."""
-
-    shares: list[float]
-    waiting: list[float]
-    num_waiting: int = 0
-
-
 class Curves:
     """The metrics of a file.
 
-    num_lines: lines about steps that count; num_steps_read: also those about superseded steps. num_unreadable: skipped
-    lines. last_step: 0 if there is none.
+    num_lines: lines about steps that count. num_unreadable: skipped lines. last_step: 0 if there is none. shares,
+    waiting: one number per worker, from the last line that has them.
     """
 
     def __init__(
@@ -139,10 +124,10 @@ class Curves:
     ) -> None:
         self._is_wanted = is_wanted
         self._is_whole = is_whole
-        self.last_step = self.num_lines = self.num_steps_read = self.num_unreadable = 0
+        self.last_step = self.num_lines = self.num_unreadable = 0
+        self.shares: list[float] = []
+        self.waiting: list[float] = []
         self._curves: dict[str, Curve | None] = {}
-        self._worker_sums: dict[int, _WorkerSums] = {}  # by number of workers
-        self._num_workers = 0
 
     def names(self) -> list[str]:
         """All names with a number except `step`, by first appearance: "loss", "eval/loss", "shares/0"."""
@@ -160,64 +145,37 @@ class Curves:
         values = self.series(name)[1]
         return float(values[-1]) if len(values) else None
 
-    def workers(self) -> list[tuple[float, float | None]]:
-        """Each worker's share of the micro-batches and its mean waiting, over the lines with the newest world size."""
-        if not self._num_workers:
-            return []
-        sums = self._worker_sums[self._num_workers]
-        total = sum(sums.shares) or 1.0
-        return [
-            (share / total, waited / sums.num_waiting if sums.num_waiting else None)
-            for share, waited in zip(sums.shares, sums.waiting, strict=True)
-        ]
-
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Add lines, each with a valid step."""
-        steps = [record["step"] for record in records]
-        self.last_step = max(self.last_step, *steps, 0)
+        columns: dict[str, tuple[list[int], list[float]]] = {}
+        for record in records:
+            step = record.pop("step")
+            self.last_step = max(self.last_step, step)
+            for name, number in flat_items(record | self._add_workers(record)):
+                steps, numbers = columns.setdefault(name, ([], []))
+                steps.append(step)
+                numbers.append(number)
         self.num_lines += len(records)
-        for name in dict.fromkeys(chain.from_iterable(records)):
-            if name != "step":
-                self._add_column(name, steps, [record.get(name) for record in records])
-        rates = [self._add_workers(record) for record in records]
-        for rank in range(max(map(len, rates), default=0)):
-            known = [i for i, rate in enumerate(rates) if rank < len(rate)]
-            self._add_column(f"samples_per_s@{rank}", [steps[i] for i in known], [rates[i][rank] for i in known])
-
-    def _add_column(self, name: str, steps: Sequence[int], values: Sequence[Any]) -> None:
-        kinds = set(map(type, values))
-        if kinds == {float} or (kinds <= {int, float} and all(map(is_number, values))):
+        for name, column in columns.items():
             if name not in self._curves:
                 self._curves[name] = Curve(is_whole=self._is_whole(name)) if self._is_wanted(name) else None
             if (curve := self._curves[name]) is not None:
-                curve.add(steps, values)
-        elif kinds == {list} and len(set(map(len, values))) == 1:
-            for i, column in enumerate(zip(*values, strict=True)):
-                self._add_column(f"{name}/{i}", steps, column)
-        else:  # mixed types, or values that are missing in some lines
-            columns: dict[str, tuple[list[int], list[float]]] = {}
-            for step, value in zip(steps, values, strict=True):
-                for inner, number in flat_items({name: value}):
-                    column_steps, numbers = columns.setdefault(inner, ([], []))
-                    column_steps.append(step)
-                    numbers.append(number)
-            for inner, column in columns.items():
-                self._add_column(inner, *column)
+                curve.add(*column)
 
-    def _add_workers(self, record: Mapping[str, Any]) -> list[float]:
-        """Add a line's shares and waiting; returns the throughput of each of several workers."""
-        shares, waiting = _numbers(record.get("shares")), _numbers(record.get("waiting"))
-        if not shares:
-            return []
-        self._num_workers = size = len(shares)
-        sums = self._worker_sums.setdefault(size, _WorkerSums([0.0] * size, [0.0] * size))
-        sums.shares = list(map(add, sums.shares, shares))
-        if len(waiting) == size:
-            sums.waiting = list(map(add, sums.waiting, waiting))
-            sums.num_waiting += 1
+    def _add_workers(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Note a line's shares and waiting; returns the throughput of each of several workers."""
+        shares: Any = record.get("shares")
+        waiting: Any = record.get("waiting")
         rate: Any = record.get("samples_per_s")
+        if not _are_numbers(shares):
+            return {}
+        self.shares = shares
+        if _are_numbers(waiting):
+            self.waiting = waiting
         total = sum(shares)
-        return [rate * share / total for share in shares] if size > 1 and is_number(rate) and total > 0 else []
+        if len(shares) == 1 or not is_number(rate) or not total > 0:
+            return {}
+        return {f"samples_per_s@{rank}": rate * share / total for rank, share in enumerate(shares)}
 
 
 def read_metrics(path: Path) -> Curves:
@@ -230,18 +188,17 @@ def read_curves(
     is_wanted: Callable[[str], bool] = lambda _: True,
     *,
     is_whole: Callable[[str], bool] = lambda _: False,
-    last_step: int | None = None,
     tail: bool = False,
 ) -> Curves:
     """A file's metrics, without superseded lines, in memory that does not depend on the file's length.
 
     is_wanted: whether to keep the numbers of a name; for other names only the name is kept. is_whole: whether to keep
-    all points of a curve (16 bytes each). last_step: ignore later steps. tail: read only the end of the file.
+    all points of a curve (16 bytes each). tail: read only the end of the file.
     """
     resumes = LineReader(path, tail=tail).blocks(containing=f'"{RESUMED_FROM}"'.encode())
     resumed_from = [record[RESUMED_FROM] for block in resumes for record in block if _is_resume(record)]
     # The last step that counts, for the lines before each resume, and for those after the last one.
-    limits = list(accumulate([math.inf if last_step is None else last_step, *reversed(resumed_from)], min))[::-1]
+    limits = list(accumulate([math.inf, *reversed(resumed_from)], min))[::-1]
     curves, reader, segment = Curves(is_wanted, is_whole), LineReader(path, tail=tail), 0
     for block in reader.blocks():
         counted = []
@@ -250,10 +207,8 @@ def read_curves(
                 segment += 1
             elif not (isinstance(record, dict) and is_count(record.get("step"))):
                 curves.num_unreadable += 1
-            else:
-                curves.num_steps_read += 1
-                if record["step"] <= limits[min(segment, len(limits) - 1)]:
-                    counted.append(record)
+            elif record["step"] <= limits[min(segment, len(limits) - 1)]:
+                counted.append(record)
         curves.add(counted)
     curves.num_unreadable += reader.num_unreadable
     return curves
@@ -278,9 +233,8 @@ def _is_resume(record: Any) -> bool:
     return isinstance(record, dict) and "step" not in record and is_count(record.get(RESUMED_FROM))
 
 
-def _numbers(value: Any) -> list[float]:
-    """A list of numbers; empty for anything else."""
-    return value if isinstance(value, list) and all(map(is_number, value)) else []
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_number, value))
 
 
 def _extremes(steps: Steps, values: Values) -> npt.NDArray[np.intp]:
@@ -288,10 +242,8 @@ def _extremes(steps: Steps, values: Values) -> npt.NDArray[np.intp]:
     span = float(steps[-1]) - float(steps[0]) + 1.0
     interval = ((steps - steps[0]) / span * (MAX_POINTS // 2 - 1)).astype(np.int64)
     starts = np.flatnonzero(np.diff(interval, prepend=-1))
-    counts = np.diff(np.append(starts, len(steps)))
     kept = [np.array([0, len(steps) - 1], np.intp)]
     for sign in (1.0, -1.0):
         ranked = np.where(np.isfinite(values), sign * values, np.inf)
-        is_lowest = np.flatnonzero(ranked == np.repeat(np.minimum.reduceat(ranked, starts), counts))
-        kept.append(is_lowest[np.flatnonzero(np.diff(interval[is_lowest], prepend=-1))])
+        kept.append(np.lexsort((ranked, interval))[starts])
     return np.unique(np.concatenate(kept))

@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar on a terminal (needs `rich`), plain lines elsewhere.
+"""Progress of a run: a live bar on a terminal, plain lines elsewhere; and the rates between two reports.
 
 The bar is redrawn by the training thread, and the cursor is not hidden: a killed run leaves the terminal usable.
 """
@@ -10,9 +10,13 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from time import monotonic
 from typing import Self, TextIO, cast
 
+import numpy as np
+
+from paceline.core.waiting import split_sync
 from paceline.observe import formats
 from paceline.observe.best_effort import SafeStream
 
@@ -28,8 +32,8 @@ MAX_WORKERS_SHOWN = 8
 class Progress:
     """Shows a run on one stream; a context manager, whose exit removes the bar, also after an error.
 
-    On a terminal a bar is redrawn in place. Elsewhere, and without `rich`, there are plain lines: the first step, every
-    `every_steps`-th (default: one every 10 seconds), and the last.
+    On a terminal a bar is redrawn in place. Elsewhere there are plain lines: the first step, every `every_steps`-th
+    (default: one every 10 seconds), and the last.
 
     total: steps of the run, None if unknown. start_step: completed steps when the run starts or is resumed. label: the
     name of a step in plain lines. keep_lines: print plain lines on a terminal too, above the bar, and only those of
@@ -58,7 +62,8 @@ class Progress:
         self._keep_lines = keep_lines
         self._quiet = quiet
         self._stream = SafeStream(sys.stdout if stream is None else stream)
-        self._bar = None if quiet else _make_bar(self._stream, total)
+        has_bar = not quiet and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._bar = _Bar(self._stream, total) if has_bar else None
         self._shown_at = -math.inf
         # Step times are measured from the first step shown, since the first step takes longer than others.
         self._origin: tuple[float, int] | None = None
@@ -85,16 +90,17 @@ class Progress:
             return
         has_line = self._bar is None or (self._keep_lines and self._has_line(step))
         self._shown_at = now_s = monotonic()
-        if self._origin is None:
-            self._origin = now_s, step
+        self._origin = start_s, first = self._origin or (now_s, step)
         rates = [] if samples_per_s is None else [f"{formats.rate(samples_per_s)} samples/s"]
         rates += [] if tokens_per_s is None else [f"{formats.rate(tokens_per_s)} tokens/s"]
-        remaining = self._remaining(step, now_s)
-        workers = _workers_text(shares, waiting)
+        remaining = []
+        if self._total is not None and step > first:
+            remaining = [f"{formats.duration((now_s - start_s) / (step - first) * (self._total - step))} left"]
+        workers = [f"shares {_per_worker(shares, '')}"] if len(shares) > 1 else []
+        workers += [f"waiting {_per_worker(waiting, '.0%')}"] if workers and len(waiting) == len(shares) else []
         of_total = "" if self._total is None else f"/{self._total}"
         if has_line:
-            width = 0 if self._total is None else len(str(self._total))
-            number = f"{self._label} {step:>{width}}{of_total}"
+            number = f"{self._label} {step:>{len(of_total[1:])}}{of_total}"
             if self._keep_lines:
                 self.note(f"{number}  loss {loss:.6g}")
             else:
@@ -106,14 +112,12 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print a line, above the bar."""
-        if self._quiet:
-            return
-        if self._bar is not None:
-            self._bar.erase()
-        print(text, file=self._stream, flush=True)
+        self.close()
+        if not self._quiet:
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Remove the bar. Safe to call twice."""
+        """Remove the bar. Safe to call twice; the next `show` draws it again."""
         if self._bar is not None:
             self._bar.erase()
 
@@ -125,13 +129,6 @@ class Progress:
         if self._every_steps is not None:
             return step % self._every_steps == 0
         return monotonic() - self._shown_at >= PLAIN_INTERVAL_S
-
-    def _remaining(self, step: int, now_s: float) -> list[str]:
-        assert self._origin is not None
-        start_s, first = self._origin
-        if self._total is None or step <= first:
-            return []
-        return [f"{formats.duration((now_s - start_s) / (step - first) * (self._total - step))} left"]
 
     def __enter__(self) -> Self:
         return self
@@ -178,24 +175,54 @@ class _Bar:
         self._progress.stop()
 
 
-def _make_bar(stream: SafeStream, total: int | None) -> _Bar | None:
-    """None where a bar cannot be drawn."""
-    if not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return None
-    try:
-        return _Bar(stream, total)
-    except ImportError:  # rich is not installed
-        return None
-
-
-def _workers_text(shares: Sequence[int], waiting: Sequence[float]) -> list[str]:
-    if len(shares) < 2:
-        return []
-    texts = [f"shares {_per_worker(shares, '')}"]
-    return [*texts, f"waiting {_per_worker(waiting, '.0%')}"] if len(waiting) == len(shares) else texts
-
-
 def _per_worker(values: Sequence[float], form: str) -> str:
     if len(values) <= MAX_WORKERS_SHOWN:
         return ":".join(format(value, form) for value in values)
     return f"{min(values):{form}} to {max(values):{form}}"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """shares: micro-batches per worker. waiting: fraction of the time, 0 to 1, that each worker waited for others."""
+
+    samples_per_s: float
+    tokens_per_s: float | None
+    shares: tuple[int, ...]
+    waiting: tuple[float, ...]
+
+
+class RateMeter:
+    """Accumulates steps; `take` returns the rates since the previous `take`."""
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._reset()
+
+    def _reset(self) -> None:
+        self._start = monotonic()
+        self._num_samples = 0
+        self._num_tokens: float | None = None
+        self._shares = np.zeros(self._num_workers, np.int64)
+        self._waiting_s = np.zeros(self._num_workers)
+
+    def add(
+        self, num_samples: int, shares: Sequence[int], sync_s: Sequence[float] = (), num_tokens: float | None = None
+    ) -> None:
+        """Add a step: each worker's micro-batches, and its seconds in the exchange (from `record.timings`)."""
+        self._num_samples += num_samples
+        if num_tokens is not None:
+            self._num_tokens = (self._num_tokens or 0.0) + num_tokens
+        self._shares += shares
+        if sync_s:
+            self._waiting_s += split_sync(sync_s)[1]
+
+    def take(self) -> Rates:
+        seconds = max(monotonic() - self._start, 1e-9)
+        rates = Rates(
+            samples_per_s=self._num_samples / seconds,
+            tokens_per_s=None if self._num_tokens is None else self._num_tokens / seconds,
+            shares=tuple(self._shares.tolist()),
+            waiting=tuple(np.minimum(self._waiting_s / seconds, 1.0).tolist()),
+        )
+        self._reset()
+        return rates

@@ -5,7 +5,7 @@
         environment.json   versions, host, devices, commit, command line
         status.json        running (with the process), finished, stopped or failed
         metrics.jsonl      see paceline.observe.metrics
-        events.jsonl       see paceline.observe.event_log
+        events.jsonl       see paceline.observe.best_effort
         report.json        where the workers' time went
         checkpoints/  plots/  ranks/ (the workers' output)  timeline/ (what each worker did when)
 
@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 from time import time
 from typing import Any, Literal, get_type_hints
@@ -35,7 +36,6 @@ SILENT_S = 600.0
 
 _NAME = re.compile(r"(?P<config>.+)_(?P<date>\d{4}-\d\d-\d\d)_(?P<time>\d\d-\d\d-\d\d(?:-\d+)?)")
 
-Ending = Literal["finished", "stopped", "failed"]
 State = Literal["live", "finished", "stopped", "failed", "broken off", "unknown"]
 
 
@@ -79,8 +79,8 @@ class RunFiles:
 class Status:
     """The state of a run as it recorded it. Times are Unix times; `started` is the first of `num_starts` starts.
 
-    state: "running" or an `Ending`. process_started: the kernel's start time of the process, which distinguishes it
-    from a later process with the same pid; None where the kernel does not provide it.
+    state: "running", "finished", "stopped" or "failed". process_started: the kernel's start time of the process, which
+    distinguishes it from a later process with the same pid.
     """
 
     state: str
@@ -101,16 +101,14 @@ def create_run_folder(parent: Path, config_name: str, now: datetime | None = Non
     """Create `parent/<config_name>_<time>`, with `-2` and so on appended if it exists."""
     name = re.sub(r"[^\w.+=-]+", "_", config_name).strip("_.") or "run"
     name = f"{name}_{now or datetime.now():%Y-%m-%d_%H-%M-%S}"
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        root = parent / (name if number == 1 else f"{name}-{number}")
+    root = parent / name
+    for number in count(2):
         try:
-            root.mkdir()
+            root.mkdir(parents=True)
+            break
         except FileExistsError:
-            number += 1
-        else:
-            return prepare_run_folder(root)
+            root = parent / f"{name}-{number}"
+    return prepare_run_folder(root)
 
 
 def prepare_run_folder(root: Path) -> RunFiles:
@@ -139,8 +137,7 @@ def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
         total_steps=total_steps,
     )
     _write_status(files, status)
-    state: Ending = "finished"
-    reason: str | None = None
+    state, reason = "finished", None
     try:
         yield
     except BaseException as error:
@@ -160,13 +157,10 @@ def note_total_steps(files: RunFiles, total_steps: int | None) -> None:
 
 def read_status(files: RunFiles) -> Status | None:
     """The status that the run recorded; None if it is missing or malformed."""
-    if not files.status.is_file():  # reading a pipe would block
+    found = read_json(files.status)
+    if not isinstance(found, dict):
         return None
-    try:
-        found = json.loads(files.status.read_bytes())
-        known = {name: found.get(name) for name in _STATUS_TYPES}
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return None
+    known: dict[str, Any] = {name: found.get(name) for name in _STATUS_TYPES}
     is_well_formed = all(isinstance(value, _STATUS_TYPES[name]) for name, value in known.items())
     return Status(**known) if is_well_formed else None
 
@@ -178,13 +172,21 @@ def state_of(files: RunFiles, status: Status | None) -> State:
     if status.state != "running":
         return status.state if status.state in ("finished", "stopped", "failed") else "unknown"  # type: ignore[return-value]
     if status.host == socket.gethostname():
-        return "live" if _is_alive(status) else "broken off"
+        return "live" if _process_started(status.pid) == status.process_started else "broken off"
     return "live" if time() - last_sign(files) < SILENT_S else "unknown"
 
 
 def last_sign(files: RunFiles) -> float:
     """When the run last wrote its metrics or status, as Unix time; 0 if never."""
     return max((path.stat().st_mtime for path in (files.metrics, files.status) if path.is_file()), default=0.0)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a file; None if it is missing or is not JSON."""
+    try:
+        return json.loads(path.read_bytes()) if path.is_file() else None  # reading a pipe would block
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -196,7 +198,7 @@ def _write_status(files: RunFiles, status: Status) -> None:
         write_json(files.status, asdict(status))
 
 
-def _ending_of(error: BaseException) -> tuple[Ending, str | None]:
+def _ending_of(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, KeyboardInterrupt):
         return "stopped", "interrupted"
     if isinstance(error, SystemExit):
@@ -206,21 +208,11 @@ def _ending_of(error: BaseException) -> tuple[Ending, str | None]:
     return "failed", describe(error).split("\n", 1)[0]
 
 
-def _is_alive(status: Status) -> bool:
-    if status.process_started is not None:
-        return _process_started(status.pid) == status.process_started
-    try:
-        os.kill(status.pid, 0)
-    except (OSError, OverflowError):
-        return False
-    return True
-
-
-def _process_started(pid: int) -> int | None:
-    """In the kernel's ticks since boot; None for a dead process, or where there is no /proc."""
+def _process_started(pid: int) -> int:
+    """In the kernel's ticks since boot; -1 for a dead process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return None
+        return -1
     state, *fields = text.rpartition(")")[2].split()
-    return None if state in ("Z", "X") else int(fields[18])
+    return -1 if state in ("Z", "X") else int(fields[18])

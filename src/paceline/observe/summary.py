@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,9 @@ import numpy as np
 
 from paceline.observe import formats
 from paceline.observe.metrics import Curves, read_curves
-from paceline.observe.run_files import RunFiles, State, Status, last_sign, read_status, state_of
-from paceline.observe.worker_time import WorkerTime
+from paceline.observe.run_files import RunFiles, State, Status, last_sign, read_json, read_status, state_of
 
-_SUMMARIZED = ("loss", "time", "epoch", "samples_per_s", "tokens_per_s")
+_READ = ("loss", "time", "epoch", "samples_per_s", "tokens_per_s")
 # The maximum is not shown for metrics whose names contain one of these.
 _LOWER_IS_BETTER = ("loss", "perplexity", "error")
 _KIND_LABELS = {"compute": "computing", "wait": "waiting", "sync": "exchange", "other": "rest"}
@@ -30,6 +28,24 @@ class Reached:
     lowest_step: int
     highest: float
     highest_step: int
+
+
+@dataclass(frozen=True)
+class WorkerTime:
+    """seconds: by kind, such as "compute", "wait" (for slower workers), "sync" (exchange) and "other".
+
+    Kinds that were not measured are missing. share: the worker's fraction of the micro-batches. Without a report, both
+    are those of the last line of metrics.
+    """
+
+    rank: int
+    total_s: float
+    seconds: Mapping[str, float]
+    share: float
+
+    def part(self, kind: str) -> float:
+        """The fraction of the time spent on a kind, 0 to 1."""
+        return self.seconds[kind] / self.total_s if self.total_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -58,49 +74,22 @@ class Summary:
     notes: Sequence[str] = ()
 
 
-@dataclass(frozen=True)
-class Glance:
-    """A run's row in a list of runs, read from the ends of its files."""
-
-    name: str
-    state: State
-    started: float | None
-    step: int
-    total_steps: int | None
-    training_s: float | None
-    loss: float | None
-    samples_per_s: float | None
-
-
-def glance(files: RunFiles) -> Glance:
-    status = read_status(files)
-    metrics = read_curves(files.metrics, tail=True) if files.metrics.is_file() else Curves()
-    return Glance(
-        name=files.root.name,
-        state=state_of(files, status),
-        started=started_at(files, status),
-        step=metrics.last_step,
-        total_steps=status.total_steps if status else None,
-        training_s=metrics.last("time"),
-        loss=metrics.last("loss"),
-        samples_per_s=metrics.last("samples_per_s"),
-    )
-
-
 def started_at(files: RunFiles, status: Status | None) -> float | None:
     """Unix time; without a status, when the run last wrote a file."""
     return status.started if status else last_sign(files) or None
 
 
-def summarize(files: RunFiles) -> Summary:
+def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
+    """tail: read only the end of the metrics, for a list of many runs. Rates are then those of the last step."""
     status = read_status(files)
     metrics = Curves()
     if files.metrics.is_file():
-        metrics = read_curves(files.metrics, lambda name: name in _SUMMARIZED or name.startswith("eval/"))
+        metrics = read_curves(files.metrics, lambda name: name in _READ or name.startswith("eval/"), tail=tail)
+    rate = metrics.last if tail else metrics.mean
     efficiency, workers = _read_report(files)
     state = state_of(files, status)
     training_s = metrics.last("time") or 0.0
-    reached = {name: _reached(metrics, name) for name in metrics.names()}
+    reached = {name: found for name in metrics.names() if (found := _reached(metrics, name)) is not None}
     return Summary(
         name=files.root.name,
         folder=str(files.root),
@@ -113,14 +102,14 @@ def summarize(files: RunFiles) -> Summary:
         total_steps=status.total_steps if status else None,
         epoch=metrics.last("epoch"),
         train_loss=reached.get("loss"),
-        evaluation={name: found for name, found in reached.items() if name.startswith("eval/") and found is not None},
-        samples_per_s=metrics.mean("samples_per_s"),
-        tokens_per_s=metrics.mean("tokens_per_s"),
+        evaluation={name: found for name, found in reached.items() if name.startswith("eval/")},
+        samples_per_s=rate("samples_per_s"),
+        tokens_per_s=rate("tokens_per_s"),
         efficiency=efficiency,
         workers=workers
         or [
-            WorkerTime(rank, training_s, {} if waiting is None else {"wait": waiting * training_s}, share)
-            for rank, (share, waiting) in enumerate(metrics.workers())
+            WorkerTime(rank, training_s, {"wait": waiting * training_s}, share / (sum(metrics.shares) or 1.0))
+            for rank, (share, waiting) in enumerate(zip(metrics.shares, metrics.waiting, strict=False))
         ],
         num_checkpoints=sum(path.is_dir() for path in files.checkpoints.glob("step-*")),
         plots=sorted(str(path) for path in files.plots.glob("*.*")),
@@ -141,8 +130,10 @@ def text(summary: Summary) -> str:
     if summary.train_loss is not None:
         rows.append(("loss", _reached_text("loss", summary.train_loss)))
     rows += [(name, _reached_text(name, reached)) for name, reached in summary.evaluation.items()]
-    if throughput := _throughput(summary):
-        rows.append(("throughput", throughput))
+    rates = [] if summary.samples_per_s is None else [f"{formats.rate(summary.samples_per_s)} samples/s"]
+    rates += [] if summary.tokens_per_s is None else [f"{formats.rate(summary.tokens_per_s)} tokens/s"]
+    rates += [] if summary.efficiency is None else [f"{summary.efficiency:.0%} of the sum of the workers' speeds"]
+    rows += [("throughput", ", ".join(rates))] if rates else []
     rows += [(f"worker {worker.rank}", _worker_text(worker)) for worker in summary.workers]
     if summary.num_checkpoints:
         rows.append(("checkpoints", f"{summary.num_checkpoints} in {summary.folder}/checkpoints"))
@@ -167,17 +158,15 @@ def _reached(metrics: Curves, name: str) -> Reached | None:
 
 def _read_report(files: RunFiles) -> tuple[float | None, list[WorkerTime]]:
     """Efficiency and workers from report.json; nothing if it is missing or malformed."""
-    if not files.report.is_file():
-        return None, []
+    report = read_json(files.report)
+    workers = []
     try:
-        report = json.loads(files.report.read_bytes())
-        workers = []
         for rank, worker in enumerate(report["workers"]):
             times = [float(worker[name]) for name in ("compute_s", "waiting_s", "sync_s", "rest_s")]
             seconds = dict(zip(_KIND_LABELS, times, strict=True))
             workers.append(WorkerTime(rank, sum(times), seconds, float(worker["share"])))
         return float(report["efficiency"]), workers
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return None, []
 
 
@@ -203,17 +192,6 @@ def _reached_text(name: str, reached: Reached) -> str:
     return f"{formats.loss(reached.last)}, {extremes}"
 
 
-def _throughput(summary: Summary) -> str:
-    parts = []
-    if summary.samples_per_s is not None:
-        parts.append(f"{formats.rate(summary.samples_per_s)} samples/s")
-    if summary.tokens_per_s is not None:
-        parts.append(f"{formats.rate(summary.tokens_per_s)} tokens/s")
-    if summary.efficiency is not None:
-        parts.append(f"{summary.efficiency:.0%} of the sum of the workers' speeds")
-    return ", ".join(parts)
-
-
 def _worker_text(worker: WorkerTime) -> str:
     parts = [f"{label} {worker.part(kind):.0%}" for kind, label in _KIND_LABELS.items() if kind in worker.seconds]
-    return ", ".join([f"{worker.share or 0.0:.0%} of the work", *parts])
+    return ", ".join([f"{worker.share:.0%} of the work", *parts])

@@ -17,9 +17,9 @@ from torch.nn import functional
 import paceline as pl
 from paceline.core.events import Events
 from paceline.core.world import World
-from paceline.observe import system_samples
 from paceline.observe.json_lines import LineWriter
-from paceline.observe.timeline.recorder import TimelineRecorder
+from paceline.observe.timeline import recorder as recorder_module
+from paceline.observe.timeline.recorder import SystemSampler, TimelineRecorder
 from paceline.observe.timeline.timeline import Timeline
 
 
@@ -42,10 +42,8 @@ def test_what_was_recorded_is_read_back(tmp_path: Path) -> None:
     assert sum(worker.seconds.values()) == pytest.approx(worker.total_s)
     assert worker.writing_s == pytest.approx(0.8, abs=5e-6)
     assert worker.num_steps == 1
-    assert [(e.name, e.step, dict(e.details)) for e in timeline.events] == [
-        ("start", 0, {}),
-        ("plan", 1, {"shares": [4, 4]}),
-    ]
+    found = [(e.name, e.step, dict(e.details)) for e in timeline.events if e.name != "garbage collection"]
+    assert found == [("start", 0, {}), ("plan", 1, {"shares": [4, 4]})]
 
 
 def test_a_thread_writes_while_the_run_goes_on_and_is_gone_afterwards(tmp_path: Path) -> None:
@@ -63,6 +61,7 @@ def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "INTERVAL_S", 1000.0)  # only `close` writes
     recorder = TimelineRecorder(tmp_path, World(), Events())
 
     def refuse(*_: Any) -> None:
@@ -79,27 +78,24 @@ def test_a_full_disk_ends_the_timeline_and_not_the_run(tmp_path: Path, monkeypat
 
 
 def test_what_a_system_does_not_tell_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = system_samples.SystemSampler(torch.device("cpu"), whole_host=True)
-    cpu, memory, host_cpu, host_memory, gpu, gpu_memory = sampler.sample()
-    assert cpu is not None
-    assert cpu >= 0
-    assert memory is not None
-    assert memory > 1e6
-    assert host_cpu is None or 0 <= host_cpu <= 100
-    assert host_memory is not None
-    assert gpu is gpu_memory is None
-    monkeypatch.setattr(system_samples, "Path", lambda name: tmp_path / "nothing" / name.lstrip("/"))
-    assert sampler.sample()[1:] == [None] * 5
+    sampler = SystemSampler(torch.device("cpu"), whole_host=True)
+    found = sampler.sample()
+    assert found["cpu"] >= 0
+    assert found["memory"] > 1e6
+    assert 0 <= found.get("host_cpu", 0.0) <= 100  # unknown, if the kernel has counted no tick since the last sample
+    assert found.keys() - {"host_cpu"} == {"cpu", "memory", "host_memory"}
+    monkeypatch.setattr(recorder_module, "Path", lambda name: tmp_path / "nothing" / name.lstrip("/"))
+    assert sampler.sample().keys() == {"cpu"}
 
 
-def test_a_garbage_collection_that_took_its_time_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_garbage_collection_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TimelineRecorder(tmp_path, World(), Events())
-    gc.collect(0)
-    monkeypatch.setattr("paceline.observe.timeline.recorder.SLOW_COLLECTION_S", 0.0)
+    monkeypatch.setattr(recorder_module, "SLOW_COLLECTION_S", 0.0)
     gc.collect()
+    num_callbacks = len(gc.callbacks)
     recorder.close()
-    gc.collect()
-    assert [event.name for event in Timeline.load(tmp_path).events] == ["start", "garbage collection"]
+    assert len(gc.callbacks) == num_callbacks - 1
+    assert {event.name for event in Timeline.load(tmp_path).events} == {"start", "garbage collection"}
 
 
 # Whole runs
@@ -147,8 +143,8 @@ def test_an_error_is_an_event(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="no luck"):
         train(tmp_path, delay=fail)
-    fault = Timeline.load(tmp_path).events[-1]
-    assert (fault.name, dict(fault.details)) == ("fault", {"error": "RuntimeError", "text": "no luck"})
+    faults = [event for event in Timeline.load(tmp_path).events if event.name == "fault"]
+    assert [dict(fault.details) for fault in faults] == [{"error": "RuntimeError", "text": "no luck"}]
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +156,7 @@ def test_nothing_is_recorded_unless_it_is_asked_for(tmp_path: Path, monkeypatch:
 def slow_second_worker(folder: str) -> tuple[float, float]:
     from time import sleep
 
-    report = train(Path(folder), delay=lambda trainer: sleep(0.02 * trainer.world.rank))
+    report = train(Path(folder), delay=lambda trainer: sleep(0.05 * trainer.world.rank))
     return report.workers[0].waiting_s, report.workers[1].waiting_s
 
 
@@ -169,5 +165,6 @@ def test_the_fast_worker_is_seen_waiting_for_the_slow_one(pool: Any, tmp_path: P
     fast, slow = Timeline.load(tmp_path).summary().workers
     # A step's exchange is reported with the next one, and the first is not: the timeline knows two more.
     assert fast.seconds["wait"] >= waited_s[0] > 0
-    assert fast.seconds["wait"] > 0.05 > slow.seconds["wait"]
-    assert slow.seconds["compute"] > 8 * 0.02 > fast.seconds["compute"]
+    assert fast.seconds["wait"] > slow.seconds["wait"]
+    assert slow.seconds["compute"] > 8 * 0.05
+    assert slow.seconds["compute"] > fast.seconds["compute"]

@@ -19,7 +19,7 @@ from paceline.cli.logs.picture import check_output, draw, write
 from paceline.cli.logs.summary import FORMATS, render, table
 from paceline.cli.logs.text_plot import MIN_WIDTH, TextStyle, text_plot
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
-from paceline.observe.summary import glance, summarize
+from paceline.observe.summary import summarize
 
 # Wider text plots are not easier to read.
 MAX_TEXT_WIDTH = 110
@@ -91,7 +91,7 @@ def _names(text: str) -> list[str]:
 
 def _list(options: argparse.Namespace) -> int:
     if runs := find_runs(options.folder):
-        cli.print_table(table([glance(files) for files in runs]), right=range(2, 6))
+        cli.print_table(table([summarize(files, tail=True) for files in runs]), right=range(2, 6))
     else:
         print(f"no runs in {options.folder}")
     return 0

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from paceline.cli.commands import or_dash
 from paceline.observe import formats
 from paceline.observe.json_lines import to_json
-from paceline.observe.summary import Glance, Summary, text
+from paceline.observe.summary import Summary, text
 
 FORMATS = ("text", "json", "md", "one-line")
 
@@ -28,19 +28,19 @@ def render(summaries: Sequence[Summary], form: str) -> str:
     return separator.join(map(render_one, summaries))
 
 
-def table(glances: Sequence[Glance]) -> list[tuple[str, ...]]:
+def table(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
     """The rows of `paceline logs list`, the header first."""
     rows = [
         (
             run.name,
             run.state,
             _steps(run),
-            formats.loss(run.loss),
+            formats.loss(run.train_loss.last if run.train_loss else None),
             or_dash(run.samples_per_s, formats.rate),
-            or_dash(run.training_s, formats.duration),
+            or_dash(run.training_s or None, formats.duration),
             or_dash(run.started, lambda time: formats.moment(time, "%Y-%m-%d %H:%M")),
         )
-        for run in glances
+        for run in summaries
     ]
     return [("run", "state", "step", "loss", "samples/s", "trained", "started"), *rows]
 
@@ -71,5 +71,5 @@ def _evaluations(run: Summary) -> list[str]:
     return [f"{name} {formats.loss(reached.last)}" for name, reached in run.evaluation.items()]
 
 
-def _steps(run: Summary | Glance) -> str:
+def _steps(run: Summary) -> str:
     return f"{run.step}" if run.total_steps is None else f"{run.step}/{run.total_steps}"

@@ -23,13 +23,10 @@ from paceline.cli.config.schema import Logger, ProjectSettings
 from paceline.cli.config.show import plain
 from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
-from paceline.observe.best_effort import BestEffort, attempt, describe, warn
-from paceline.observe.event_log import EventLog
-from paceline.observe.loggers.base import Loggers
-from paceline.observe.loggers.by_name import make_logger
+from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe, warn
+from paceline.observe.loggers import Loggers, make_logger
 from paceline.observe.metrics import MetricsWriter
-from paceline.observe.progress import Progress
-from paceline.observe.rates import RateMeter, Rates
+from paceline.observe.progress import Progress, RateMeter, Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.run.control import ControlServer, end_at_once, socket_path
 from paceline.run.step.loop import StepRecord

@@ -20,7 +20,7 @@ from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitor import Monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
-from paceline.observe.loggers.base import Loggers
+from paceline.observe.loggers import Loggers
 from paceline.observe.run_files import RunFiles
 from paceline.run.step.loop import StepRecord
 

@@ -3,65 +3,74 @@
 A session is one process's part of a run. Times are whole microseconds since the session began. A line is one of
     {"session": {...}}         a worker starts: its rank, host and device, and the Unix time of its microsecond 0
     {"steps": [...], "spans": [...], "events": [...], "samples": [...]}      the last second or so
-    {"stretches": [...], "events": [...], "samples": [...]}                  older parts, condensed
     {"end": microseconds}      the session ended, normally or by an error
 where
     a step is       [step, start, then the time from each of its moments to the next]
-    a span is       [kind, step, start, duration]
+    a span is       [kind, start, end, step, first step]
     an event is     [name, step, time, details]
-    a sample is     [time, seconds it covers, then a value or null for each of SAMPLED]
-    a stretch is    [first step, last step, number of steps, start, end, then the microseconds in each of KINDS]
+    a sample is     [time, seconds it covers, {name: value}]
 
-Condensing keeps a file small. The newer half is left alone. Older steps become stretches of 16, 32, 64 or more steps,
-and older samples means over longer times, until they fit into a quarter of the file. All sums are preserved.
+Condensing keeps a file small. The newer half is left alone. Older steps are summed over 16, 32, 64 or more steps: a
+span per kind, laid end to end. Older samples become means over longer times. This goes on until they fit into a quarter
+of the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.observe.json_lines import LineReader, parse_lines, replace_file, to_json
 
-VERSION = 1
-# The activities of a worker. "writing": a checkpoint being written to disk in the background.
-KINDS = ("compute", "data", "sync", "optimizer", "checkpoint", "evaluation", "writing")
-# Sampled every second. CPU in percent of one core, host CPU in percent of all cores; memory in bytes.
-SAMPLED = ("cpu", "memory", "host_cpu", "host_memory", "gpu", "gpu_memory")
+VERSION = 2
+# The activities of a worker. "sync": the exchange of gradients, "average": of replicas. "wait", for slower workers, is
+# separated from them by the reader. "writing": a checkpoint being written to disk in the background.
+KINDS = ("compute", "data", "wait", "sync", "average", "optimizer", "checkpoint", "evaluation", "other", "writing")
+# The names of what is sampled every second, with titles and units.
+SAMPLED = {
+    "gpu": ("GPU", "%"),
+    "gpu_memory": ("GPU memory", "bytes"),
+    "cpu": ("CPU", "% of a core"),
+    "memory": ("memory", "bytes"),
+    "host_cpu": ("host CPU", "%"),
+    "host_memory": ("host memory", "bytes"),
+}
 MAX_EVENTS = 5000
 
 _FOLDER, _FILES = "timeline", "rank-*.jsonl"
-_BEFORE, _PASS, _AFTER = ("data", ""), ("data", "compute", ""), ("sync", "optimizer", "sync")
-_MOMENTS_WITHOUT_PASSES = len(_BEFORE) + len(_AFTER) + 1
-_MIN_STEPS_PER_STRETCH = 16
-_MIN_SAMPLE_S = 8.0
-_ROWS_PER_LINE = 500
-
-Row = list[Any]
+_BEFORE, _PASS, _AFTER = ("data", ""), ("data", "compute", ""), ("sync", "optimizer", "average")
+_MIN_STEPS, _MIN_SAMPLE_US = 16, 8_000_000
 
 
-def kinds_between(num_moments: int) -> tuple[str, ...]:
-    """The activity between each two moments of a step; "" for time that belongs to no kind.
+class Span(NamedTuple):
+    """An activity. A condensed span is the sum of several, from `first_step` to `step`."""
 
-    The moments: the step begins; its plan is there; for each pass over micro-batches: it begins, its data is there, its
-    backward is done; then the exchange begins, its result is there, the optimizer is done, the replicas are averaged.
-    """
-    num_passes, rest = divmod(num_moments - _MOMENTS_WITHOUT_PASSES, len(_PASS))
-    if num_passes < 0 or rest:
-        raise ValueError(f"a step has {_MOMENTS_WITHOUT_PASSES} moments and {len(_PASS)} per pass, not {num_moments}")
-    return _BEFORE + num_passes * _PASS + _AFTER
+    kind: str
+    start: float
+    end: float
+    step: int
+    first_step: int
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+    @property
+    def is_condensed(self) -> bool:
+        return self.first_step < self.step
 
 
-def parts_of(step: Sequence[int]) -> Iterator[tuple[str, int, int]]:
-    """Kind, start and end of each part of a recorded step, in order."""
-    start, *durations = step[1:]
-    for kind, duration in zip(kinds_between(len(durations) + 1), durations, strict=True):
-        if kind:
-            yield kind, start, start + duration
-        start += duration
+class Sample(NamedTuple):
+    """Means over the `seconds` before `time`, by names of SAMPLED. Values that could not be read are missing."""
+
+    time: float
+    seconds: float
+    values: dict[str, float]
 
 
 @dataclass
@@ -69,11 +78,9 @@ class Session:
     """One process's part of a run, as recorded. end: None unless the process recorded its end."""
 
     header: dict[str, Any]
-    steps: list[Row] = field(default_factory=list)
-    spans: list[Row] = field(default_factory=list)
-    stretches: list[Row] = field(default_factory=list)
-    events: list[Row] = field(default_factory=list)
-    samples: list[Row] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    events: list[list[Any]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
     end: int | None = None
 
     def __post_init__(self) -> None:
@@ -82,46 +89,105 @@ class Session:
         self.unix_time = float(self.header["unix_time"])
 
     def add(self, line: dict[str, Any]) -> None:
-        if isinstance(line.get("end"), int):
-            self.end = line["end"]
-        for name, is_valid in _ROW_CHECKS.items():
-            rows = line.get(name)
-            if isinstance(rows, list):
-                getattr(self, name).extend(row for row in rows if isinstance(row, list) and is_valid(row))
+        try:
+            spans = [span for step in line.get("steps", ()) for span in step_spans(*step)]
+            spans += [Span(*row) for row in line.get("spans", ())]
+            samples = [Sample(*row) for row in line.get("samples", ())]
+        except (TypeError, ValueError):  # damaged
+            return
+        self.spans += spans
+        self.samples += samples
+        self.events += line.get("events", ())
+        self.end = line.get("end", self.end)
 
     @property
-    def last_time(self) -> int:
+    def last_time(self) -> float:
         """The end, or the time of the last record."""
-        times = [self.end or 0, *(row[4] for row in self.stretches[-1:]), *(sum(row[1:]) for row in self.steps[-1:])]
-        times += [row[0] for row in self.samples[-1:]] + [row[2] for row in self.events[-1:]]
-        times += [row[2] + row[3] for row in self.spans[-1:]]
-        return int(max(times))
+        times = [span.end for span in self.spans] + [sample.time for sample in self.samples]
+        return max([self.end or 0, *times, *(float(time) for _, _, time, _ in self.events)])
 
-    def condensed(self, steps_per_stretch: int, sample_s: float) -> bytes:
-        """The session's lines, with steps and spans as stretches."""
-        parts = {
-            "stretches": merge_stretches(self._as_stretches(), steps_per_stretch),
-            "samples": _merge_samples(self.samples, sample_s),
-            "events": self.events[-MAX_EVENTS:],
-        }
+    def condense(self, num_steps: int, sample_us: int) -> bytes:
+        """The session as text."""
+        writing = [span for span in self.spans if span.kind == "writing"]
+        self.spans = merge_spans((span for span in self.spans if span.kind != "writing"), num_steps)
+        self.spans += writing[-MAX_EVENTS:]
+        groups = groupby(self.samples, key=lambda sample: sample.time // sample_us)
+        self.samples = [mean_sample(list(group)) for _, group in groups]
+        self.events = self.events[-MAX_EVENTS:]
         lines: list[dict[str, Any]] = [{"session": self.header}]
-        for name, rows in parts.items():
-            lines += [{name: rows[i : i + _ROWS_PER_LINE]} for i in range(0, len(rows), _ROWS_PER_LINE)]
+        lines.append({"spans": self.spans, "samples": self.samples, "events": self.events})
         lines += [] if self.end is None else [{"end": self.end}]
         return "".join(f"{to_json(line)}\n" for line in lines).encode()
 
-    def _as_stretches(self) -> list[Row]:
-        rows = list(self.stretches)
-        for step in self.steps:
-            times = dict.fromkeys(KINDS, 0)
-            for kind, start, end in parts_of(step):
-                times[kind] += end - start
-            rows.append([step[0], step[0], 1, step[1], sum(step[1:]), *times.values()])
-        for kind, number, start, duration in self.spans:
-            # Background writing overlaps with later steps, which have stretches of their own.
-            end = start if kind == "writing" else start + duration
-            rows.append([number, number, 0, start, end, *(duration * (kind == each) for each in KINDS)])
-        return sorted(rows, key=lambda row: row[3])
+
+@cache
+def kinds_between(num_moments: int) -> tuple[str, ...]:
+    """The activity between each two moments of a step; "" for time that belongs to no kind.
+
+    The moments: the step begins; its plan is there; for each pass over micro-batches: it begins, its data is there, its
+    backward is done; then the exchange begins, its result is there, the optimizer is done, the replicas are averaged.
+    """
+    num_passes = (num_moments - 1 - len(_BEFORE + _AFTER)) // len(_PASS)
+    return _BEFORE + num_passes * _PASS + _AFTER
+
+
+def step_spans(step: int, start: int, *durations: int) -> Iterator[Span]:
+    for kind, duration in zip(kinds_between(len(durations) + 1), durations, strict=True):
+        if kind:
+            yield Span(kind, start, start + duration, step, step)
+        start += duration
+
+
+def in_order(spans: Iterable[Span]) -> list[Span]:
+    """Sorted, without overlap and without empty spans; each step keeps one span of its optimizer.
+
+    The host runs ahead of its GPU: its activity between two steps starts when the device has finished the step.
+    """
+    ordered: list[Span] = []
+    end = 0.0
+    for span in sorted(spans, key=itemgetter(1, 3)):  # start and step
+        start = max(span.start, end)
+        end = max(span.end, start)
+        last = ordered[-1] if ordered else None
+        if last is not None and last.kind == span.kind and last.step == span.step and last.end == start:
+            ordered[-1] = Span(span.kind, last.start, end, span.step, span.first_step)
+        elif end > start or span.kind == "optimizer":
+            is_same = span.start == start and span.end == end
+            ordered.append(span if is_same else Span(span.kind, start, end, span.step, span.first_step))
+    return ordered
+
+
+def merge_spans(spans: Iterable[Span], num_steps: int) -> list[Span]:
+    """Sum the spans of each kind over intervals of steps, which are the same on all workers."""
+    intervals: dict[int, list[Span]] = {}
+    for span in in_order(spans):
+        intervals.setdefault(span.step // num_steps, []).append(span)
+    merged = []
+    for group in intervals.values():
+        at = group[0].start
+        by_kind: dict[str, list[Span]] = {kind: [] for kind in KINDS}
+        for span in group:
+            by_kind[span.kind].append(span)
+        by_kind["other"] = []
+        busy = sum(span.end - span.start for same in by_kind.values() for span in same)
+        if (other := group[-1].end - at - busy) > 0:
+            by_kind["other"] = [Span("other", 0, other, group[-1].step, group[0].first_step)]
+        for kind, same in by_kind.items():
+            if same:
+                end = at + sum(span.end - span.start for span in same)
+                merged.append(Span(kind, at, end, max(s.step for s in same), min(s.first_step for s in same)))
+                at = end
+    return merged
+
+
+def mean_sample(samples: list[Sample]) -> Sample:
+    """Their means, weighted by the time that each covers."""
+    means = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample.values):
+        known = [(sample.values[name], sample.seconds) for sample in samples if name in sample.values]
+        if weight := sum(seconds for _, seconds in known):
+            means[name] = round(sum(value * seconds for value, seconds in known) / weight, 1)
+    return Sample(samples[-1].time if samples else 0, round(sum(sample.seconds for sample in samples), 3), means)
 
 
 def timeline_files(folder: Path) -> list[Path]:
@@ -142,75 +208,24 @@ def condense_file(path: Path, max_bytes: int) -> None:
     while first_kept and kept_bytes + len(lines[first_kept - 1]) <= max_bytes // 2:
         first_kept -= 1
         kept_bytes += len(lines[first_kept])
-    old = [line for line in parse_lines(b"".join(lines[:first_kept])) if isinstance(line, dict)]
-    sessions = _sessions(old, path)
-    num_steps, sample_s = _MIN_STEPS_PER_STRETCH, _MIN_SAMPLE_S
-    while True:
-        condensed = b"".join(session.condensed(num_steps, sample_s) for session in sessions)
-        if len(condensed) <= max_bytes // 4 or num_steps > 1 << 40:
-            break
-        num_steps, sample_s = 2 * num_steps, 2 * sample_s
+    sessions = _sessions(parse_lines(lines[:first_kept]), path)
+    factor, condensed = 1, b""
+    while factor == 1 or (len(condensed) > max_bytes // 4 and factor < 1 << 40):
+        condensed = b"".join(session.condense(factor * _MIN_STEPS, factor * _MIN_SAMPLE_US) for session in sessions)
+        factor *= 2
     replace_file(path, condensed + b"".join(lines[first_kept:]), sync=True)
 
 
-def merge_stretches(rows: Iterable[Row], steps_per_stretch: int) -> list[Row]:
-    """Sum stretches that begin in the same interval of steps. The intervals are the same on all workers."""
-    merged = []
-    for _, group in groupby(rows, key=lambda row: row[0] // steps_per_stretch):
-        first, last, count, start, end, *times = zip(*group, strict=True)
-        merged.append([min(first), max(last), sum(count), min(start), max(end), *map(sum, times)])
-    return merged
-
-
-def _merge_samples(rows: Iterable[Row], seconds: float) -> list[Row]:
-    """Means over about this many seconds, weighted by the time that each sample covers."""
-    merged = []
-    for _, group in groupby(rows, key=lambda row: row[0] // int(seconds * 1e6)):
-        samples = list(group)
-        means: Row = []
-        for i in range(2, 2 + len(SAMPLED)):
-            known = [(row[i], row[1]) for row in samples if row[i] is not None]
-            weight = sum(part for _, part in known)
-            means.append(round(sum(value * part for value, part in known) / weight, 1) if weight else None)
-        merged.append([samples[-1][0], round(sum(row[1] for row in samples), 3), *means])
-    return merged
-
-
-def _sessions(lines: Iterable[dict[str, Any]], path: Path) -> list[Session]:
+def _sessions(lines: Iterable[Any], path: Path) -> list[Session]:
     sessions: list[Session] = []
-    for line in lines:
-        if "session" in line:
-            sessions.append(_session(line["session"], path))
+    for line in (line for line in lines if isinstance(line, dict)):
+        if header := line.get("session"):
+            if header.get("version") != VERSION:
+                raise ValueError(
+                    f"{path} has version {header.get('version')}, this paceline reads version {VERSION}: use the "
+                    "paceline that recorded it"
+                )
+            sessions.append(Session(header))
         elif sessions:
             sessions[-1].add(line)
     return sessions
-
-
-def _session(header: Any, path: Path) -> Session:
-    try:
-        if header["version"] != VERSION:
-            raise ValueError(
-                f"{path} has version {header['version']}, this paceline reads version {VERSION}: use the paceline "
-                "that recorded it"
-            )
-        return Session(header)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a timeline: its first line has no valid session") from error
-
-
-def _are_ints(values: Sequence[Any]) -> bool:
-    return all(type(value) is int for value in values)
-
-
-# Rows that a damaged file may contain are skipped.
-_ROW_CHECKS: dict[str, Callable[[Row], bool]] = {
-    "steps": lambda row: len(row) >= 7 and (len(row) - 7) % len(_PASS) == 0 and _are_ints(row),
-    "spans": lambda row: len(row) == 4 and row[0] in KINDS and _are_ints(row[1:]),
-    "stretches": lambda row: len(row) == 5 + len(KINDS) and _are_ints(row),
-    "events": lambda row: (
-        len(row) == 4 and isinstance(row[0], str) and _are_ints(row[1:3]) and isinstance(row[3], dict)
-    ),
-    "samples": lambda row: (
-        len(row) == 2 + len(SAMPLED) and all(value is None or isinstance(value, int | float) for value in row)
-    ),
-}

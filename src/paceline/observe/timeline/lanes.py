@@ -2,157 +2,174 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
 from statistics import median_high
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from paceline.observe.timeline.files import KINDS, SAMPLED, Session, parts_of
+from paceline.observe.timeline.files import Sample, Session, Span, in_order, mean_sample
 
 # "wait": in the exchange, for slower workers. "other": everything else, such as setup, hooks, and user code between two
 # steps.
 SHOWN = ("compute", "data", "wait", "sync", "optimizer", "checkpoint", "evaluation", "other")
+# Activities during which a worker is not idle.
+BUSY = ("compute", "sync", "optimizer", "evaluation")
+
+# Kind, first and last step of an exchange, and how often its rank repeated it later: a run that was killed and resumed
+# repeats steps.
+Key: TypeAlias = tuple[str, int, int, int]
+Exchanges: TypeAlias = dict[Key, Span]
 
 
-class Span(NamedTuple):
-    """Times are seconds since the timeline began."""
+@dataclass(frozen=True)
+class IdleGap:
+    """A time in which a worker computed nothing. `cause`: the kind that most of it was spent on."""
 
-    kind: str
+    rank: int
     start: float
     end: float
     step: int
+    cause: str
 
-
-class Stretch(NamedTuple):
-    """Condensed steps: `seconds` by kind, within start and end."""
-
-    start: float
-    end: float
-    first_step: int
-    last_step: int
-    num_steps: int
-    seconds: Mapping[str, float]
-
-
-class Sample(NamedTuple):
-    """Means over the `seconds` before `time`, by name. Values that could not be read are missing."""
-
-    time: float
-    seconds: float
-    values: Mapping[str, float]
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
 
 
 @dataclass
 class Lane:
-    """One worker. `writing`: checkpoints written in the background. `extents`: start and end of its processes."""
+    """One worker: what it did when, in seconds since the timeline began.
+
+    `spans` do not overlap. `writing`: checkpoints written to disk in the background. `extents`: start and end of its
+    processes.
+    """
 
     rank: int
     host: str
     device: str
-    num_steps: int = 0
     spans: list[Span] = field(default_factory=list)
-    stretches: list[Stretch] = field(default_factory=list)
     writing: list[Span] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     extents: list[tuple[float, float]] = field(default_factory=list)
 
+    @property
+    def num_steps(self) -> int:
+        return sum(span.step - span.first_step + 1 for span in self.spans if span.kind == "optimizer")
 
-# A step, and how often its rank repeated it later: a run that was killed and resumed repeats steps.
-Occurrence: TypeAlias = tuple[int, int]
-Steps: TypeAlias = dict[Occurrence, list[int]]
+    @property
+    def total_s(self) -> float:
+        return sum(end - start for start, end in self.extents)
+
+    @cached_property
+    def seconds(self) -> Mapping[str, float]:
+        """By `SHOWN` kinds; they add up to `total_s`."""
+        seconds = dict.fromkeys(SHOWN, 0.0)
+        for span in self.spans:
+            seconds[span.kind] += span.duration
+        seconds["other"] = 0.0  # a part of it is in condensed spans
+        seconds["other"] = max(self.total_s - sum(seconds.values()), 0.0)
+        return seconds
+
+    def part(self, kind: str) -> float:
+        """The fraction of the time spent on a kind, 0 to 1."""
+        return self.seconds[kind] / self.total_s if self.total_s else 0.0
+
+    @property
+    def writing_s(self) -> float:
+        return sum(span.duration for span in self.writing)
+
+    @property
+    def use(self) -> Mapping[str, float]:
+        """Means of the system samples, such as "cpu" and "gpu" in percent."""
+        return mean_sample(self.samples).values
+
+    def between(self, first_step: int, last_step: int) -> Lane:
+        spans = [span for span in self.spans if span.step >= first_step and span.first_step <= last_step]
+        extents = []
+        for start, end in self.extents:
+            if inside := [span for span in spans if start <= span.start <= end]:
+                extents.append((inside[0].start, inside[-1].end))
+        return replace(
+            self,
+            spans=spans,
+            writing=[span for span in self.writing if first_step <= span.step <= last_step],
+            samples=[s for s in self.samples if any(a < s.time and s.time - s.seconds < b for a, b in extents)],
+            extents=extents,
+        )
+
+    def idle_gaps(self, min_s: float) -> Iterator[IdleGap]:
+        for start, end in self.extents:
+            # The end and the step of the last activity, and what took how long since.
+            busy_until, step, seconds = start, 0, {"other": 0.0}
+            inside = [span for span in self.spans if start <= span.start <= end]
+            for span in [*inside, Span("compute", end, end, 0, 0)]:
+                if span.kind not in BUSY and not span.is_condensed:
+                    seconds[span.kind] = seconds.get(span.kind, 0.0) + span.duration
+                    continue
+                if (gap_s := span.start - busy_until) >= min_s:
+                    seconds["other"] = gap_s - sum(seconds.values())
+                    yield IdleGap(self.rank, busy_until, span.start, step, max(seconds, key=lambda kind: seconds[kind]))
+                busy_until, step, seconds = max(busy_until, span.end), span.step, {"other": 0.0}
 
 
 def make_lanes(sessions: Sequence[Session]) -> tuple[float, list[Lane]]:
     """The Unix time at which the timeline begins, and one lane per rank. Sessions are sorted by rank and time."""
-    steps = [_steps_of(session, sessions[i + 1 :]) for i, session in enumerate(sessions)]
-    clocks_ahead_s = _clocks_ahead(sessions, steps)
+    exchanges = _exchanges(sessions)
+    # The last worker to arrive does not wait, so the shortest time is that of the exchange itself.
+    shortest: dict[Key, float] = {}
+    for key, span in (item for own in exchanges for item in own.items()):
+        shortest[key] = min(shortest.get(key, inf), span.duration)
+    clocks_ahead_s = _clocks_ahead(sessions, exchanges)
     origins = [session.unix_time - clocks_ahead_s[session.host] for session in sessions]
     began = min(origins)
-    exchanges = _Exchanges(sessions, steps)
     lanes: dict[int, Lane] = {}
-    for session, own_steps, origin in zip(sessions, steps, origins, strict=True):
+    for session, own, origin in zip(sessions, exchanges, origins, strict=True):
+
+        def at(microseconds: float, origin_s: float = origin - began) -> float:
+            return round(origin_s + microseconds / 1e6, 6)
+
+        spans = [span for span in session.spans if span.kind not in ("sync", "average", "writing")]
+        for key, span in own.items():
+            exchange_start = span.end - shortest[key]
+            if session.size == 1:  # exchanges nothing
+                spans.append(span._replace(kind="optimizer"))
+            else:
+                spans.append(Span("wait", span.start, exchange_start, span.step, span.first_step))
+                spans.append(Span("sync", exchange_start, span.end, span.step, span.first_step))
         lane = lanes.setdefault(session.rank, Lane(session.rank, session.host, session.device))
-        _add_session(lane, session, own_steps, origin - began, exchanges)
+        writing = [span for span in session.spans if span.kind == "writing"]
+        for found, target in ((in_order(spans), lane.spans), (writing, lane.writing)):
+            target += [Span(s.kind, at(s.start), at(s.end), s.step, s.first_step) for s in found]
+        lane.samples += [sample._replace(time=at(sample.time)) for sample in session.samples]
+        lane.extents.append((at(0), at(session.last_time)))
     return began, [lanes[rank] for rank in sorted(lanes)]
 
 
-class _Exchanges:
-    """The duration of each exchange in microseconds: its minimum over the workers, as the last one does not wait."""
-
-    def __init__(self, sessions: Sequence[Session], steps: Sequence[Steps]) -> None:
-        self.of_steps: dict[Occurrence, tuple[int, int]] = {}  # of gradients, and of replicas
-        self.of_stretches: dict[tuple[int, int, int], int] = {}
-        for occurrence, step in (item for numbered in steps for item in numbered.items()):
-            gradients, replicas = self.of_steps.get(occurrence, (step[-3], step[-1]))
-            self.of_steps[occurrence] = min(gradients, step[-3]), min(replicas, step[-1])
-        for row in (row for session in sessions for row in session.stretches):
-            key, sync = (row[0], row[1], row[2]), row[5 + KINDS.index("sync")]
-            self.of_stretches[key] = min(self.of_stretches.get(key, sync), sync)
+def _exchanges(sessions: Sequence[Session]) -> list[Exchanges]:
+    """Of each session."""
+    num_repeated: Counter[tuple[int, str, int, int]] = Counter()
+    found = []
+    for session in reversed(sessions):
+        spans = [span for span in session.spans if span.kind in ("sync", "average")]
+        names = [(session.rank, span.kind, span.first_step, span.step) for span in spans]
+        found.append({(*name[1:], num_repeated[name]): span for name, span in zip(names, spans, strict=True)})
+        num_repeated.update(names)
+    return found[::-1]
 
 
-def _add_session(lane: Lane, session: Session, steps: Steps, origin_s: float, exchanges: _Exchanges) -> None:
-    def at(microseconds: int) -> float:
-        return round(origin_s + microseconds / 1e6, 6)
-
-    spans = []
-    for occurrence, step in steps.items():
-        durations = iter(exchanges.of_steps[occurrence])
-        for kind, start, end in parts_of(step):
-            parts = [(kind, start), ("", end)]
-            if kind == "sync":
-                exchange_start = end - next(durations)
-                parts = [("wait", start), ("sync", exchange_start), ("", end)]
-                if session.size == 1:
-                    parts = [("optimizer", start), ("", end)]
-            spans += [
-                Span(name, at(begin), at(until), step[0])
-                for (name, begin), (_, until) in pairwise(parts)
-                if until > begin
-            ]
-    for kind, number, start, duration in session.spans:
-        span = Span(kind, at(start), at(start + duration), number)
-        (lane.writing if kind == "writing" else spans).append(span)
-    lane.spans += _without_overlap(sorted(spans, key=lambda span: span.start))
-    for first, last, num_steps, start, end, *times in session.stretches:
-        seconds = {kind: time / 1e6 for kind, time in zip(KINDS, times, strict=True) if kind != "writing"}
-        sync_s = seconds.pop("sync")
-        if session.size == 1:
-            seconds["optimizer"] += sync_s
-        else:
-            seconds["sync"] = exchanges.of_stretches[first, last, num_steps] / 1e6
-            seconds["wait"] = sync_s - seconds["sync"]
-        lane.stretches.append(Stretch(at(start), at(end), first, last, num_steps, seconds))
-    lane.num_steps += len(steps) + sum(row[2] for row in session.stretches)
-    for time, seconds_covered, *values in session.samples:
-        known = {name: value for name, value in zip(SAMPLED, values, strict=True) if value is not None}
-        lane.samples.append(Sample(at(time), seconds_covered, known))
-    lane.extents.append((at(0), at(session.last_time)))
-
-
-def _steps_of(session: Session, later: Iterable[Session]) -> Steps:
-    repeated = [{step[0] for step in other.steps} for other in later if other.rank == session.rank]
-    return {(step[0], sum(step[0] in numbers for numbers in repeated)): step for step in session.steps}
-
-
-def _clocks_ahead(sessions: Sequence[Session], steps: Sequence[Steps]) -> dict[str, float]:
+def _clocks_ahead(sessions: Sequence[Session], exchanges: Sequence[Exchanges]) -> dict[str, float]:
     """How many seconds each host's clock is ahead of the first one's: all workers get an exchange's result together."""
-    received: dict[str, dict[Occurrence, float]] = {}
-    for session, own_steps in zip(sessions, steps, strict=True):
+    received: dict[str, dict[Key, float]] = {}
+    for session, own in zip(sessions, exchanges, strict=True):
         of_host = received.setdefault(session.host, {})
-        for occurrence, step in own_steps.items():
-            of_host.setdefault(occurrence, session.unix_time + sum(step[1:-2]) / 1e6)
+        for key, span in own.items():
+            if span.kind == "sync" and not span.is_condensed:
+                of_host.setdefault(key, session.unix_time + span.end / 1e6)
     reference = received[sessions[0].host]
     return {
-        host: median_high([time - reference[step] for step, time in times.items() if step in reference] or [0.0])
+        host: median_high([time - reference[key] for key, time in times.items() if key in reference] or [0.0])
         for host, times in received.items()
     }
-
-
-def _without_overlap(spans: Sequence[Span]) -> Iterable[Span]:
-    """The host runs ahead of its GPU: its activity between two steps starts when the device has finished the step."""
-    end = 0.0
-    for span in spans:
-        if span.end > end:
-            yield span if span.start >= end else span._replace(start=end)
-            end = span.end

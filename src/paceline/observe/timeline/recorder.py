@@ -13,18 +13,19 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter, time
+from time import perf_counter, process_time, time
 from typing import Any
+
+import torch
 
 from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.observe.best_effort import describe, warn
 from paceline.observe.json_lines import LineWriter
-from paceline.observe.system_samples import SystemSampler
-from paceline.observe.timeline.files import VERSION, condense_file
+from paceline.observe.timeline.files import VERSION, Sample, Span, condense_file
 
 INTERVAL_S = 1.0
 DEFAULT_MAX_BYTES = 16 << 20
@@ -45,9 +46,14 @@ class Recorder:
     def span(self, kind: str, begin: float, end: float) -> None:
         """Something outside of a step; one of `files.KINDS`."""
 
-    def during(self, kind: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def during(self, kind: str) -> Iterator[None]:
         """Record the block as a span."""
-        return nullcontext()
+        begin = perf_counter()
+        try:
+            yield
+        finally:
+            self.span(kind, begin, perf_counter())
 
     def event(self, name: str, **details: Any) -> None:
         """Something that happened now."""
@@ -73,7 +79,7 @@ class TimelineRecorder(Recorder):
         self._path = folder / f"rank-{world.rank}.jsonl"
         self._lines = self._open(folder)
         self._sampler = SystemSampler(world.device, whole_host=world.local_rank == 0)
-        self._origin = self._sampled_at = perf_counter()
+        self._origin = self._sampled_at = self._collection_start = perf_counter()
         session = {
             "version": VERSION,
             "rank": world.rank,
@@ -88,26 +94,17 @@ class TimelineRecorder(Recorder):
         self._thread = threading.Thread(target=self._work, name="paceline-timeline", daemon=True)
         self._thread.start()
         events.listen(lambda event: self.event(event.name, **event.details))
-        self._collection_start = self._origin
         gc.callbacks.append(self._note_collection)
 
     def step(self, step: int, moments: Sequence[float]) -> None:
         self._queue.append(("steps", (step, moments)))
 
     def span(self, kind: str, begin: float, end: float) -> None:
-        start = self._microseconds(begin)
-        self._queue.append(("spans", [kind, self._events.step, start, self._microseconds(end) - start]))
-
-    @contextmanager
-    def during(self, kind: str) -> Iterator[None]:
-        begin = perf_counter()
-        try:
-            yield
-        finally:
-            self.span(kind, begin, perf_counter())
+        step = self._events.step
+        self._queue.append(("spans", Span(kind, self._microseconds(begin), self._microseconds(end), step, step)))
 
     def event(self, name: str, **details: Any) -> None:
-        self._queue.append(("events", [name, self._events.step, self._microseconds(perf_counter()), details]))
+        self._queue.append(("events", (name, self._events.step, self._microseconds(perf_counter()), details)))
 
     def close(self) -> None:
         if self._closing.is_set():
@@ -143,16 +140,15 @@ class TimelineRecorder(Recorder):
         block: dict[str, list[Any]] = {}
         for _ in range(len(self._queue)):
             name, item = self._queue.popleft()
-            block.setdefault(name, []).append(self._encode(*item) if name == "steps" else item)
+            if name == "steps":
+                # Rounded before subtracting, so that rounding errors do not add up.
+                at = [self._microseconds(moment) for moment in item[1]]
+                item = [item[0], at[0], *(later - earlier for earlier, later in pairwise(at))]
+            block.setdefault(name, []).append(item)
         before, self._sampled_at = self._sampled_at, perf_counter()
         seconds = round(self._sampled_at - before, 3)
-        block["samples"] = [[self._microseconds(self._sampled_at), seconds, *self._sampler.sample()]]
+        block["samples"] = [Sample(self._microseconds(self._sampled_at), seconds, self._sampler.sample())]
         return block
-
-    def _encode(self, step: int, moments: Sequence[float]) -> list[int]:
-        """Rounds before subtracting, so that rounding errors do not add up."""
-        at = [int((moment - self._origin) * 1e6) for moment in moments]
-        return [step, at[0], *(later - earlier for earlier, later in pairwise(at))]
 
     def _open(self, folder: Path) -> LineWriter | None:
         try:
@@ -177,8 +173,63 @@ class TimelineRecorder(Recorder):
                 self._lines.close()
                 self._lines = LineWriter(self._path)
         except Exception as error:
+            self._lines.close()
             self._lines = None
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:
         warn(f"{self._path} cannot be written, the timeline ends here, training continues: {describe(error)}")
+
+
+class SystemSampler:
+    """CPU, memory and GPU utilization of a worker, from /proc and, where nvidia-ml-py is installed, from the driver.
+
+    Best effort: a value that cannot be read is left out. whole_host: sample the host too; one worker per host is enough
+    for that.
+    """
+
+    def __init__(self, device: torch.device, *, whole_host: bool) -> None:
+        self._device = device
+        self._whole_host = whole_host
+        self._last = 0.0, 0.0
+        self._last_ticks = 0, 0
+        self.sample()
+
+    def sample(self) -> dict[str, float]:
+        """The values of a `Sample`. CPU utilization is the mean since the previous sample."""
+        readers = {"cpu": self._cpu, "memory": _memory}
+        if self._whole_host:
+            readers |= {"host_cpu": self._host_cpu, "host_memory": _host_memory}
+        found = {}
+        for name, read in readers.items():
+            with suppress(OSError, ValueError, LookupError, ZeroDivisionError):
+                found[name] = read()
+        if self._device.type == "cuda":
+            try:
+                found["gpu"] = float(torch.cuda.utilization(self._device))
+                found["gpu_memory"] = float(torch.cuda.device_memory_used(self._device))
+            except Exception:  # package, library, permission or device is missing
+                found["gpu_memory"] = float(torch.cuda.memory_reserved(self._device))
+        return found
+
+    def _cpu(self) -> float:
+        (before_s, used_before_s), self._last = self._last, (perf_counter(), process_time())
+        return round(100 * (self._last[1] - used_before_s) / (self._last[0] - before_s), 1)
+
+    def _host_cpu(self) -> float:
+        """Without idle and waiting for I/O, in the kernel's ticks since boot."""
+        with Path("/proc/stat").open() as file:
+            ticks = [int(word) for word in file.readline().split()[1:9]]
+        (busy, total), self._last_ticks = self._last_ticks, (sum(ticks) - ticks[3] - ticks[4], sum(ticks))
+        return round(100 * (self._last_ticks[0] - busy) / (self._last_ticks[1] - total), 1)
+
+
+def _memory() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _host_memory() -> float:
+    """Memory in use that cannot be reclaimed."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines[:3]}
+    return 1024 * (kilobytes["MemTotal"] - kilobytes["MemAvailable"])

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from time import time
 from typing import Any
 
 from paceline.observe.timeline import export
-from paceline.observe.timeline.files import Session, read_sessions, timeline_files
-from paceline.observe.timeline.lanes import SHOWN, Lane, Sample, Span, Stretch, make_lanes
-from paceline.observe.worker_time import WorkerTime
+from paceline.observe.timeline.files import SAMPLED, Session, read_sessions, timeline_files
+from paceline.observe.timeline.lanes import SHOWN, IdleGap, Lane, make_lanes
 
 # A worker writes every second: after this long without a write it is considered dead.
 SILENT_S = 30.0
-# Activities during which a worker is not idle.
-BUSY = ("compute", "sync", "optimizer", "evaluation")
 _SHORT_NAMES = {"optimizer": "optim", "checkpoint": "saving", "evaluation": "eval"}
-_USE_TEXTS = {
-    "gpu": "GPU {:.0f}%",
-    "gpu_memory": "GPU memory {:.2f} GB",
-    "cpu": "CPU {:.0f}% of a core",
-    "memory": "memory {:.2f} GB",
-    "host_cpu": "host CPU {:.0f}%",
-    "host_memory": "host memory {:.2f} GB",
-}
 
 
 @dataclass(frozen=True)
@@ -42,41 +30,11 @@ class TimelineEvent:
 
 
 @dataclass(frozen=True)
-class IdleGap:
-    """A time in which a worker computed nothing. `cause`: the kind that most of it was spent on."""
-
-    rank: int
-    start: float
-    end: float
-    step: int
-    cause: str
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedWorkerTime(WorkerTime):
-    """A worker's time by `SHOWN` kinds.
-
-    `use`: means of the system samples, such as "cpu" and "gpu" in percent. `writing_s`: checkpoints written to disk in
-    the background.
-    """
-
-    host: str
-    device: str
-    num_steps: int
-    writing_s: float
-    use: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class TimelineSummary:
     """All workers' time. `str` gives a table."""
 
     duration_s: float
-    workers: tuple[RecordedWorkerTime, ...]
+    workers: Sequence[Lane]
 
     def __str__(self) -> str:
         names = [_SHORT_NAMES.get(kind, kind) for kind in SHOWN]
@@ -91,17 +49,17 @@ class TimelineSummary:
         return "\n".join([header, *lines, "", *uses])
 
 
+@dataclass
 class Timeline:
     """The workers' lanes, by rank, on one clock. Times are seconds since `began`, which is Unix time.
 
     Also of a run that is still live or was killed. `lanes` contain the spans.
     """
 
-    def __init__(self, name: str, began: float, lanes: Sequence[Lane], events: Sequence[TimelineEvent]) -> None:
-        self.name = name
-        self.began = began
-        self.lanes = tuple(lanes)
-        self.events = tuple(events)
+    name: str
+    began: float
+    lanes: Sequence[Lane]
+    events: Sequence[TimelineEvent]
 
     @classmethod
     def load(cls, run_folder: str | PathLike[str]) -> Timeline:
@@ -130,24 +88,24 @@ class Timeline:
         return min(start for start, _ in extents), max(end for _, end in extents)
 
     def between(self, first_step: int | None = None, last_step: int | None = None) -> Timeline:
-        """The part from one step to another, both included. Condensed stretches are included as a whole."""
+        """The part from one step to another, both included. Condensed spans are included as a whole."""
         first, last = first_step or 0, last_step if last_step is not None else 1 << 62
         if first > last:
             raise ValueError(f"from step {first} to step {last} there is nothing: choose a later end")
-        cut = Timeline(self.name, self.began, [_cut(lane, first, last) for lane in self.lanes], ())
+        cut = Timeline(self.name, self.began, [lane.between(first, last) for lane in self.lanes], ())
         if not any(lane.extents for lane in cut.lanes):
             last_known = max((span.step for lane in self.lanes for span in lane.spans), default=0)
             raise ValueError(f"there is no step from {first} on: the timeline ends with step {last_known}")
         start, end = cut._range
-        cut.events = tuple(event for event in self.events if start <= event.time <= end)
+        cut.events = [event for event in self.events if start <= event.time <= end]
         return cut
 
     def summary(self) -> TimelineSummary:
-        return TimelineSummary(self.duration_s, tuple(map(_worker_time, self.lanes)))
+        return TimelineSummary(self.duration_s, self.lanes)
 
     def idle_gaps(self, min_s: float = 1.0) -> list[IdleGap]:
         """Times of at least `min_s` seconds in which a worker computed nothing, the longest first."""
-        gaps = [gap for lane in self.lanes for gap in _gaps(lane, min_s)]
+        gaps = [gap for lane in self.lanes for gap in lane.idle_gaps(min_s)]
         return sorted(gaps, key=lambda gap: -gap.seconds)
 
     to_json = export.to_json
@@ -162,98 +120,21 @@ def _events(sessions: Sequence[Session], lanes: Sequence[Lane], *, is_silent: bo
     for lane in lanes:
         own = [session for session in sessions if session.rank == lane.rank]
         for number, (session, (start, end)) in enumerate(zip(own, lane.extents, strict=True)):
-            first_rows = [row[0] for rows in (session.stretches, session.steps) for row in rows[:1]]
-            completed = max(first_rows[0] - 1, 0) if first_rows else 0
+            steps = [span for span in session.spans if span.kind == "optimizer"]
+            completed = max(steps[0].first_step - 1, 0) if steps else 0
             events.append(TimelineEvent("restart" if number else "start", lane.rank, start, completed, {}))
             events += [
                 TimelineEvent(name, lane.rank, start + at / 1e6, step, details)
                 for name, step, at, details in session.events
             ]
             if session.end is None and (is_silent or session is not own[-1]):
-                last_step = session.steps[-1][0] if session.steps else 0
-                events.append(TimelineEvent("broken off", lane.rank, end, last_step, {}))
+                events.append(TimelineEvent("broken off", lane.rank, end, steps[-1].step if steps else 0, {}))
     return sorted(events, key=lambda event: (event.time, event.rank))
 
 
-def _cut(lane: Lane, first: int, last: int) -> Lane:
-    spans = [span for span in lane.spans if first <= span.step <= last]
-    stretches = [part for part in lane.stretches if part.last_step >= first and part.first_step <= last]
-    extents = []
-    for start, end in lane.extents:
-        parts: list[Span | Stretch] = [*spans, *stretches]
-        inside = [(part.start, part.end) for part in parts if start <= part.start <= end]
-        if inside:
-            extents.append((min(begin for begin, _ in inside), max(until for _, until in inside)))
-    return replace(
-        lane,
-        num_steps=len({span.step for span in spans if span.kind == "optimizer"})
-        + sum(part.num_steps for part in stretches),
-        spans=spans,
-        stretches=stretches,
-        writing=[span for span in lane.writing if first <= span.step <= last],
-        samples=[s for s in lane.samples if any(start < s.time and s.time - s.seconds < end for start, end in extents)],
-        extents=extents,
-    )
-
-
-def _worker_time(lane: Lane) -> RecordedWorkerTime:
-    total_s = sum(end - start for start, end in lane.extents)
-    seconds = dict.fromkeys(SHOWN, 0.0)
-    for span in lane.spans:
-        seconds[span.kind] += span.end - span.start
-    for stretch in lane.stretches:
-        for kind, value in stretch.seconds.items():
-            seconds[kind] += value
-    seconds["other"] = max(total_s - sum(seconds.values()), 0.0)
-    return RecordedWorkerTime(
-        lane.rank,
-        total_s,
-        seconds,
-        host=lane.host,
-        device=lane.device,
-        num_steps=lane.num_steps,
-        writing_s=sum(span.end - span.start for span in lane.writing),
-        use=_means(lane.samples),
-    )
-
-
-def _means(samples: Sequence[Sample]) -> dict[str, float]:
-    sums: dict[str, tuple[float, float]] = {}
-    for sample in samples:
-        for name, value in sample.values.items():
-            total, weight = sums.get(name, (0.0, 0.0))
-            sums[name] = total + value * sample.seconds, weight + sample.seconds
-    return {name: total / weight for name, (total, weight) in sums.items() if weight}
-
-
-def _gaps(lane: Lane, min_s: float) -> list[IdleGap]:
-    busy = sorted(
-        [(span.start, span.end, span.step) for span in lane.spans if span.kind in BUSY]
-        + [(part.start, part.end, part.last_step) for part in lane.stretches]
-    )
-    idle = [span for span in lane.spans if span.kind not in BUSY]
-    gaps = []
-    for start, end in lane.extents:
-        until, step = start, 0
-        inside = [part for part in busy if start <= part[0] <= end]
-        for begin, finish, number in [*inside, (end, end, inside[-1][2] if inside else 0)]:
-            if begin - until >= min_s:
-                gaps.append(IdleGap(lane.rank, until, begin, step, _cause(idle, until, begin)))
-            until, step = max(until, finish), number
-    return gaps
-
-
-def _cause(idle: Sequence[Span], start: float, end: float) -> str:
-    seconds = {"other": end - start}
-    for span in idle[max(bisect(idle, start, key=lambda span: span.start) - 1, 0) :]:
-        if span.start >= end:
-            break
-        inside = max(min(span.end, end) - max(span.start, start), 0.0)
-        seconds[span.kind] = seconds.get(span.kind, 0.0) + inside
-        seconds["other"] -= inside
-    return max(seconds, key=lambda kind: seconds[kind])
-
-
 def _use_text(use: Mapping[str, float]) -> str:
-    known = {name: use[name] / 1e9 if "memory" in name else use[name] for name in _USE_TEXTS if name in use}
-    return ", ".join(_USE_TEXTS[name].format(value) for name, value in known.items()) or "nothing was sampled"
+    texts = []
+    for name, (title, unit) in SAMPLED.items():
+        if name in use:
+            texts.append(f"{title} {use[name] / 1e9:.2f} GB" if unit == "bytes" else f"{title} {use[name]:.0f}{unit}")
+    return ", ".join(texts) or "nothing was sampled"

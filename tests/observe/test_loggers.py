@@ -16,10 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.observe.loggers.base import Loggers
-from paceline.observe.loggers.by_name import LOGGER_NAMES, make_logger
-from paceline.observe.loggers.csv_table import CsvLogger
-from paceline.observe.loggers.services import MlflowLogger, TensorBoardLogger, WandbLogger
+from paceline.observe.loggers import (
+    LOGGER_NAMES,
+    CsvLogger,
+    Loggers,
+    MlflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    make_logger,
+)
 from paceline.observe.metrics import MetricsWriter, read_metrics
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 

@@ -1,0 +1,244 @@
+"""Additional outputs for metrics: CSV tables, TensorBoard, Weights & Biases, MLflow.
+
+`metrics.jsonl` is not among them: every run writes it. The loggers of services import their package when created.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from paceline.core.optional import optional
+from paceline.observe.best_effort import describe, warn
+from paceline.observe.json_lines import replace_file
+from paceline.observe.metrics import flat_items
+from paceline.observe.run_files import RunFiles
+
+
+class Logger(Protocol):
+    """Receives a run's metrics on rank 0: `log` repeatedly, then `close` once, also after an error.
+
+    Steps increase; a resumed run continues after the step of its checkpoint. A logger with state that outlives a
+    process also has `state_dict`, whose result must be representable as JSON, and `load_state_dict`, which is called
+    before the first `log`, if at all.
+    """
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Loggers:
+    """Several loggers as one. A logger that raises is disabled with a warning; with `strict` the error is raised.
+
+    Values may be nested (`{"eval": {"loss": 2.0}, "shares": [6, 2]}`): loggers receive numbers under flat names,
+    "eval/loss" and "shares/0".
+    """
+
+    def __init__(self, loggers: Sequence[Logger], *, strict: bool = False) -> None:
+        kinds = [type(logger).__name__ for logger in loggers]
+        self._active: dict[str, Any] = {}
+        for i, (kind, logger) in enumerate(zip(kinds, loggers, strict=True)):
+            self._active[kind if kinds.count(kind) == 1 else f"{kind}-{kinds[: i + 1].count(kind)}"] = logger
+        self._strict = strict
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        numbers = dict(flat_items(values))
+        for name, logger in list(self._active.items()):
+            self._call(name, f"at step {step}", logger.log, step, numbers)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        for name, logger in list(self._active.items()):
+            self._call(name, "in close()", logger.close)
+        self._active.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        stateful = {name: logger for name, logger in self._active.items() if hasattr(logger, "state_dict")}
+        states = {name: self._call(name, "in state_dict()", logger.state_dict) for name, logger in stateful.items()}
+        return {name: state for name, state in states.items() if name in self._active}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loggers without an entry in `state` start from scratch."""
+        for name, logger in list(self._active.items()):
+            if name in state and hasattr(logger, "load_state_dict"):
+                self._call(name, "in load_state_dict()", logger.load_state_dict, state[name])
+
+    def _call(self, name: str, when: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return method(*arguments)
+        except Exception as error:
+            if self._strict:
+                raise
+            del self._active[name]
+            warn(f"the logger {name} failed {when} and is disabled, training continues: {describe(error)}")
+
+
+class CsvLogger:
+    """One row per logged step, one column per name. A new name adds a column: the file is rewritten and replaced
+    atomically.
+
+    start_step: completed steps when the run starts or is resumed; rows of later steps are removed.
+    """
+
+    def __init__(self, path: Path, start_step: int = 0) -> None:
+        self._path = path
+        self._columns = ["step"]
+        rows = self._read() if path.exists() else []
+        self._file = self._rewrite([row for row in rows if int(row["step"]) <= start_step])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if new := [name for name in values if name not in self._columns]:
+            self._file.close()
+            rows = self._read()
+            self._columns += new
+            self._file = self._rewrite(rows)
+        csv.DictWriter(self._file, self._columns, restval="").writerow({**values, "step": step})
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _read(self) -> list[dict[str, str]]:
+        """Read the columns, and the complete rows: a killed process may leave a partial last line."""
+        text = self._path.read_text(encoding="utf-8", errors="replace")
+        reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+        self._columns = list(reader.fieldnames or ["step"])
+        if "step" not in self._columns:
+            raise ValueError(f"{self._path} has no column 'step', so CsvLogger did not write it: choose another file")
+        return [row for row in reader if (row["step"] or "").isdecimal() and None not in row.values()]
+
+    def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> TextIO:
+        """Write these rows; returns the file, open for appending."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        replace_file(self._path, text.getvalue().encode())
+        return self._path.open("a", newline="", encoding="utf-8")
+
+
+class TensorBoardLogger:
+    """Writes event files for `tensorboard --logdir`. Steps after `start_step` are purged."""
+
+    def __init__(self, folder: Path, start_step: int = 0) -> None:
+        optional("tensorboard", package="tensorboard", extra="tensorboard", user="its logger")
+        module = import_module("torch.utils.tensorboard")
+        self._writer = module.SummaryWriter(str(folder), purge_step=start_step + 1)  # the first purged step
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _ServiceLogger:
+    """Remembers the service's run id in checkpoints, so that a resumed run continues the same service run."""
+
+    _id: str | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._id = state["id"]
+
+
+class WandbLogger(_ServiceLogger):
+    """Logs to Weights & Biases. The run is created by the first `log`.
+
+    settings: for `wandb.init`, such as project, entity or mode="offline".
+    """
+
+    def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        self._module = optional("wandb", package="wandb", extra="wandb", user="its logger")
+        self._settings = {"name": name, "config": dict(config or {}), **settings}
+        self._run: Any = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._run is None:
+            resumed = {} if self._id is None else {"id": self._id, "resume": "allow"}
+            self._run = self._module.init(**self._settings, **resumed)
+            self._id = self._run.id
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+
+
+class MlflowLogger(_ServiceLogger):
+    """Logs to MLflow. The run is created by the first `log`.
+
+    config: logged as the run's parameters. tracking_uri, experiment: MLflow's settings of these names.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: Mapping[str, Any] | None = None,
+        *,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+    ) -> None:
+        module = optional("mlflow", package="mlflow", extra="mlflow", user="its logger")
+        self._client = module.MlflowClient(tracking_uri=tracking_uri)
+        self._name, self._config, self._experiment = name, dict(config or {}), experiment or "Default"
+        self._is_open = False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._is_open:
+            self._open()
+        for name, value in values.items():
+            self._client.log_metric(self._id, name, value, step=step)
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._client.set_terminated(self._id)
+
+    def _open(self) -> None:
+        if self._id is None:
+            found = self._client.get_experiment_by_name(self._experiment)
+            experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
+            self._id = self._client.create_run(str(experiment), run_name=self._name).info.run_id
+            for key, value in self._config.items():
+                self._client.log_param(self._id, key, value)
+        else:
+            self._client.update_run(self._id, status="RUNNING")
+        self._is_open = True
+
+
+_MAKERS: dict[str, Callable[..., Logger]] = {
+    "csv": lambda files, step, _, **settings: CsvLogger(files.root / "metrics.csv", step, **settings),
+    "tensorboard": lambda files, step, _, **settings: TensorBoardLogger(files.root / "tensorboard", step, **settings),
+    "wandb": lambda files, _, config, **settings: WandbLogger(files.root.name, config, **settings),
+    "mlflow": lambda files, _, config, **settings: MlflowLogger(files.root.name, config, **settings),
+}
+LOGGER_NAMES = tuple(_MAKERS)
+
+
+def make_logger(
+    name: str, files: RunFiles, start_step: int = 0, config: Mapping[str, Any] | None = None, **settings: Any
+) -> Logger:
+    """A logger for the run in this folder.
+
+    start_step: completed steps when the run starts or is resumed. config: the run's settings, for services that show
+    them. settings: the logger's own, such as project="stories" for "wandb".
+    """
+    if name not in _MAKERS:
+        nearest = get_close_matches(name, LOGGER_NAMES, n=1)
+        hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+        raise ValueError(f"logger {name!r} is unknown{hint}: choose one of {', '.join(LOGGER_NAMES)}")
+    try:
+        return _MAKERS[name](files, start_step, config, **settings)
+    except TypeError as error:
+        raise ValueError(f"logger {name!r} does not take {settings}: {error}") from error

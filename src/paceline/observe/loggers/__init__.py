@@ -1,1 +1,0 @@
-"""Additional outputs for metrics: CSV tables, TensorBoard, tracking services."""
