@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.private_folder import new_private_folder, private_folder, why_not_private
+from paceline.core.private_folder import private_folder, why_not_private
 
 NOBODY = 65534
 
@@ -16,14 +16,12 @@ NOBODY = 65534
 def test_a_new_one_is_its_owners_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        private_folder(tmp_path / "own")
-        made = new_private_folder("paceline-test-", tmp_path)
+        private_folder(folder := tmp_path / "own")
     finally:
         os.umask(before)
-    for folder in (tmp_path / "own", made):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert why_not_private(folder) is None
-    private_folder(tmp_path / "own")  # again: it is ours
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert why_not_private(folder) is None
+    private_folder(folder)  # again: it is ours
 
 
 def planted(path: Path, kind: str) -> None:

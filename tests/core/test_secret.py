@@ -27,15 +27,18 @@ def test_names_depend_on_the_secret() -> None:
     assert len({SECRET.name("store"), SECRET.name("other"), Secret(b"another secret..").name("store")}) == 3
 
 
-def test_where_it_comes_from(tmp_path: Path) -> None:
+def test_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "secret"
     path.write_text("0123456789abcdef\n")
     path.chmod(0o600)
-    for environment in ({"PACELINE_SECRET_FILE": str(path)}, {"PACELINE_SECRET": "0123456789abcdef"}):
-        found = run_secret(environment)
+    for variable in ("PACELINE_SECRET_FILE", "PACELINE_SECRET"):
+        monkeypatch.delenv(variable, raising=False)
+    assert run_secret() is None
+    for variable, value in (("PACELINE_SECRET", "0123456789abcdef"), ("PACELINE_SECRET_FILE", str(path))):
+        monkeypatch.setenv(variable, value)
+        found = run_secret()
         assert found is not None
         assert found.name("x") == SECRET.name("x")
-    assert run_secret({}) is None
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o620, 0o602])
