@@ -115,7 +115,6 @@ NULL = "a\0b"
         ["runs", "status", LONG],
         ["timeline", LONG],
         ["checkpoints", "list", LONG],
-        ["init", NULL],
         ["init", LONG],
         ["init", "/proc/x"],
     ],

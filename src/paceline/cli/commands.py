@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -19,8 +18,7 @@ from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RUNS_FOLDER
 
 RUN_NOTE = "RUN is a run's folder, its name, or an unambiguous prefix of its name.\n"
-# The width of tables.
-_NO_LIMIT = 100_000
+_NO_LIMIT = 100_000  # the width of tables
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -34,18 +32,12 @@ class CommandError(Exception):
 
 
 def add_command(
-    commands: Any,
-    name: str,
-    summary: str,
-    notes: str = "",
-    *,
-    examples: Iterable[str] = (),
-    run: Command | None = None,
+    commands: Any, name: str, summary: str, notes: str = "", *, examples: Iterable[str] = (), run: Command | None = None
 ) -> argparse.ArgumentParser:
     """Add a command to the subparsers `commands`. Its help ends with `notes` and `examples`.
 
     examples: command lines, without the words that lead to the command.
-    run: the function that executes the command and returns its exit code. Its errors are printed as one message.
+    run: the function that executes the command and returns its exit code. See `execute`.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -54,9 +46,8 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     lines = [f"  {parser.prog} {example}".rstrip() for example in examples]
-    parser.epilog = "\n".join([*([notes] if notes else []), *(["example:", *lines] if lines else [])])
-    if run is not None:
-        parser.set_defaults(run=_reporting_errors(parser.prog, run))
+    parser.epilog = "\n".join(filter(None, [notes, "example:" if lines else "", *lines]))
+    parser.set_defaults(run=run, prog=parser.prog)
     return parser
 
 
@@ -98,12 +89,16 @@ def seconds(text: str) -> float:
     return value
 
 
-def _reporting_errors(prog: str, command: Command) -> Command:
-    """The command with expected errors printed to stderr. A closed output pipe (`| head`) is not an error."""
+def execute(options: argparse.Namespace) -> int:
+    """Run a command that prints the content of files, and return its exit code.
 
-    def run(options: argparse.Namespace) -> int:
+    Control characters in its output are escaped. Expected errors are printed to stderr. A closed output pipe, as of
+    `| head`, is not an error.
+    """
+    out, err = (cast(TextIO, _EscapingStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         try:
-            code = command(options)
+            code: int = options.run(options)
             sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
             return code
         except KeyboardInterrupt:
@@ -112,58 +107,36 @@ def _reporting_errors(prog: str, command: Command) -> Command:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except (CommandError, PacelineError) as error:
-            message, code = str(error), error.code if isinstance(error, CommandError) else 1
+            message, code = str(error), getattr(error, "code", 1)
         except OSError as error:  # a path from the command line is too long or not permitted
             message, code = f"{error.filename}: {error.strerror}" if error.filename else str(error), 2
-        except ValueError as error:
-            if "null byte" not in str(error) and "null character" not in str(error):
-                raise
-            message, code = "a path cannot contain a null byte", 2
-        print(f"{prog}: {message}", file=sys.stderr)
+        print(f"{options.prog}: {message}", file=sys.stderr)
         return code
 
-    return run
 
-
-class EscapingStream:
-    """An output stream that escapes control characters; see `formats.printable`."""
+class _EscapingStream:
+    """An output stream that escapes control characters, and characters that the stream's encoding lacks."""
 
     def __init__(self, stream: TextIO) -> None:
         self.raw = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        self.raw.write(_encodable(formats.printable(text), self.raw))
+        self.raw.write(formats.printable(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
 
 
-@contextmanager
-def escaped_output() -> Iterator[None]:
-    """Escape control characters in everything that is printed. For commands that print the content of files."""
-    out, err = (cast(TextIO, EscapingStream(stream)) for stream in (sys.stdout, sys.stderr))
-    with redirect_stdout(out), redirect_stderr(err):
-        yield
-
-
 def raw(stream: TextIO) -> TextIO:
     """The stream without escaping, for terminal sequences such as colors."""
-    return stream.raw if isinstance(stream, EscapingStream) else stream
-
-
-def print_raw(text: str) -> None:
-    stream = raw(sys.stdout)
-    stream.write(_encodable(text, stream))
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return stream.raw if isinstance(stream, _EscapingStream) else stream
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    print(json.dumps(json.loads(to_json(value)), indent=indent, ensure_ascii=False))
+    print(to_json(value, indent=indent))
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
@@ -180,9 +153,8 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
     for row in rows[1:]:
         table.add_row(*map(formats.one_line, row))
     text = io.StringIO()
-    is_terminal = sys.stdout.isatty()
-    Console(file=text, force_terminal=is_terminal, width=_NO_LIMIT, markup=False, emoji=False).print(table)
-    print_raw("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
+    Console(file=text, force_terminal=sys.stdout.isatty(), width=_NO_LIMIT, markup=False, emoji=False).print(table)
+    raw(sys.stdout).writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 def print_fields(fields: Iterable[tuple[str, str]]) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.cli.commands import add_command, escaped_output, integer
+from paceline.cli.commands import add_command, execute, integer
 from paceline.core.errors import WorkerError
 from paceline.run.launching import launch, worker
 from paceline.run.launching.allocator import restart_with_allocator_settings
@@ -58,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if others:
         options.overrides += others
     # The output of workers is passed on unchanged. Other commands print the content of files.
-    with nullcontext() if arguments[0] in ("run", "train") else escaped_output():
-        code: int = options.run(options)
-    return code
+    return int(options.run(options)) if arguments[0] in ("run", "train") else execute(options)
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -84,7 +84,7 @@ def _status(options: argparse.Namespace) -> int:
     while True:
         reports = [describe(files) for files in runs]
         if options.watch and sys.stdout.isatty():
-            cli.print_raw("\x1b[H\x1b[2J")  # clear the screen
+            cli.raw(sys.stdout).write("\x1b[H\x1b[2J")  # clear the screen
         if options.json:
             cli.print_json(reports, indent=None if options.watch else 2)
         for i, report in enumerate(() if options.json else reports):

@@ -132,7 +132,7 @@ def _plot(options: argparse.Namespace) -> int:
     )
     print(", ".join(files.root.name for files in runs))
     for panel in panels:
-        cli.print_raw(f"\n{text_plot(panel, style)}\n")
+        cli.raw(sys.stdout).write(f"\n{text_plot(panel, style)}\n")
     return 0
 
 
