@@ -256,7 +256,7 @@ def test_what_safetensors_cannot_hold_is_named(run: RunFiles, tmp_path: Path) ->
     folder = save_step(run.checkpoints, 24, {"weight": WEIGHT, "_extra_state": {"scale": 2.0}})
     refused = checkpoints("export", folder, "-o", tmp_path / "weights.safetensors")
     assert refused.code == 1
-    assert "'_extra_state' is a dict, which safetensors cannot store: use --format torch" in refused.err
+    assert "'_extra_state' is a dict, which a safetensors file cannot store: use --format torch" in refused.err
     assert not (tmp_path / "weights.safetensors").exists()
     assert checkpoints("export", folder, "-o", tmp_path / "weights.pt").code == 0
     assert torch.load(tmp_path / "weights.pt", weights_only=True)["_extra_state"] == {"scale": 2.0}

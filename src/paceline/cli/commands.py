@@ -7,7 +7,7 @@ import io
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -157,12 +157,11 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
     raw(sys.stdout).writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
-def print_fields(fields: Iterable[tuple[str, str]]) -> None:
+def print_fields(fields: Mapping[str, str]) -> None:
     """Print names and values in two columns."""
-    shown = [(formats.one_line(name), formats.one_line(value)) for name, value in fields]
-    width = max(len(name) for name, _ in shown)
-    for name, value in shown:
-        print(f"{name:<{width}}  {value}".rstrip())
+    shown = {formats.one_line(name): formats.one_line(value) for name, value in fields.items()}
+    for name, value in shown.items():
+        print(f"{name:<{max(map(len, shown))}}  {value}".rstrip())
 
 
 def size(num_bytes: float) -> str:

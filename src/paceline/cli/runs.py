@@ -113,7 +113,7 @@ def _save(options: argparse.Namespace) -> int:
         if steps and steps[-1] > step - (not is_live):
             return step_folder(files.checkpoints, steps[-1])
         if not is_live:
-            raise CommandError(f"{files.root.name} is not running: {_ending(files)}; it did not save step {step}")
+            raise CommandError(f"{_not_running(files)}; it did not save step {step}")
         return None
 
     saved = _poll(new_checkpoint, options.timeout)
@@ -132,10 +132,11 @@ def _stop(options: argparse.Namespace) -> int:
     if not options.wait:
         print(f"{files.root.name} saves a checkpoint and ends after step {step + 1} or shortly after it")
         return 0
-    if not _poll(lambda: _state(files) != "live", options.timeout):
-        raise CommandError(f"{files.root.name} is still running {options.timeout:g} s after the request to stop")
+    _wait_for_end(files, options.timeout, "the request to stop")
     newest = latest(files.checkpoints)
-    print(f"{files.root.name} {_ending(files)}{'' if newest is None else f'; newest checkpoint {newest}'}")
+    print(
+        f"{files.root.name} {_state_text(describe(files))}{'' if newest is None else f'; newest checkpoint {newest}'}"
+    )
     return 0 if _state(files) in ("stopped", "finished") else 1
 
 
@@ -150,8 +151,7 @@ def _abort(options: argparse.Namespace) -> int:
             raise CommandError(f"{files.root.name} was not aborted")
     with suppress(NobodyListens):  # it may be gone before it answers
         _request(files, "abort")
-    if not _poll(lambda: _state(files) != "live", ABORT_TIMEOUT_S):
-        raise CommandError(f"{files.root.name} is still running after {ABORT_TIMEOUT_S:g} s: {_kill_hint(files)}")
+    _wait_for_end(files, ABORT_TIMEOUT_S, "the request to abort")
     print(f"{files.root.name} is aborted")
     return 0
 
@@ -171,13 +171,17 @@ def _live_run(options: argparse.Namespace) -> RunFiles:
     if options.named is not None:
         files = choose_run(options.named, options.runs)
         if _state(files) != "live":
-            raise CommandError(f"{files.root.name} is not running: {_ending(files)}", NOT_RUNNING)
+            raise _not_running(files)
         return files
     live = _live_runs(options.runs)
     if len(live) > 1:
         names = "".join(f"\n  {files.root.name}" for files in live)
         raise CommandError(f"{len(live)} runs are running: choose one of them{names}", 2)
     return live[0]
+
+
+def _not_running(files: RunFiles) -> CommandError:
+    return CommandError(f"{files.root.name} is not running: {_state_text(describe(files))}", NOT_RUNNING)
 
 
 def _request(files: RunFiles, command: str) -> dict[str, Any]:
@@ -189,7 +193,7 @@ def _request(files: RunFiles, command: str) -> dict[str, Any]:
         return ask(socket_path(files.root), {"command": command})
     except NobodyListens as error:
         if _state(files) != "live":
-            raise CommandError(f"{files.root.name} is not running: {_ending(files)}", NOT_RUNNING) from error
+            raise _not_running(files) from error
         raise NobodyListens(f"{error}. Runs take requests once their workers have started; try again") from error
     except NoAnswer as error:
         raise NoAnswer(f"{error}; {_kill_hint(files)}") from error
@@ -198,6 +202,12 @@ def _request(files: RunFiles, command: str) -> dict[str, Any]:
 def _kill_hint(files: RunFiles) -> str:
     status = read_status(files)
     return "look at its processes" if status is None else f"`kill -9 {status.pid}` ends it and its workers"
+
+
+def _wait_for_end(files: RunFiles, timeout_s: float, request: str) -> None:
+    if not _poll(lambda: _state(files) != "live", timeout_s):
+        problem = f"{files.root.name} is still running {timeout_s:g} s after {request}"
+        raise CommandError(f"{problem}: {_kill_hint(files)}")
 
 
 def _poll(condition: Callable[[], _Result], timeout_s: float) -> _Result:
@@ -214,21 +224,16 @@ def describe(files: RunFiles) -> dict[str, Any]:
     `ended` is the time of the last write if the run did not record its end.
     """
     status = read_status(files)
-    state = state_of(files, status)
-    report: dict[str, Any] = {"run": files.root.name, "folder": str(files.root), "state": state}
+    report: dict[str, Any] = {"run": files.root.name, "folder": str(files.root), "state": state_of(files, status)}
     if status is not None:
         names = ("started", "ended", "reason", "host", "total_steps")
         report |= {name: getattr(status, name) for name in names}
-    if state != "live":
+    if report["state"] != "live":
         return report | {"ended": report.get("ended") or last_sign(files)}
     try:
         return report | _request(files, "status")
     except (CommandError, ControlError) as error:
         return report | {"no_answer": str(error)}
-
-
-def _ending(files: RunFiles) -> str:
-    return _state_text(describe(files))
 
 
 def _state_text(report: Mapping[str, Any]) -> str:
@@ -241,24 +246,21 @@ def _state_text(report: Mapping[str, Any]) -> str:
     return f"{report['state']}{reason}, {when} {formats.moment(report['ended'])}"
 
 
-def _fields(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [("run", str(report["run"])), ("state", _state_text(report))]
+def _fields(report: Mapping[str, Any]) -> dict[str, str]:
+    fields = {"run": str(report["run"]), "state": _state_text(report)}
     if "step" in report:
-        total, shares, waiting = (report.get(name) for name in ("total_steps", "shares", "waiting"))
-        rows.append(("step", f"{report['step']}{'' if total is None else f' of {total}'}, epoch {report['epoch']}"))
+        total = "" if report.get("total_steps") is None else f" of {report['total_steps']}"
+        fields["step"] = f"{report['step']}{total}, epoch {report['epoch']}"
         if report.get("loss") is not None:
-            rows.append(("loss", f"{formats.loss(float(report['loss']))} at step {report['loss_step']}"))
+            fields["loss"] = f"{formats.loss(float(report['loss']))} at step {report['loss_step']}"
         if report.get("samples_per_s") is not None:
-            rows.append(("speed", f"{formats.rate(report['samples_per_s'])} samples/s"))
+            fields["speed"] = f"{formats.rate(report['samples_per_s'])} samples/s"
         if report.get("eta_s") is not None:
-            rows.append(("time left", formats.duration(report["eta_s"])))
-        workers = [f"{report['workers']}"]
-        if shares and 1 < len(shares) <= MAX_WORKERS_SHOWN:
-            workers.append(f"shares {':'.join(map(str, shares))}")
-        if waiting and 1 < len(waiting) <= MAX_WORKERS_SHOWN:
-            workers.append(f"waiting {' '.join(f'{part:.0%}' for part in waiting)}")
-        rows.append(("workers", ", ".join(workers)))
-        rows.append(("checkpoint", Path(report["checkpoint"]).name if report.get("checkpoint") else "none yet"))
-    if "no_answer" in report:
-        rows.append(("no answer", report["no_answer"]))
-    return rows
+            fields["time left"] = formats.duration(report["eta_s"])
+        fields["workers"] = f"{report['workers']}"
+        if 1 < len(report.get("shares") or ()) <= MAX_WORKERS_SHOWN:
+            fields["workers"] += f", shares {':'.join(map(str, report['shares']))}"
+        if 1 < len(report.get("waiting") or ()) <= MAX_WORKERS_SHOWN:
+            fields["workers"] += f", waiting {' '.join(f'{part:.0%}' for part in report['waiting'])}"
+        fields["checkpoint"] = Path(report["checkpoint"]).name if report.get("checkpoint") else "none yet"
+    return fields | ({"no answer": report["no_answer"]} if "no_answer" in report else {})
