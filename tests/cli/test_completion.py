@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="paceline")
     root.add_argument("--version", action="store_true", help="it's shown")
     commands = root.add_subparsers()
-    completion.add_parser(commands, root)
+    completion.add_parser(commands)
     runs.add_parser(commands)
     checkpoints.add_parser(commands)
     return root

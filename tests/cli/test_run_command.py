@@ -9,10 +9,10 @@ import socket
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 import paceline as pl
 from paceline import __version__
@@ -21,8 +21,10 @@ from paceline.run.launching.output import Follower
 
 SCRIPT = """
     import os
+    import pathlib
     import signal
     import sys
+    import time
 
     import beside  # found because python puts the script's folder on the path
 
@@ -31,8 +33,11 @@ SCRIPT = """
     print("err of", rank, start, file=sys.stderr)
     sys.stdout.flush()
     os.system(f"echo a child of rank {rank}")
+    pathlib.Path(__file__).with_name(f"up-{rank}-{start}").touch()
     if "exit" in sys.argv:
         sys.exit(3)
+    while rank == "1" and not pathlib.Path(__file__).with_name(f"up-0-{start}").exists():
+        time.sleep(0.01)  # a failure of rank 1 ends rank 0, which may not have printed everything
     if "fail" in sys.argv and rank in (None, "1") and start != "0":
         raise ValueError("bad sample 7")  # the user's line
     if "fail" in sys.argv and rank == "1":
@@ -41,8 +46,6 @@ SCRIPT = """
     if "fail" in sys.argv and start == "0":
         signal.pause()
     if "wait" in sys.argv:
-        import pathlib, time
-        pathlib.Path(f"up-{rank}").touch()
         time.sleep(600)
 """
 
@@ -143,7 +146,7 @@ def test_output_is_in_files_per_rank_over_a_restart_and_an_error_is_printed_once
     assert [line for line in failure.splitlines() if line.strip(" ^")] == [
         "rank 1 failed: ValueError: bad sample 7",
         "Traceback (most recent call last):",
-        f'  File "{script}", line 16, in <module>',
+        f'  File "{script}", line 21, in <module>',
         '    raise ValueError("bad sample 7")  # the user\'s line',
         "ValueError: bad sample 7",
         f"the output of rank 1 is in {logs}/rank-1.err",
@@ -159,10 +162,7 @@ def test_ctrl_c_is_code_130_without_a_message(script: Path) -> None:
         text=True,
     )
     try:
-        deadline = time.monotonic() + 60
-        while not all((script.parent / f"up-{rank}").exists() for rank in (0, 1)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: all((script.parent / f"up-{rank}-0").exists() for rank in (0, 1)))
         launcher.send_signal(signal.SIGINT)
         _, err = launcher.communicate(timeout=60)
     finally:

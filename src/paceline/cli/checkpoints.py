@@ -17,8 +17,7 @@ from paceline.checkpoint.folders import complete_steps, latest, new_token, step_
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
 from paceline.checkpoint.reader import Checkpoint, inspect, read_weights, verify
 from paceline.cli import commands as cli
-from paceline.cli.commands import CommandError, count, print_json, size
-from paceline.cli.find_runs import choose_run
+from paceline.cli.commands import CommandError, choose_run, count, print_json, size
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RunFiles
 

@@ -1,4 +1,4 @@
-"""Shared by all commands: how a command is declared, how it reports errors, and how it prints."""
+"""Shared by all commands: how a command is declared, finds runs, reports errors, and prints."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from paceline.core.errors import PacelineError
 from paceline.observe import formats
 from paceline.observe.json_lines import to_json
-from paceline.observe.run_files import RUNS_FOLDER
+from paceline.observe.run_files import RUNS_FOLDER, RunFiles, last_sign, read_status
 
 RUN_NOTE = "RUN is a run's folder, its name, or an unambiguous prefix of its name.\n"
 _NO_LIMIT = 100_000  # the width of tables
@@ -87,6 +88,48 @@ def seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}: choose a number of seconds > 0")
     return value
+
+
+def find_runs(folder: Path) -> list[RunFiles]:
+    """The runs in a folder, the oldest first. Other entries are skipped."""
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise CommandError(f"{folder} {problem}: choose the folder that holds your runs")
+    runs = [files for path in folder.iterdir() if (files := RunFiles(path)).is_run]
+
+    def started(files: RunFiles) -> float:
+        status = read_status(files)
+        return status.started if status else last_sign(files)
+
+    return sorted(runs, key=lambda files: (started(files), files.root.name))
+
+
+def all_runs(folder: Path) -> list[RunFiles]:
+    """As `find_runs`, but a folder without runs is an error."""
+    if runs := find_runs(folder):
+        return runs
+    raise CommandError(f"there is no run in {folder}: a run's folder has a status.json or a metrics.jsonl")
+
+
+def choose_run(named: str | None, folder: Path) -> RunFiles:
+    """The run with this path, name in `folder`, or unambiguous prefix of a name. None is the newest run."""
+    if named is None:
+        return all_runs(folder)[-1]
+    path = Path(named)
+    if RunFiles(path).is_run:
+        return RunFiles(path)
+    if path.is_dir() and ("/" in named or not folder.is_dir()):
+        raise CommandError(f"{path} is not a run: it has neither status.json nor metrics.jsonl")
+    runs = {files.root.name: files for files in find_runs(folder)}
+    found = [named] if named in runs else [name for name in runs if name.startswith(named)]
+    if len(found) == 1:
+        return runs[found[0]]
+    if found:
+        names = "".join(f"\n  {name}" for name in found)
+        raise CommandError(f"{named!r} matches {len(found)} runs: give more of the name{names}")
+    nearest = get_close_matches(named, runs, n=1, cutoff=0.4)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise CommandError(f"there is no run {named!r} in {folder}{hint} (`paceline logs list {folder}` lists all runs)")
 
 
 def execute(options: argparse.Namespace) -> int:

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from paceline.checkpoint.folders import complete_steps, latest, step_folder
 from paceline.cli import commands as cli
-from paceline.cli.commands import CommandError
-from paceline.cli.find_runs import choose_run, find_runs
+from paceline.cli.commands import CommandError, choose_run, find_runs
 from paceline.observe import formats
 from paceline.observe.run_files import RunFiles, last_sign, read_status, state_of
 from paceline.run.control import ControlError, NoAnswer, NobodyListens, ask, socket_path

@@ -9,18 +9,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline.cli import commands as cli
-from paceline.cli.find_runs import all_runs, choose_run, choose_runs, find_runs
+from paceline.cli.commands import or_dash
 from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
-from paceline.cli.logs.summary import FORMATS, render, table
 from paceline.cli.logs.text_plot import MIN_WIDTH, TextStyle, text_plot
+from paceline.observe import formats
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
-from paceline.observe.summary import glance, summarize
+from paceline.observe.summary import Glance, Summary, glance, summarize, text
 
+FORMATS = ("text", "json", "md", "one-line")
 # Wider text plots are not easier to read.
 MAX_TEXT_WIDTH = 110
 VIEWERS = ("xdg-open", "open")
@@ -29,9 +31,11 @@ _LIST_NOTE = """\
 A run is "live", "finished", "stopped" (on request), "failed" (with an error),
 "broken off" (its process died without a report) or "unknown".
 """
-_PLOT_NOTE = f"""\
-{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.
-"""
+_PLOT_NOTE = f"{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.\n"
+_MARKDOWN_HEAD = (
+    "| run | state | steps | trained | loss | lowest | evaluation | samples/s |",
+    "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: |",
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -90,8 +94,20 @@ def _names(text: str) -> list[str]:
 
 
 def _list(options: argparse.Namespace) -> int:
-    if runs := find_runs(options.folder):
-        cli.print_table(table([glance(files) for files in runs]), right=range(2, 6))
+    rows = [
+        (
+            run.name,
+            run.state,
+            _steps(run),
+            formats.loss(run.loss),
+            or_dash(run.samples_per_s, formats.rate),
+            or_dash(run.training_s, formats.duration),
+            or_dash(run.started, lambda time: formats.moment(time, "%Y-%m-%d %H:%M")),
+        )
+        for run in map(glance, cli.find_runs(options.folder))
+    ]
+    if rows:
+        cli.print_table([("run", "state", "step", "loss", "samples/s", "trained", "started"), *rows], right=range(2, 6))
     else:
         print(f"no runs in {options.folder}")
     return 0
@@ -100,14 +116,58 @@ def _list(options: argparse.Namespace) -> int:
 def _summary(options: argparse.Namespace) -> int:
     if options.all and options.named:
         raise cli.CommandError("--all cannot be combined with names of runs")
-    runs = all_runs(options.runs) if options.all else choose_runs(options.named, options.runs)
-    print(render([summarize(files) for files in runs], options.format))
+    runs = cli.all_runs(options.runs) if options.all else _choose_runs(options.named or [None], options.runs)
+    summaries = [summarize(files) for files in runs]
+    if options.format == "json":
+        documents = list(map(asdict, summaries))
+        cli.print_json(documents if len(documents) != 1 else documents[0])
+    elif options.format == "md":
+        print("\n".join([*_MARKDOWN_HEAD, *map(_markdown_row, summaries)]))
+    elif options.format == "one-line":
+        print("\n".join(map(_line, summaries)))
+    else:
+        print("\n\n".join(map(text, summaries)))
     return 0
 
 
+def _markdown_row(run: Summary) -> str:
+    cells = [
+        run.name,
+        run.state,
+        _steps(run),
+        formats.duration(run.training_s),
+        formats.loss(run.train_loss.last if run.train_loss else None),
+        formats.loss(run.train_loss.lowest if run.train_loss else None),
+        ", ".join(_evaluations(run)) or "-",
+        or_dash(run.samples_per_s, formats.rate),
+    ]
+    return f"| {' | '.join(formats.one_line(cell).replace('|', '/') for cell in cells)} |"
+
+
+def _line(run: Summary) -> str:
+    parts = [f"{run.name}: {run.state}", f"step {_steps(run)}"]
+    parts += [f"loss {formats.loss(run.train_loss.last)}"] if run.train_loss else []
+    parts += _evaluations(run)
+    parts += [f"{formats.rate(run.samples_per_s)} samples/s"] if run.samples_per_s is not None else []
+    return formats.one_line(", ".join([*parts, formats.duration(run.training_s)]))
+
+
+def _evaluations(run: Summary) -> list[str]:
+    return [f"{name} {formats.loss(reached.last)}" for name, reached in run.evaluation.items()]
+
+
+def _steps(run: Summary | Glance) -> str:
+    return f"{run.step}" if run.total_steps is None else f"{run.step}/{run.total_steps}"
+
+
+def _choose_runs(named: Sequence[str | None], folder: Path) -> list[RunFiles]:
+    """Several runs, without duplicates."""
+    chosen = [cli.choose_run(name, folder) for name in named]
+    return list({files.root.resolve(): files for files in chosen}.values())
+
+
 def _plot(options: argparse.Namespace) -> int:
-    first = choose_run(options.named, options.runs)
-    runs = choose_runs([str(first.root), *options.compare], options.runs)
+    runs = _choose_runs([options.named, *options.compare], options.runs)
     image = _image_path(options, runs)
     if image is not None:
         check_output(image)
@@ -122,7 +182,7 @@ def _plot(options: argparse.Namespace) -> int:
         log_scale=options.log_scale,
     )
     if image is not None:
-        write(draw(panels, first.root.name if len(runs) == 1 else f"{len(runs)} runs"), image)
+        write(draw(panels, runs[0].root.name if len(runs) == 1 else f"{len(runs)} runs"), image)
         print(image)
         return _open(image) if options.open else 0
     style = TextStyle(
