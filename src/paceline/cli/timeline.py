@@ -57,7 +57,7 @@ def _timeline(options: argparse.Namespace) -> int:
         timeline = Timeline.load(folder)
         if options.first is not None or options.last is not None:
             timeline = timeline.between(options.first, options.last)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise CommandError(str(error)) from error
     text = _text(timeline, options.idle) if form == "text" else getattr(timeline, f"to_{form}")()
     if form == "html" and output is None:
@@ -65,10 +65,7 @@ def _timeline(options: argparse.Namespace) -> int:
     if output is None:
         print(text)
         return 0
-    try:
-        output.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise CommandError(f"{output} cannot be written ({error.strerror}): choose another file with -o") from error
+    output.write_text(text, encoding="utf-8", errors="backslashreplace")
     print(output)
     return 0
 

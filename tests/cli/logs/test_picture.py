@@ -68,7 +68,6 @@ def test_pictures_are_written_as_their_name_says_and_the_same_each_time(runs: Pa
     [
         (["-o", "a.gif"], "a.gif: choose a file name that ends in .png, .svg or .pdf"),
         (["-o", "no/where.png"], "no/where.png: there is no folder no"),
-        (["-o", "folder.png"], "folder.png cannot be written: Is a directory"),
         (["--metrics", "los"], "no run has the metric 'los', did you mean 'loss'? choose from time, epoch, loss, lr,"),
         (["--metrics", "zzz"], "no run has the metric 'zzz': choose from time,"),
         (["--compare", "nobody"], "there is no run 'nobody' in runs"),
@@ -76,10 +75,16 @@ def test_pictures_are_written_as_their_name_says_and_the_same_each_time(runs: Pa
 )
 def test_what_cannot_be_drawn_is_told_in_one_message(runs: Path, arguments: list[str], message: str) -> None:
     make_run(runs)
-    Path("folder.png").mkdir()
     ended = logs_command("plot", *arguments)
     assert (ended.code, ended.out) == (1, "")
     assert ended.err.startswith(f"paceline logs plot: {message}")
+
+
+def test_a_file_that_cannot_be_written_is_told_in_one_message(runs: Path) -> None:
+    make_run(runs)
+    Path("folder.png").mkdir()
+    ended = logs_command("plot", "-o", "folder.png")
+    assert ended == (2, "", "paceline logs plot: folder.png: Is a directory\n")
 
 
 def test_without_matplotlib_a_picture_names_the_extra_and_text_still_works(

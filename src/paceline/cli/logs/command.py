@@ -200,12 +200,8 @@ def _image_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path |
     if options.output is not None or not options.open:
         return options.output  # type: ignore[no-any-return]
     what = "loss" if options.loss_curves else "-".join(options.metrics) or "overview"
-    folder = runs[0].plots
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise cli.CommandError(f"{folder} cannot be created ({error.strerror}): choose a file with -o") from error
-    return folder / f"{re.sub(r'[^a-z0-9_-]+', '_', what.lower())}{'-compared' if len(runs) > 1 else ''}.png"
+    runs[0].plots.mkdir(exist_ok=True)
+    return runs[0].plots / f"{re.sub(r'[^a-z0-9_-]+', '_', what.lower())}{'-compared' if len(runs) > 1 else ''}.png"
 
 
 def _open(image: Path) -> int:
