@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.cli.commands import CommandError
-from paceline.cli.logs.panels import Panel, last_finite
+from paceline.cli.logs.panels import Panel
 from paceline.observe import formats
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def write(figure: Figure, path: Path) -> None:
 def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    ends = []
+    lines = {}
     for one in panel.series:
         y = np.clip(one.y, -_LARGEST, _LARGEST)
         color = COLORS[one.color % len(COLORS)]
@@ -88,7 +88,7 @@ def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
             continue
         width, dash = 1.1 if one.is_sparse else 1.6, "--" if one.color >= len(COLORS) else "-"
         marker, label = "o" if one.is_sparse or len(one.x) == 1 else "", formats.printable(one.label)
-        ends += axes.plot(one.x, y, color=color, linewidth=width, linestyle=dash, marker=marker, label=label)
+        (lines[one],) = axes.plot(one.x, y, color=color, linewidth=width, linestyle=dash, marker=marker, label=label)
     axes.set(xlabel=panel.x_label, ylabel=formats.printable(panel.y_label))
     if panel.is_log:
         axes.set_yscale("log")
@@ -96,8 +96,8 @@ def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 100 * low else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
-    if len(ends) > 1:
+    if len(lines) > 1:
         # Beside the axes, in the order in which the lines end.
-        ends.sort(key=lambda line: -last_finite(np.asarray(line.get_ydata())))
-        points = min(_FONT_POINTS, height_points / len(ends) / 1.5)
-        axes.legend(handles=ends, loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.2, fontsize=points)
+        ordered = [lines[one] for one in sorted(lines, key=lambda one: -one.last)]
+        points = min(_FONT_POINTS, height_points / len(lines) / 1.5)
+        axes.legend(handles=ordered, loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.2, fontsize=points)
