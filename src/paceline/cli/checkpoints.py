@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
             cli.add_run_argument(parser, "the run, or a folder that holds checkpoints (default: the newest run)")
         else:
             cli.add_run_argument(parser, "the checkpoint (default: the newest of the newest run)", "CKPT")
-        cli.add_json_option(parser)
+        parser.add_argument("--json", action="store_true", help="print JSON")
         return parser
 
     folder = "runs/a/checkpoints/step-00000100"
@@ -101,7 +101,7 @@ def _folder(options: argparse.Namespace) -> Path:
     return newest
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> None:
     root = _root(options.named, options.runs)
     for flaw in unusable(root).values():
         print(f"ignored: {flaw}", file=sys.stderr)
@@ -123,16 +123,15 @@ def _list(options: argparse.Namespace) -> int:
         cli.print_table(rows, right=(0, 1, 3, 4))
     else:
         print(f"no checkpoints in {root}")
-    return 0
 
 
-def _inspect(options: argparse.Namespace) -> int:
+def _inspect(options: argparse.Namespace) -> None:
     folder = _folder(options)
     manifest = inspect(folder)
     found = _described(folder, manifest) | {"configuration": manifest.configuration, "versions": manifest.versions}
     if options.json:
         print_json(found)
-        return 0
+        return
     epoch, micro_batch = (manifest.position.get(name, "-") for name in ("epoch", "micro_batch"))
     settings = {name: v if isinstance(v, str) else to_json(v) for name, v in manifest.configuration.items()}
     cli.print_fields(
@@ -149,10 +148,9 @@ def _inspect(options: argparse.Namespace) -> int:
             **{f"  {name}": cli.shortened(text, MAX_VALUE_LENGTH) for name, text in settings.items()},
         }
     )
-    return 0
 
 
-def _components(options: argparse.Namespace) -> int:
+def _components(options: argparse.Namespace) -> None:
     contents = inspect(_folder(options)).contents
     found: list[dict[str, Any]] = []
     for name, component in contents.components.items():
@@ -163,10 +161,9 @@ def _components(options: argparse.Namespace) -> int:
         found.append({"component": name, "shared": shared, "parts": parts, "files": files, "bytes": num_bytes})
     if options.json:
         print_json(found)
-        return 0
+        return
     rows = [(c["component"], c["shared"], f"{len(c['parts'])}", f"{len(c['files'])}", size(c["bytes"])) for c in found]
     cli.print_table([("component", "shared", "parts", "files", "size"), *rows], right=(2, 3, 4))
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -195,7 +192,7 @@ def _problems(folder: Path) -> list[str]:
         return verify(folder)
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     path, form = options.output, options.format or SUFFIXES.get(options.output.suffix)
     if form is None:
         raise CommandError(f"{path}: unknown suffix: choose .safetensors or .pt, or give --format", 2)
@@ -218,7 +215,6 @@ def _export(options: argparse.Namespace) -> int:
         print_json({"file": str(path), "checkpoint": str(checkpoint.folder), "step": checkpoint.step})
     else:
         print(f"{path}: {count(len(weights), 'tensor')}, {size(path.stat().st_size)}, from step {checkpoint.step}")
-    return 0
 
 
 def _weights(checkpoint: Checkpoint, component: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from paceline.observe.run_files import RUNS_FOLDER, RunFiles, last_sign, read_st
 RUN_NOTE = "RUN is a run's folder, its name, or an unambiguous prefix of its name.\n"
 _NO_LIMIT = 100_000  # the width of tables
 
-Command = Callable[[argparse.Namespace], int]
+Command = Callable[[argparse.Namespace], int | None]
 
 
 class CommandError(Exception):
@@ -38,7 +38,7 @@ def add_command(
     """Add a command to the subparsers `commands`. Its help ends with `notes` and `examples`.
 
     examples: command lines, without the words that lead to the command.
-    run: the function that executes the command and returns its exit code. See `execute`.
+    run: the function that executes the command and returns its exit code; None is 0. See `execute`.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -62,10 +62,6 @@ def add_run_argument(parser: argparse.ArgumentParser, what: str, metavar: str = 
     parser.add_argument("named", nargs=nargs, metavar=metavar, help=what)
     what = "the folder that holds the runs (default: %(default)s)"
     parser.add_argument("--runs", type=Path, default=Path(RUNS_FOLDER), metavar="DIR", help=what)
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def integer(minimum: int) -> Callable[[str], int]:
@@ -141,7 +137,7 @@ def execute(options: argparse.Namespace) -> int:
     out, err = (cast(TextIO, _EscapingStream(stream)) for stream in (sys.stdout, sys.stderr))
     with redirect_stdout(out), redirect_stderr(err):
         try:
-            code: int = options.run(options)
+            code: int = options.run(options) or 0
             sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
             return code
         except KeyboardInterrupt:

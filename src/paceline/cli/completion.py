@@ -53,11 +53,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
 
 
-def _completion(options: argparse.Namespace) -> int:
+def _completion(options: argparse.Namespace) -> None:
     from paceline.cli.main import make_parser
 
     print(script(make_parser(), options.shell), end="")
-    return 0
 
 
 def script(root: argparse.ArgumentParser, shell: str) -> str:

@@ -37,11 +37,11 @@ Document = dict[str, Any]
 def add_parser(commands: Any) -> None:
     summary = "show which devices a run would use, and how fast they are"
     parser = cli.add_command(commands, "devices", summary, _NOTE, examples=("", "--no-speed --json"), run=_devices)
-    cli.add_json_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-speed", "--quick", action="store_true", help="list the devices without measuring them")
 
 
-def _devices(options: argparse.Namespace) -> int:
+def _devices(options: argparse.Namespace) -> None:
     environment, found = describe_environment()["host"], devices()
     host: Document = {name: environment[name] for name in ("name", "processor", "cores")}
     host |= {"threads": torch.get_num_threads(), "memory_bytes": environment["memory_bytes"]}
@@ -60,7 +60,6 @@ def _devices(options: argparse.Namespace) -> int:
     described = [_describe(device, host, is_measured=not options.no_speed) for device in found]
     document = {"host": host, "devices": described, "links": links}
     cli.print_json(document) if options.json else _print(document)
-    return 0
 
 
 def _describe(device: torch.device, host: Document, *, is_measured: bool) -> Document:

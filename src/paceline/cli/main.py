@@ -86,7 +86,7 @@ def _add_config(commands: Any) -> None:
     parser.add_argument("--workers", type=int, metavar="N", help="resolve per-worker values for N workers")
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     from paceline.cli.config import load_project, show
 
     try:
@@ -94,7 +94,6 @@ def _show(options: argparse.Namespace) -> int:
         print(show(project if options.workers is None else project.resolve(options.workers)), end="")
     except ValueError as error:
         raise CommandError(str(error), 2) from error
-    return 0
 
 
 def _add_run(commands: Any) -> None:

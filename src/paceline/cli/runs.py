@@ -65,7 +65,7 @@ def add_parser(commands: Any) -> None:
 
     summary = "print step, loss, speed and remaining time"
     parser = add(_status, "status", summary, f"{cli.RUN_NOTE}{_EXIT_CODES}", "", "2workers --json", "--watch")
-    cli.add_json_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--watch", action="store_true", help="repeat every second until all runs have ended")
     saving = add(_save, "save", "save a checkpoint after the next step", _NOTE, "", "2workers --wait")
     saving.add_argument("--wait", action="store_true", help="wait until the checkpoint is complete, and print its path")
@@ -98,12 +98,12 @@ def _status(options: argparse.Namespace) -> int:
         sleep(WATCH_S)
 
 
-def _save(options: argparse.Namespace) -> int:
+def _save(options: argparse.Namespace) -> None:
     files = _live_run(options)
     step = int(_request(files, "save")["step"])
     if not options.wait:
         print(f"{files.root.name} saves a checkpoint after step {step + 1} or shortly after it")
-        return 0
+        return
 
     def new_checkpoint() -> Path | None:
         is_live = _state(files) == "live"
@@ -122,7 +122,6 @@ def _save(options: argparse.Namespace) -> int:
             f"running: see {files.ranks / 'rank-0.err'}"
         )
     print(saved)
-    return 0
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -139,7 +138,7 @@ def _stop(options: argparse.Namespace) -> int:
     return 0 if _state(files) in ("stopped", "finished") else 1
 
 
-def _abort(options: argparse.Namespace) -> int:
+def _abort(options: argparse.Namespace) -> None:
     files = _live_run(options)
     if not options.yes:
         if not sys.stdin.isatty():
@@ -152,7 +151,6 @@ def _abort(options: argparse.Namespace) -> int:
         _request(files, "abort")
     _wait_for_end(files, ABORT_TIMEOUT_S, "the request to abort")
     print(f"{files.root.name} is aborted")
-    return 0
 
 
 def _state(files: RunFiles) -> str:

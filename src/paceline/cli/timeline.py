@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--idle", type=cli.seconds, default=1.0, metavar="S", help=what)
 
 
-def _timeline(options: argparse.Namespace) -> int:
+def _timeline(options: argparse.Namespace) -> None:
     has_files = options.named is not None and timeline_files(Path(options.named))
     folder = Path(options.named) if has_files else cli.choose_run(options.named, options.runs).root
     output: Path | None = options.output
@@ -64,10 +64,9 @@ def _timeline(options: argparse.Namespace) -> int:
         output = folder / "timeline.html"
     if output is None:
         print(text)
-        return 0
+        return
     output.write_text(text, encoding="utf-8", errors="backslashreplace")
     print(output)
-    return 0
 
 
 def _text(timeline: Timeline, idle_s: float) -> str:

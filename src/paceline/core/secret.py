@@ -26,10 +26,10 @@ class ForgedError(ValueError):
 class Secret:
     """Signs messages and checks signatures, by HMAC-SHA256."""
 
-    def __init__(self, value: bytes) -> None:
+    def __init__(self, value: bytes, name: str = "the secret") -> None:
         if len(value) < MIN_BYTES:
             remedy = f"use at least {MIN_BYTES}, for example from `openssl rand -hex 32`"
-            raise ValueError(f"the secret has {len(value)} bytes: {remedy}")
+            raise ValueError(f"{name} has {len(value)} bytes: {remedy}")
         self._value = value
 
     def sign(self, content: bytes, purpose: str) -> bytes:
@@ -73,7 +73,4 @@ def read_secret(path: Path) -> Secret:
             f"the secret file {path} has mode {stat.S_IMODE(mode):04o} and owner {owner}: others could read or change "
             f"it. `chmod 600 {path}` as user {os.geteuid()}; for a Kubernetes secret, defaultMode: 0440"
         )
-    try:
-        return Secret(value)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return Secret(value, f"the secret in {path}")

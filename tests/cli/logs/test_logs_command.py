@@ -231,7 +231,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(runs: Path, monkeypatch: pyte
     ("arguments", "message"),
     [
         (["plot", "--smooth", "0"], "argument --smooth: '0': choose an integer >= 1"),
-        (["plot", "--metrics", "loss,,lr"], "'loss,,lr': separate names with commas, such as loss,lr"),
         (["plot", "--metrics", "lr", "--loss-curves"], "not allowed with argument --metrics"),
         (["plot", "--x-axis", "days"], "invalid choice: 'days'"),
         (["summary", "--format", "xml"], "invalid choice: 'xml'"),

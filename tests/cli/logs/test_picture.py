@@ -70,6 +70,7 @@ def test_pictures_are_written_as_their_name_says_and_the_same_each_time(runs: Pa
         (["-o", "no/where.png"], "no/where.png: there is no folder no"),
         (["--metrics", "los"], "no run has the metric 'los', did you mean 'loss'? choose from time, epoch, loss, lr,"),
         (["--metrics", "zzz"], "no run has the metric 'zzz': choose from time,"),
+        (["--metrics", "loss,,lr"], "no run has the metric '': choose from time,"),
         (["--compare", "nobody"], "there is no run 'nobody' in runs"),
     ],
 )

@@ -70,7 +70,7 @@ def add_parser(commands: Any) -> None:
         "metrics to plot, with a panel for each, such as loss,eval/loss,waiting (default: loss, evaluations, learning "
         "rate, gradient norm, throughput; as text, only the loss)"
     )
-    selection.add_argument("--metrics", type=_names, default=[], metavar="A,B", help=what)
+    selection.add_argument("--metrics", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
     selection.add_argument("--loss-curves", action="store_true", help="plot only training and evaluation losses")
     what = "step, epoch, or time of training (default: %(default)s)"
     parser.add_argument("--x-axis", choices=("step", "epoch", "time"), default="step", metavar="AXIS", help=what)
@@ -86,14 +86,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("-e", "--open", action="store_true", help=what)
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: separate names with commas, such as loss,lr")
-    return names
-
-
-def _list(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> None:
     rows = [
         (
             run.name,
@@ -110,10 +103,9 @@ def _list(options: argparse.Namespace) -> int:
         cli.print_table([("run", "state", "step", "loss", "samples/s", "trained", "started"), *rows], right=range(2, 6))
     else:
         print(f"no runs in {options.folder}")
-    return 0
 
 
-def _summary(options: argparse.Namespace) -> int:
+def _summary(options: argparse.Namespace) -> None:
     if options.all and options.named:
         raise cli.CommandError("--all cannot be combined with names of runs")
     runs = cli.all_runs(options.runs) if options.all else _choose_runs(options.named or [None], options.runs)
@@ -127,7 +119,6 @@ def _summary(options: argparse.Namespace) -> int:
         print("\n".join(map(_line, summaries)))
     else:
         print("\n\n".join(map(text, summaries)))
-    return 0
 
 
 def _markdown_row(run: Summary) -> str:
@@ -166,7 +157,7 @@ def _choose_runs(named: Sequence[str | None], folder: Path) -> list[RunFiles]:
     return list({files.root.resolve(): files for files in chosen}.values())
 
 
-def _plot(options: argparse.Namespace) -> int:
+def _plot(options: argparse.Namespace) -> None:
     runs = _choose_runs([options.named, *options.compare], options.runs)
     image = _image_path(options, runs)
     if image is not None:
@@ -184,7 +175,9 @@ def _plot(options: argparse.Namespace) -> int:
     if image is not None:
         write(draw(panels, runs[0].root.name if len(runs) == 1 else f"{len(runs)} runs"), image)
         print(image)
-        return _open(image) if options.open else 0
+        if options.open:
+            _open(image)
+        return
     style = TextStyle(
         width=max(min(shutil.get_terminal_size().columns, MAX_TEXT_WIDTH), MIN_WIDTH),
         has_unicode="utf" in (sys.stdout.encoding or "").lower(),
@@ -193,7 +186,6 @@ def _plot(options: argparse.Namespace) -> int:
     print(", ".join(files.root.name for files in runs))
     for panel in panels:
         cli.raw(sys.stdout).write(f"\n{text_plot(panel, style)}\n")
-    return 0
 
 
 def _image_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path | None:
@@ -204,11 +196,10 @@ def _image_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path |
     return runs[0].plots / f"{re.sub(r'[^a-z0-9_-]+', '_', what.lower())}{'-compared' if len(runs) > 1 else ''}.png"
 
 
-def _open(image: Path) -> int:
+def _open(image: Path) -> None:
     viewer = next(filter(None, map(shutil.which, VIEWERS)), None)
     if viewer is None:
         raise cli.CommandError(f"no viewer was found ({', '.join(VIEWERS)}): open {image} yourself")
     # The shell exits immediately. The viewer is detached and stays open when this terminal is closed.
     detached = '"$0" "$1" </dev/null >/dev/null 2>&1 &'
     subprocess.run(["sh", "-c", detached, viewer, str(image)], start_new_session=True, check=False)
-    return 0
