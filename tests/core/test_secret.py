@@ -56,5 +56,5 @@ def test_short_and_missing_ones_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("short")
     path.chmod(0o600)
-    with pytest.raises(ValueError, match="the secret in .* has 5 bytes: use at least 16, for example from `openssl"):
+    with pytest.raises(ValueError, match=r"the secret in .* has 5 bytes: use at least 16, for example from `openssl"):
         read_secret(path)
