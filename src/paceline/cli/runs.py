@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep, time
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.checkpoint.folders import complete_steps, latest, step_folder
 from paceline.cli import commands as cli
@@ -47,8 +47,6 @@ killed and not restarted. `paceline train` then exits with code 1, a script
 without a launcher with 137.
 
 {_NOTE}"""
-
-_Result = TypeVar("_Result")
 
 
 def add_parser(commands: Any) -> None:
@@ -105,23 +103,18 @@ def _save(options: argparse.Namespace) -> None:
         print(f"{files.root.name} saves a checkpoint after step {step + 1} or shortly after it")
         return
 
-    def new_checkpoint() -> Path | None:
-        is_live = _state(files) == "live"
-        steps = complete_steps(files.checkpoints)
-        # A run that is just ending saves its current step, and no later one.
-        if steps and steps[-1] > step - (not is_live):
-            return step_folder(files.checkpoints, steps[-1])
-        if not is_live:
-            raise CommandError(f"{_not_running(files)}; it did not save step {step}")
-        return None
+    def newest() -> int:
+        return max(complete_steps(files.checkpoints), default=-1)
 
-    saved = _poll(new_checkpoint, options.timeout)
-    if saved is None:
-        raise CommandError(
-            f"{files.root.name} saved no checkpoint after step {step} within {options.timeout:g} s and is still "
-            f"running: see {files.ranks / 'rank-0.err'}"
-        )
-    print(saved)
+    _poll(lambda: newest() > step or _state(files) != "live", options.timeout)
+    has_ended = _state(files) != "live"
+    if newest() > step - has_ended:  # a run that is just ending saves its current step, and no later one
+        print(step_folder(files.checkpoints, newest()))
+    elif has_ended:
+        raise CommandError(f"{_not_running(files)}; it did not save step {step}")
+    else:
+        problem = f"saved no checkpoint after step {step} within {options.timeout:g} s and is still running"
+        raise CommandError(f"{files.root.name} {problem}: see {files.ranks / 'rank-0.err'}")
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -207,12 +200,12 @@ def _wait_for_end(files: RunFiles, timeout_s: float, request: str) -> None:
         raise CommandError(f"{problem}: {_kill_hint(files)}")
 
 
-def _poll(condition: Callable[[], _Result], timeout_s: float) -> _Result:
-    """Call `condition` until its result is true or the time is over; returns the last result."""
+def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Call `condition` until it is true or the time is over; returns its last result."""
     deadline_s = monotonic() + timeout_s
-    while not (result := condition()) and monotonic() < deadline_s:
+    while not (is_true := condition()) and monotonic() < deadline_s:
         sleep(POLL_S)
-    return result
+    return is_true
 
 
 def describe(files: RunFiles) -> dict[str, Any]:
