@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -167,6 +166,8 @@ def _components(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
     folders, flaws = [_folder(options)], {}
     if options.all:
         root = folders[0].parent
@@ -174,22 +175,14 @@ def _verify(options: argparse.Namespace) -> int:
         folders = [*flaws, *(step_folder(root, step) for step in complete_steps(root))]
     results = []
     for folder in folders:
-        problems = [flaws[folder]] if folder in flaws else _problems(folder)
+        with Console(file=cli.raw(sys.stderr)).status(f"reading {folder.name}"):  # shown on a terminal only
+            problems = [flaws[folder]] if folder in flaws else verify(folder)
         results.append({"checkpoint": str(folder), "problems": problems})
         if not options.json:
             print("\n".join(f"damaged  {problem}" for problem in problems) or f"intact   {folder}", flush=True)
     if options.json:
         print_json(results)
     return 1 if any(result["problems"] for result in results) else 0
-
-
-def _problems(folder: Path) -> list[str]:
-    """All problems of a checkpoint. A terminal shows which one is being read."""
-    from rich.console import Console
-
-    stderr = cli.raw(sys.stderr)
-    with Console(file=stderr).status(f"reading {folder.name}") if stderr.isatty() else nullcontext():
-        return verify(folder)
 
 
 def _export(options: argparse.Namespace) -> None:

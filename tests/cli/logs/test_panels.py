@@ -15,7 +15,7 @@ from made_runs import make_run, row
 
 from paceline.cli.logs import picture as logs_picture
 from paceline.cli.logs.panels import Panel, make_panels, moving_mean, short_labels
-from paceline.cli.logs.text_plot import TextStyle, text_plot
+from paceline.cli.logs.text_plot import text_plot
 from paceline.observe.metrics import MAX_POINTS
 from paceline.observe.run_files import RunFiles
 
@@ -182,7 +182,7 @@ def test_numbers_that_are_not_finite_leave_a_gap(runs: Path) -> None:
     (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True)
     assert panel.series[0].x.tolist() == [1, 2, 3, 4]
     content([panel])
-    assert "training 2" in text_plot(panel, TextStyle())
+    assert "training 2" in text_plot(panel)
     (bad,) = [make_run(runs, "bad", [row(1, loss=math.nan), row(2, loss=math.nan)])]
     assert "loss" not in [panel.name for panel in panels_of(bad)]
 

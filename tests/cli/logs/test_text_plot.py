@@ -11,7 +11,7 @@ from in_process import Ended, invoke
 from made_runs import make_run
 
 from paceline.cli.logs.panels import Panel, Series
-from paceline.cli.logs.text_plot import HEIGHT, TextStyle, text_plot
+from paceline.cli.logs.text_plot import HEIGHT, text_plot
 
 
 def falling(label: str = "training", color: int = 0, low: float = 1.0, **more: Any) -> Series:
@@ -19,7 +19,7 @@ def falling(label: str = "training", color: int = 0, low: float = 1.0, **more: A
 
 
 def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
-    text = text_plot(Panel("loss", "step", "loss", (falling(),)), TextStyle(width=60, has_unicode=False))
+    text = text_plot(Panel("loss", "step", "loss", (falling(),)), 60, has_unicode=False)
     assert text.splitlines() == [
         "loss",
         "5 |**",
@@ -41,7 +41,7 @@ def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
 
 def test_a_braille_plot_draws_finer_and_marks_evaluations() -> None:
     evaluation = Series("evaluation", np.array([50.0, 100.0]), np.array([4.0, 3.0]), 1, is_sparse=True)
-    text = text_plot(Panel("loss", "step", "loss", (falling(), evaluation)), TextStyle(width=70))
+    text = text_plot(Panel("loss", "step", "loss", (falling(), evaluation)), 70)
     assert text.count("●") == 2
     assert any(0x2800 < ord(character) < 0x2900 for character in text)
     lines = text.splitlines()
@@ -50,8 +50,8 @@ def test_a_braille_plot_draws_finer_and_marks_evaluations() -> None:
 
 def test_colors_only_where_they_are_wanted() -> None:
     panel = Panel("loss", "step", "loss", (falling(), falling("other", 1, low=2.0)))
-    assert "\x1b" not in text_plot(panel, TextStyle())
-    colored = text_plot(panel, TextStyle(has_color=True))
+    assert "\x1b" not in text_plot(panel)
+    colored = text_plot(panel, has_color=True)
     assert "\x1b[34mtraining 1\x1b[0m" in colored
     assert "\x1b[33mother 2\x1b[0m" in colored
 
@@ -62,7 +62,7 @@ def test_a_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
     many = tuple(falling(f"a run with a long name {i}", i, low=float(i)) for i in range(20))
     one_point = Series("x", np.array([3.0]), np.array([2.0]), 0)
     for series in ((falling(),), many, (one_point,)):
-        text = text_plot(Panel("loss", "step", "loss", series), TextStyle(width, has_unicode))
+        text = text_plot(Panel("loss", "step", "loss", series), width, has_unicode=has_unicode)
         assert max(map(len, text.splitlines())) <= width
         assert len(text.splitlines()) == HEIGHT + 3
 
@@ -70,7 +70,7 @@ def test_a_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
 def test_a_logarithmic_text_plot_makes_a_straight_line_of_a_power() -> None:
     x = np.linspace(1.0, 50.0, 50)
     panel = Panel("loss", "step", "loss", (Series("a", x, 10.0 ** (-x / 10), 0),), is_log=True)
-    text = text_plot(panel, TextStyle(60, has_unicode=False))
+    text = text_plot(panel, 60, has_unicode=False)
     assert text.startswith("loss (log)\n")
     stars = [line.count("*") for line in text.splitlines()[1 : HEIGHT + 1]]
     assert max(stars) - min(stars) <= 2

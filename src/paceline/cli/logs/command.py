@@ -17,10 +17,11 @@ from paceline.cli import commands as cli
 from paceline.cli.commands import or_dash
 from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
-from paceline.cli.logs.text_plot import MIN_WIDTH, TextStyle, text_plot
+from paceline.cli.logs.text_plot import MIN_WIDTH, text_plot
 from paceline.observe import formats
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
-from paceline.observe.summary import Glance, Summary, glance, summarize, text
+from paceline.observe.summary import Glance, Summary, glance, summarize
+from paceline.observe.summary import text as summary_text
 
 FORMATS = ("text", "json", "md", "one-line")
 # Wider text plots are not easier to read.
@@ -118,7 +119,7 @@ def _summary(options: argparse.Namespace) -> None:
     elif options.format == "one-line":
         print("\n".join(map(_line, summaries)))
     else:
-        print("\n\n".join(map(text, summaries)))
+        print("\n\n".join(map(summary_text, summaries)))
 
 
 def _markdown_row(run: Summary) -> str:
@@ -178,14 +179,13 @@ def _plot(options: argparse.Namespace) -> None:
         if options.open:
             _open(image)
         return
-    style = TextStyle(
-        width=max(min(shutil.get_terminal_size().columns, MAX_TEXT_WIDTH), MIN_WIDTH),
-        has_unicode="utf" in (sys.stdout.encoding or "").lower(),
-        has_color=sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb",
-    )
+    width = max(min(shutil.get_terminal_size().columns, MAX_TEXT_WIDTH), MIN_WIDTH)
+    has_unicode = "utf" in (sys.stdout.encoding or "").lower()
+    has_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     print(", ".join(files.root.name for files in runs))
     for panel in panels:
-        cli.raw(sys.stdout).write(f"\n{text_plot(panel, style)}\n")
+        text = text_plot(panel, width, has_unicode=has_unicode, has_color=has_color)
+        cli.raw(sys.stdout).write(f"\n{text}\n")
 
 
 def _image_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,28 +19,20 @@ _ANSI_COLORS = (34, 33, 32, 35, 36, 31)
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-@dataclass(frozen=True)
-class TextStyle:
-    """The terminal's capabilities."""
+def text_plot(panel: Panel, width: int = 80, *, has_unicode: bool = True, has_color: bool = False) -> str:
+    """A plot of `HEIGHT` + 3 lines, at most `width` wide. Without smoothed lines' original values."""
 
-    width: int = 80
-    has_unicode: bool = True
-    has_color: bool = False
+    def colored(text: str, color: int) -> str:
+        return f"\x1b[{_ANSI_COLORS[color % len(_ANSI_COLORS)]}m{text}\x1b[0m" if has_color else text
 
-    def colored(self, text: str, color: int) -> str:
-        return f"\x1b[{_ANSI_COLORS[color % len(_ANSI_COLORS)]}m{text}\x1b[0m" if self.has_color else text
-
-
-def text_plot(panel: Panel, style: TextStyle) -> str:
-    """A plot of `HEIGHT` + 3 lines, at most `style.width` wide. Without smoothed lines' original values."""
     series = [one for one in panel.series if not one.is_faint]
     low, high = _range([one.y for one in series])
     ticks = {0: formats.loss(high), HEIGHT - 1: formats.loss(low)} if low < high else {HEIGHT // 2: formats.loss(low)}
     gutter = max(map(len, ticks.values()))
     names = [shortened(printable(f"{one.label} {formats.loss(one.last)}"), _MAX_LABEL) for one in series]
-    columns = style.width - gutter - 4 - max(map(len, names))
+    columns = width - gutter - 4 - max(map(len, names))
     if columns < MIN_WIDTH // 2:  # too narrow for labels
-        names, columns = [], max(style.width - gutter - 3, 8)
+        names, columns = [], max(width - gutter - 3, 8)
     across = _scaled([one.x for one in series])
     down = [1 - y for y in _scaled([np.log(one.y) if panel.is_log else one.y for one in series])]
     labels: dict[int, str] = {}
@@ -49,17 +40,21 @@ def text_plot(panel: Panel, style: TextStyle) -> str:
         # In the row in which the line ends, or the nearest free one. Labels that find no row are left out.
         end = round(float(y[np.isfinite(one.y)][-1]) * (HEIGHT - 1))
         if free := [row for row in range(HEIGHT) if row not in labels]:
-            labels[min(free, key=lambda row: abs(row - end))] = style.colored(name, one.color)
-    cells = _draw(series, across, down, columns, style)
-    corner, side, bar = "└│─" if style.has_unicode else "+|-"
+            labels[min(free, key=lambda row: abs(row - end))] = colored(name, one.color)
+    drawn = _draw(series, across, down, columns, has_unicode)
+    cells = [[colored(*drawn[i, j]) if (i, j) in drawn else " " for j in range(columns)] for i in range(HEIGHT)]
+    corner, side, bar = "└│─" if has_unicode else "+|-"
     begin, end_text = (f"{x:g}" for x in _range([one.x for one in series]))
     middle = panel.x_label.center(max(columns - len(begin) - len(end_text), 0))
     return "\n".join(
         [
             f"{printable(panel.y_label)}{' (log)' if panel.is_log else ''}",
-            *(f"{ticks.get(i, ''):>{gutter}} {side}{cells[i]} {labels.get(i, '')}".rstrip() for i in range(HEIGHT)),
+            *(
+                f"{ticks.get(i, ''):>{gutter}} {side}{''.join(cells[i])} {labels.get(i, '')}".rstrip()
+                for i in range(HEIGHT)
+            ),
             f"{'':>{gutter}} {corner}{bar * columns}",
-            f"{'':>{gutter}}  {begin}{middle}{end_text}"[: style.width].rstrip(),
+            f"{'':>{gutter}}  {begin}{middle}{end_text}"[:width].rstrip(),
         ]
     )
 
@@ -80,22 +75,22 @@ def _scaled(parts: Sequence[Numbers]) -> list[Numbers]:
 
 
 def _draw(
-    series: Sequence[Series], across: Sequence[Numbers], down: Sequence[Numbers], columns: int, style: TextStyle
-) -> list[str]:
-    """The rows of characters. Where lines cross, the later one determines the color."""
-    dots_across, dots_down = (2, 4) if style.has_unicode else (1, 1)
+    series: Sequence[Series], across: Sequence[Numbers], down: Sequence[Numbers], columns: int, has_unicode: bool
+) -> dict[tuple[int, int], tuple[str, int]]:
+    """The characters and their colors, by row and column. Where lines cross, the later one determines the color."""
+    dots_across, dots_down = (2, 4) if has_unicode else (1, 1)
     bits: dict[tuple[int, int], int] = {}
-    characters: dict[tuple[int, int], str] = {}
+    characters: dict[tuple[int, int], tuple[str, int]] = {}
     for one, x, y in zip(series, across, down, strict=True):
         finite = np.isfinite(one.y)
         dot_columns = np.round(x[finite] * (columns * dots_across - 1)).astype(int)
         for column, row in _dots(dot_columns, y[finite] * (HEIGHT * dots_down - 1), is_connected=not one.is_sparse):
             cell = row // dots_down, column // dots_across
             bits[cell] = bits.get(cell, 0) | _DOTS[row % dots_down][column % dots_across]
-            mark, dot = ("●", chr(0x2800 + bits[cell])) if style.has_unicode else ("o", "*")
+            mark, dot = ("●", chr(0x2800 + bits[cell])) if has_unicode else ("o", "*")
             bits[cell] |= 0x100 * one.is_sparse  # a mark stays
-            characters[cell] = style.colored(mark if bits[cell] >= 0x100 else dot, one.color)
-    return ["".join(characters.get((row, column), " ") for column in range(columns)) for row in range(HEIGHT)]
+            characters[cell] = mark if bits[cell] >= 0x100 else dot, one.color
+    return characters
 
 
 def _dots(x: Numbers, y: Numbers, *, is_connected: bool) -> Iterator[tuple[int, int]]:
