@@ -1,4 +1,4 @@
-"""Folders of our own in places that all users share: made for this user alone, and used only if they are."""
+"""Private folders in shared places: created for this user only, and checked before use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.private_folder import private_folder, why_not_private
 NOBODY = 65534
 
 
-def test_a_new_one_is_its_owners_alone(tmp_path: Path) -> None:
+def test_new_folder_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         private_folder(folder := tmp_path / "own")
@@ -54,7 +54,7 @@ def planted(path: Path, kind: str) -> None:
         ),
     ],
 )
-def test_a_planted_one_is_refused_by_name(tmp_path: Path, kind: str, reason: str) -> None:
+def test_folder_that_is_not_private_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     path = tmp_path / "own"
     planted(path, kind)
     assert why_not_private(path) == reason
@@ -63,7 +63,7 @@ def test_a_planted_one_is_refused_by_name(tmp_path: Path, kind: str, reason: str
     assert str(caught.value) == f"{path} is not a private folder of this user: {reason}; remove it"
 
 
-def test_one_that_is_not_there_is_not_private(tmp_path: Path) -> None:
+def test_missing_folder_is_not_private(tmp_path: Path) -> None:
     assert why_not_private(tmp_path / "none") == "it does not exist"
     with pytest.raises(FileNotFoundError):
         private_folder(tmp_path / "none" / "own")

@@ -18,7 +18,7 @@ def falling(label: str = "training", color: int = 0, low: float = 1.0, **more: A
     return Series(label, np.arange(1.0, 101.0), np.linspace(5.0, low, 100), color, **more)
 
 
-def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
+def test_text_plot_has_axes_a_curve_and_a_label() -> None:
     text = text_plot(Panel("loss", "step", "loss", (falling(),)), 60, has_unicode=False)
     assert text.splitlines() == [
         "loss",
@@ -39,7 +39,7 @@ def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
     ]
 
 
-def test_a_braille_plot_draws_finer_and_marks_evaluations() -> None:
+def test_braille_plot_marks_evaluations() -> None:
     evaluation = Series("evaluation", np.array([50.0, 100.0]), np.array([4.0, 3.0]), 1, is_sparse=True)
     text = text_plot(Panel("loss", "step", "loss", (falling(), evaluation)), 70)
     assert text.count("●") == 2
@@ -48,7 +48,7 @@ def test_a_braille_plot_draws_finer_and_marks_evaluations() -> None:
     assert [line.split()[-2:] for line in (lines[7], lines[12])] == [["evaluation", "3"], ["training", "1"]]
 
 
-def test_colors_only_where_they_are_wanted() -> None:
+def test_colors_are_optional() -> None:
     panel = Panel("loss", "step", "loss", (falling(), falling("other", 1, low=2.0)))
     assert "\x1b" not in text_plot(panel)
     colored = text_plot(panel, has_color=True)
@@ -58,7 +58,7 @@ def test_colors_only_where_they_are_wanted() -> None:
 
 @pytest.mark.parametrize("has_unicode", [True, False])
 @pytest.mark.parametrize("width", [30, 31, 40, 80, 110])
-def test_a_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
+def test_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
     many = tuple(falling(f"a run with a long name {i}", i, low=float(i)) for i in range(20))
     one_point = Series("x", np.array([3.0]), np.array([2.0]), 0)
     for series in ((falling(),), many, (one_point,)):
@@ -67,7 +67,7 @@ def test_a_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
         assert len(text.splitlines()) == HEIGHT + 3
 
 
-def test_a_logarithmic_text_plot_makes_a_straight_line_of_a_power() -> None:
+def test_logarithmic_text_plot_of_an_exponential_is_straight() -> None:
     x = np.linspace(1.0, 50.0, 50)
     panel = Panel("loss", "step", "loss", (Series("a", x, 10.0 ** (-x / 10), 0),), is_log=True)
     text = text_plot(panel, 60, has_unicode=False)
@@ -80,7 +80,7 @@ def logs_command(*arguments: object) -> Ended:
     return invoke("logs", *arguments)
 
 
-def test_the_text_plot_of_a_run_shows_the_loss_alone_unless_asked(runs: Path) -> None:
+def test_text_plot_shows_only_the_loss_by_default(runs: Path) -> None:
     files = make_run(runs)
     out = logs_command("plot").out
     assert out.startswith(f"{files.root.name}\n\nloss\n")
