@@ -13,6 +13,7 @@ from paceline.cli import devices as devices_command
 
 HOST = {
     "name": "node-1",
+    "system": "Linux-6.8",
     "processor": "EPYC",
     "cores": 16,
     "threads": 8,

@@ -42,9 +42,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _devices(options: argparse.Namespace) -> None:
-    environment, found = describe_environment()["host"], devices()
-    host: Document = {name: environment[name] for name in ("name", "processor", "cores")}
-    host |= {"threads": torch.get_num_threads(), "memory_bytes": environment["memory_bytes"]}
+    host, found = describe_environment()["host"] | {"threads": torch.get_num_threads()}, devices()
     # Why CPU workers cannot use shared memory; None if they can.
     host["no_shared_memory"] = missing_shared_memory(World(rank=0, size=2, local_rank=0, local_size=2))
     # Between every two GPUs, in both directions. `is_direct`: without a copy in the host's memory.

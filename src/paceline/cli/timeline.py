@@ -60,13 +60,12 @@ def _timeline(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise CommandError(str(error)) from error
     text = _text(timeline, options.idle) if form == "text" else getattr(timeline, f"to_{form}")()
-    if form == "html" and output is None:
-        output = folder / "timeline.html"
-    if output is None:
+    if output is None and form != "html":
         print(text)
-        return
-    output.write_text(text, encoding="utf-8", errors="backslashreplace")
-    print(output)
+    else:
+        path = output or folder / "timeline.html"
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        print(path)
 
 
 def _text(timeline: Timeline, idle_s: float) -> str:

@@ -160,7 +160,12 @@ def _choose_runs(named: Sequence[str | None], folder: Path) -> list[RunFiles]:
 
 def _plot(options: argparse.Namespace) -> None:
     runs = _choose_runs([options.named, *options.compare], options.runs)
-    image = _image_path(options, runs)
+    image: Path | None = options.output
+    if image is None and options.open:
+        what = "loss" if options.loss_curves else "-".join(options.metrics) or "overview"
+        name = re.sub(r"[^a-z0-9_-]+", "_", what.lower())
+        image = runs[0].plots / f"{name}{'-compared' if len(runs) > 1 else ''}.png"
+        image.parent.mkdir(exist_ok=True)
     if image is not None:
         check_output(image)
     # Several panels as text would not fit on a screen.
@@ -186,14 +191,6 @@ def _plot(options: argparse.Namespace) -> None:
     for panel in panels:
         text = text_plot(panel, width, has_unicode=has_unicode, has_color=has_color)
         cli.raw(sys.stdout).write(f"\n{text}\n")
-
-
-def _image_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path | None:
-    if options.output is not None or not options.open:
-        return options.output  # type: ignore[no-any-return]
-    what = "loss" if options.loss_curves else "-".join(options.metrics) or "overview"
-    runs[0].plots.mkdir(exist_ok=True)
-    return runs[0].plots / f"{re.sub(r'[^a-z0-9_-]+', '_', what.lower())}{'-compared' if len(runs) > 1 else ''}.png"
 
 
 def _open(image: Path) -> None:
