@@ -55,10 +55,6 @@ _NUMPY_KINDS = "biufc"
 _Path = tuple[str | int, ...]
 
 
-class StructureError(ValueError):
-    """A structure that `flatten` cannot have written."""
-
-
 class Flat(NamedTuple):
     """A flattened tree. `tensors` are the tree's own, on their devices; a shared tensor has several names."""
 
@@ -75,19 +71,6 @@ def flatten(tree: Any, name: str, *, with_classes: bool = False) -> Flat:
     encoder = _Encoder(with_classes)
     structure = encoder.encode(tree, (name,))
     return Flat(encoder.tensors, structure)
-
-
-def unflatten(structure: Any, tensors: Mapping[str, torch.Tensor], *, with_classes: bool = False) -> Any:
-    """Restore the tree. A structure that `flatten` cannot have written is a StructureError.
-
-    Calls no code of the stored classes: objects are created empty and their fields are set.
-    """
-    try:
-        return _decode(structure, tensors, with_classes)
-    except StructureError:
-        raise
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise StructureError(f"the structure was not written by flatten: {type(error).__name__}: {error}") from None
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -186,7 +169,12 @@ class _Encoder:
         return first_name
 
 
-def _decode(node: Any, tensors: Mapping[str, torch.Tensor], with_classes: bool) -> Any:
+def unflatten(structure: Any, tensors: Mapping[str, torch.Tensor], *, with_classes: bool = False) -> Any:
+    """Restore the tree. A structure that `flatten` cannot have written is a ValueError.
+
+    Calls no code of the stored classes: objects are created empty and their fields are set.
+    """
+
     def decode(node: Any) -> Any:
         if isinstance(node, list):
             return [decode(item) for item in node]
@@ -213,9 +201,12 @@ def _decode(node: Any, tensors: Mapping[str, torch.Tensor], with_classes: bool) 
             return np.frombuffer(bytes.fromhex(node["hex"]), dtype)[0]
         if kind == "instance" and with_classes:
             return _new_instance(node["class"], [decode(value) for value in node["fields"]])
-        raise StructureError(f"the structure has a value of unknown kind {kind!r}, written by a newer version")
+        raise ValueError(f"a value has the unknown kind {kind!r}: use the version that wrote it, or a newer one")
 
-    return decode(node)
+    try:
+        return decode(structure)
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"the structure was not written by flatten: {type(error).__name__}: {error}") from None
 
 
 def _text(path: _Path) -> str:
@@ -270,7 +261,7 @@ def _new_instance(name: str, values: Sequence[Any]) -> Any:
     kind = _find_class(name)
     fields = None if kind is None else _fields(kind)
     if kind is None or fields is None or len(fields) != len(values):
-        raise StructureError(f"{name} is not a named tuple or data class that this process has defined")
+        raise ValueError(f"{name} is not a named tuple or data class that this process has defined")
     if issubclass(kind, tuple):
         return tuple.__new__(kind, values)
     instance = object.__new__(kind)
