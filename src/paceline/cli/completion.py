@@ -63,7 +63,7 @@ def script(root: argparse.ArgumentParser, shell: str) -> str:
     """The script in `completion_scripts` with its generated parts, which the script names as @placeholders@."""
     text = files("paceline.cli").joinpath("completion_scripts", f"paceline.{shell}").read_text(encoding="utf-8")
     commands = list(_commands(root))
-    parts = _fish(commands) if shell == "fish" else _cases(commands, *_SHELLS[shell])
+    parts = _fish(commands) if shell == "fish" else _cases(commands, shell)
     for name, part in parts.items():
         text = text.replace(f"@{name}@", part)
     return text
@@ -105,13 +105,9 @@ _SHELLS: dict[str, tuple[Callable[[dict[str, str]], str], str, Callable[[list[st
 }
 
 
-def _cases(
-    commands: list[_Command],
-    offer: Callable[[dict[str, str]], str],
-    offer_runs: str,
-    offer_values: Callable[[list[str]], str],
-) -> dict[str, str]:
+def _cases(commands: list[_Command], shell: str) -> dict[str, str]:
     """The `case` statements by which bash and zsh find the command and the words that may follow."""
+    offer, offer_runs, offer_values = _SHELLS[shell]
     values = {f"{c.path} {name}": offer_values(values) for c in commands for name, values in c.values.items()}
     return {
         "walk": _case("$longer", {c.path: 'at="$longer"' for c in commands if c.path}),
