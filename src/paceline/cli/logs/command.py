@@ -71,7 +71,7 @@ def add_parser(commands: Any) -> None:
         "metrics to plot, with a panel for each, such as loss,eval/loss,waiting (default: loss, evaluations, learning "
         "rate, gradient norm, throughput; as text, only the loss)"
     )
-    selection.add_argument("--metrics", type=lambda text: text.split(","), default=[], metavar="A,B", help=what)
+    selection.add_argument("--metrics", type=re.compile(r"\s*,\s*").split, default=[], metavar="A,B", help=what)
     selection.add_argument("--loss-curves", action="store_true", help="plot only training and evaluation losses")
     what = "step, epoch, or time of training (default: %(default)s)"
     parser.add_argument("--x-axis", choices=("step", "epoch", "time"), default="step", metavar="AXIS", help=what)
