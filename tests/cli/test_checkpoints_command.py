@@ -1,4 +1,4 @@
-"""`paceline checkpoints`: what it tells of intact checkpoints, what it finds in damaged ones, and what it exports."""
+"""`paceline checkpoints`: list, inspect, components, verify and export, with intact and damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFiles:
     return files
 
 
-def test_the_list_has_a_line_per_checkpoint(run: RunFiles) -> None:
+def test_list_prints_one_line_per_checkpoint(run: RunFiles) -> None:
     ended = checkpoints("list")
     assert (ended.code, ended.err) == (0, "")
     lines = ended.out.splitlines()
@@ -69,7 +69,7 @@ def test_the_list_has_a_line_per_checkpoint(run: RunFiles) -> None:
     assert listed[0]["metrics"] == {"loss": 0.5, "accuracy": 0.25}
 
 
-def test_the_list_shows_damaged_checkpoints_and_cuts_nothing_in_a_pipe(run: RunFiles) -> None:
+def test_list_shows_damaged_checkpoints_and_does_not_truncate_in_a_pipe(run: RunFiles) -> None:
     save_step(run.checkpoints, 24, metrics={f"metric number {i}": i / 3 for i in range(20)})
     (step_folder(run.checkpoints, 8) / "model.json").unlink()
     lines = checkpoints("list").out.splitlines()
@@ -77,7 +77,7 @@ def test_the_list_shows_damaged_checkpoints_and_cuts_nothing_in_a_pipe(run: RunF
     assert lines[3].endswith("metric number 19 6.333")
 
 
-def test_what_only_looks_like_a_checkpoint_is_named(run: RunFiles) -> None:
+def test_incomplete_checkpoint_folders_are_reported(run: RunFiles) -> None:
     (step_folder(run.checkpoints, 16) / "manifest.json").unlink()
     flaw = f"{run.checkpoints}/step-00000016 has no manifest.json, so it is not complete: "
     listed = checkpoints("list")
@@ -92,7 +92,7 @@ def test_what_only_looks_like_a_checkpoint_is_named(run: RunFiles) -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
+def test_folder_without_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert checkpoints("list", tmp_path / "empty").out == f"no checkpoints in {tmp_path}/empty\n"
     assert checkpoints("inspect", tmp_path / "empty").err == (
@@ -103,7 +103,7 @@ def test_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
     assert "there is no run 'nothing' in runs" in missing.err
 
 
-def test_inspect_tells_what_a_checkpoint_says_about_itself(run: RunFiles) -> None:
+def test_inspect_prints_the_manifest(run: RunFiles) -> None:
     ended = checkpoints("inspect", step_folder(run.checkpoints, 8))
     assert ended.code == 0
     told = {line[:14].strip(): line[16:] for line in ended.out.splitlines()}
@@ -121,7 +121,7 @@ def test_inspect_tells_what_a_checkpoint_says_about_itself(run: RunFiles) -> Non
 
 
 @pytest.mark.usefixtures("run")
-def test_components_are_listed_with_their_sizes() -> None:
+def test_components_lists_sizes() -> None:
     lines = checkpoints("components").out.splitlines()
     assert lines[0].split() == ["component", "shared", "parts", "files", "size"]
     assert lines[1].split()[:4] == ["model", "replicated", "1", "2"]
@@ -131,7 +131,7 @@ def test_components_are_listed_with_their_sizes() -> None:
     assert found[2]["files"] == ["random.rank-0.json"]
 
 
-def test_what_is_intact_verifies(run: RunFiles) -> None:
+def test_verify_passes_intact_checkpoints(run: RunFiles) -> None:
     ended = checkpoints("verify")
     assert (ended.code, ended.out) == (0, f"intact   {run.checkpoints}/step-00000016\n")
     everything = checkpoints("verify", "--all")
@@ -139,7 +139,7 @@ def test_what_is_intact_verifies(run: RunFiles) -> None:
     assert everything.out == "".join(f"intact   {run.checkpoints}/step-{step:08d}\n" for step in (8, 16))
 
 
-def test_damage_is_named_by_file_and_cause(run: RunFiles) -> None:
+def test_verify_names_the_damaged_file_and_the_cause(run: RunFiles) -> None:
     folder = step_folder(run.checkpoints, 8)
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
@@ -164,7 +164,9 @@ def test_damage_is_named_by_file_and_cause(run: RunFiles) -> None:
         ("manifest.json", b"{}", "is damaged"),
     ],
 )
-def test_whatever_is_wrong_with_a_folder_is_found(run: RunFiles, name: str, content: bytes | None, cause: str) -> None:
+def test_verify_finds_missing_additional_and_changed_files(
+    run: RunFiles, name: str, content: bytes | None, cause: str
+) -> None:
     path = step_folder(run.checkpoints, 16) / name
     if content is None:
         path.unlink()
@@ -187,7 +189,7 @@ def test_progress_is_shown_on_a_terminal_and_removed_at_the_end(run: RunFiles, m
     assert "\x1b[2K" in terminal.getvalue()
 
 
-def test_a_tables_header_is_bold_on_a_terminal_and_no_cell_is_cut(
+def test_table_header_is_bold_on_a_terminal_and_cells_are_not_truncated(
     run: RunFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_step(run.checkpoints, 24, metrics={f"metric [bold]{i} :smile:": i / 3 for i in range(20)})
@@ -210,7 +212,7 @@ class _Terminal(io.StringIO):
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("form", ["safetensors", "torch"])
-def test_exported_weights_are_those_of_the_model(tmp_path: Path, form: str) -> None:
+def test_exported_weights_equal_the_model(tmp_path: Path, form: str) -> None:
     path = tmp_path / "new" / ("weights.safetensors" if form == "safetensors" else "weights.pt")
     ended = checkpoints("export", "2workers", "-o", path)
     assert (ended.code, ended.err) == (0, "")
@@ -222,7 +224,7 @@ def test_exported_weights_are_those_of_the_model(tmp_path: Path, form: str) -> N
 
 
 @pytest.mark.usefixtures("run")
-def test_exported_averages_stand_in_the_models_place_tied_ones_too(tmp_path: Path) -> None:
+def test_export_of_ema_replaces_weights_including_tied_ones(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     assert checkpoints("export", "-o", path, "--component", "ema").code == 0
     weights = load_file(path)
@@ -233,7 +235,7 @@ def test_exported_averages_stand_in_the_models_place_tied_ones_too(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("run")
-def test_a_file_that_is_there_is_not_written_over_unasked(tmp_path: Path) -> None:
+def test_existing_file_is_not_overwritten_without_force(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     path.write_text("precious")
     refused = checkpoints("export", "-o", path)
@@ -245,18 +247,18 @@ def test_a_file_that_is_there_is_not_written_over_unasked(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("run")
-def test_the_format_must_be_known() -> None:
+def test_unknown_suffix_is_an_error() -> None:
     ended = checkpoints("export", "-o", "weights.xyz")
     assert ended.code == 2
     assert "weights.xyz: unknown suffix: choose .safetensors or .pt, or give --format" in ended.err
     assert checkpoints("export", "-o", "runs").code == 2
 
 
-def test_what_safetensors_cannot_hold_is_named(run: RunFiles, tmp_path: Path) -> None:
+def test_values_that_safetensors_cannot_store_are_named(run: RunFiles, tmp_path: Path) -> None:
     folder = save_step(run.checkpoints, 24, {"weight": WEIGHT, "_extra_state": {"scale": 2.0}})
     refused = checkpoints("export", folder, "-o", tmp_path / "weights.safetensors")
     assert refused.code == 1
-    assert "'_extra_state' is a dict, which safetensors cannot store: use --format torch" in refused.err
+    assert "'_extra_state' is a dict, which a safetensors file cannot store: use --format torch" in refused.err
     assert not (tmp_path / "weights.safetensors").exists()
     assert checkpoints("export", folder, "-o", tmp_path / "weights.pt").code == 0
     assert torch.load(tmp_path / "weights.pt", weights_only=True)["_extra_state"] == {"scale": 2.0}

@@ -1,4 +1,4 @@
-"""`paceline completion`: what bash, zsh and fish offer after a press of the key, and what the scripts hold."""
+"""`paceline completion`: the completions that bash, zsh and fish offer, and the content of the scripts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="paceline")
     root.add_argument("--version", action="store_true", help="it's shown")
     commands = root.add_subparsers()
-    completion.add_parser(commands, root)
+    completion.add_parser(commands)
     runs.add_parser(commands)
     checkpoints.add_parser(commands)
     return root
@@ -37,7 +37,7 @@ def offered(folder: Path, *words: str) -> list[str]:
     return ended.stdout.split()
 
 
-# What stands on the line, and what may follow.
+# The words on the command line, and their completions.
 FOLLOWS = [
     ([""], ["completion", "runs", "checkpoints"]),
     (["r"], ["runs"]),
@@ -68,11 +68,11 @@ def place(tmp_path: Path) -> Path:
     [*FOLLOWS, *((words, []) for words in FOLLOWS_FILE), (["runs", "--", ""], ["status", "save", "stop", "abort"])],
     ids=" ".join,
 )
-def test_bash_offers_what_may_follow(place: Path, words: list[str], expected: list[str]) -> None:
+def test_bash_completions(place: Path, words: list[str], expected: list[str]) -> None:
     assert offered(place, *words) == expected
 
 
-def test_zsh_offers_what_may_follow(place: Path) -> None:
+def test_zsh_completions(place: Path) -> None:
     if shutil.which("zsh") is None:
         pytest.skip("zsh is not installed")
     with Zsh(place, completion.script(parser(), "zsh")) as zsh:
@@ -82,7 +82,7 @@ def test_zsh_offers_what_may_follow(place: Path) -> None:
             assert zsh.offered(f"paceline {' '.join(words)}") == ["functions", "runs"], words
 
 
-def test_fish_offers_what_may_follow(place: Path) -> None:
+def test_fish_completions(place: Path) -> None:
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     (place / "paceline.fish").write_text(completion.script(parser(), "fish"))
@@ -100,12 +100,12 @@ def test_fish_offers_what_may_follow(place: Path) -> None:
     assert answers == [*(sorted(expected) for _, expected in FOLLOWS), *[files] * len(FOLLOWS_FILE)]
 
 
-def test_bash_offers_the_names_of_runs(place: Path) -> None:
+def test_bash_completes_names_of_runs(place: Path) -> None:
     assert offered(place, "checkpoints", "verify", "") == ["big", "tiny_1", "tiny_2"]
     assert offered(place, "checkpoints", "export", "--output", "ti") == []
 
 
-def test_bash_goes_on_with_files_where_nothing_is_offered(tmp_path: Path) -> None:
+def test_bash_falls_back_to_file_names(tmp_path: Path) -> None:
     (tmp_path / "paceline.bash").write_text(completion.script(parser(), "bash"))
     said = subprocess.run(
         ["bash", "--norc", "-c", "source ./paceline.bash; complete -p paceline"],
@@ -117,7 +117,7 @@ def test_bash_goes_on_with_files_where_nothing_is_offered(tmp_path: Path) -> Non
     assert said.stdout == "complete -o bashdefault -o default -F _paceline paceline\n"
 
 
-def test_the_script_for_zsh_describes_commands_and_options() -> None:
+def test_zsh_script_describes_commands_and_options() -> None:
     lines = completion.script(parser(), "zsh").splitlines()
     assert lines[0] == "#compdef paceline"
     assert "('runs save') at=\"$longer\" ;;" in lines
@@ -127,7 +127,7 @@ def test_the_script_for_zsh_describes_commands_and_options() -> None:
     assert "'--version:it'\"'\"'s shown'" in root
 
 
-def test_the_script_for_fish_has_a_line_for_every_word() -> None:
+def test_fish_script_has_a_line_per_word() -> None:
     lines = completion.script(parser(), "fish").splitlines()
     at_export = "complete -c paceline -n '__paceline_at \"checkpoints export\"'"
     assert f"{at_export} -l force -d 'overwrite an existing file'" in lines
@@ -137,7 +137,7 @@ def test_the_script_for_fish_has_a_line_for_every_word() -> None:
     assert "complete -c paceline -n '__paceline_at \"runs stop\"' -a '(command ls runs 2> /dev/null)'" in lines
 
 
-def test_the_command_prints_the_script_for_all_commands() -> None:
+def test_command_prints_a_script_for_all_commands() -> None:
     ended = invoke("completion", "bash")
     assert ended.code == 0
     assert "('runs abort')" in ended.out

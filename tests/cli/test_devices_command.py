@@ -13,6 +13,7 @@ from paceline.cli import devices as devices_command
 
 HOST = {
     "name": "node-1",
+    "system": "Linux-6.8",
     "processor": "EPYC",
     "cores": 16,
     "threads": 8,
@@ -32,7 +33,7 @@ def device(name: str, fp32: float, bf16: float, memory: float, host: float) -> d
     return {"device": name, "name": model, "memory_bytes": 150 * 10**9, "speed": speed, "is_full": False}
 
 
-def test_the_cpu_is_listed_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_is_listed_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices_command, "MEASURED_S", 0.01)
     monkeypatch.setitem(devices_command.MATRIX_SIZE, "cpu", 64)
     monkeypatch.setitem(devices_command.COPY_BYTES, "cpu", 1 << 20)
@@ -50,7 +51,7 @@ def test_the_cpu_is_listed_and_measured(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("option", ["--no-speed", "--quick"])
-def test_nothing_is_measured_on_request(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_speed_skips_the_measurements(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices_command, "_measure", lambda _: pytest.fail("measured"))
     ended = devices(option)
     assert ended.code == 0
@@ -58,7 +59,7 @@ def test_nothing_is_measured_on_request(option: str, monkeypatch: pytest.MonkeyP
     assert json.loads(devices(option, "--json").out)["devices"][0]["speed"] is None
 
 
-def test_a_full_device_is_listed_without_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_with_full_memory_is_listed_without_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: torch.device) -> None:
         raise torch.OutOfMemoryError("2 GiB")
 
@@ -66,7 +67,7 @@ def test_a_full_device_is_listed_without_speed(monkeypatch: pytest.MonkeyPatch) 
     assert "\nnot measured because their memory is in use: cpu\n" in devices().out
 
 
-def test_the_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     found = [device("cuda:0", 52_100, 790_300, 4100.5, 55.2), device("cuda:1", 812, 1000, 99.9, 0.5)]
     links = [
         {"source": "cuda:0", "target": "cuda:1", "is_direct": True, "gb_per_s": 412.5},
@@ -93,7 +94,7 @@ def test_the_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_reason_for_missing_shared_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reason_for_missing_shared_memory_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     host = HOST | {"memory_bytes": None, "no_shared_memory": "it takes Linux, and this is darwin"}
     devices_command._print({"host": host, "devices": [], "links": []})
     text = capsys.readouterr().out
@@ -103,7 +104,7 @@ def test_the_reason_for_missing_shared_memory_is_printed(capsys: pytest.CaptureF
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_a_gpu_is_measured() -> None:
+def test_gpu_is_measured() -> None:
     found = json.loads(devices("--json").out)
     gpu = found["devices"][0]
     assert gpu["device"] == "cuda:0"

@@ -60,13 +60,13 @@ COMMANDS = [
 ]
 
 
-# A folder's name is text of somebody else too, and need not be UTF-8.
+# Names of folders are untrusted text as well, and need not be UTF-8.
 NAMES = {"controls": f"run{EVIL}".encode(), "not utf-8": b"run\xff\xfe", "a line": b"run\nstate  finished"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nothing_reaches_the_terminal_raw(
+def test_control_characters_never_reach_the_terminal(
     command: str, name: str, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     runs = tmp_path / "runs"
@@ -76,9 +76,9 @@ def test_nothing_reaches_the_terminal_raw(
     captured = capfdbinary.readouterr()
     assert code in (0, 1, 2, 3)
     for output in (captured.out, captured.err):
-        shown = output.decode()  # which is UTF-8
+        shown = output.decode()  # must be valid UTF-8
         assert shown == printable(shown)
-        if command.startswith(("logs list", "logs summary", "runs status")):  # a name begins no row of a table
+        if command.startswith(("logs list", "logs summary", "runs status")):  # a name cannot fake a row of a table
             assert "\nstate  finished" not in shown
         assert b"Traceback" not in output
     if "json" in command and code in (0, 3):
@@ -95,6 +95,6 @@ def test_nothing_reaches_the_terminal_raw(
         (os.fsdecode(b"\xff"), "\\udcff"),
     ],
 )
-def test_what_is_escaped(text: str, shown: str) -> None:
+def test_printable_escapes_control_characters(text: str, shown: str) -> None:
     assert printable(text) == shown
     assert "\n" not in one_line(text)

@@ -14,7 +14,7 @@ def logs_command(*arguments: object) -> Ended:
     return invoke("logs", *arguments)
 
 
-def test_a_run_is_named_by_folder_name_or_beginning(runs: Path) -> None:
+def test_run_is_found_by_path_name_or_prefix(runs: Path) -> None:
     first = make_run(runs, "one")
     make_run(runs, "two", minutes=1)
     for named in (first.root, first.root.resolve(), first.root.name, "one", "one_2026"):
@@ -26,7 +26,7 @@ def test_a_run_is_named_by_folder_name_or_beginning(runs: Path) -> None:
     assert logs_command("summary", "one", "--runs", elsewhere).code == 0
 
 
-def test_a_whole_name_counts_though_others_begin_with_it(runs: Path) -> None:
+def test_exact_name_wins_over_longer_names(runs: Path) -> None:
     first = make_run(runs, "one")
     make_run(runs, "one")
     assert (runs / f"{first.root.name}-2").is_dir()
@@ -55,7 +55,7 @@ def test_a_whole_name_counts_though_others_begin_with_it(runs: Path) -> None:
         (["plot", "x"], "plot: there is no run 'x' in runs"),
     ],
 )
-def test_what_cannot_be_found_is_told_in_one_message(runs: Path, arguments: list[str], message: str) -> None:
+def test_runs_that_cannot_be_found(runs: Path, arguments: list[str], message: str) -> None:
     make_run(runs)
     make_run(runs, minutes=1)
     Path("empty").mkdir()
@@ -66,7 +66,7 @@ def test_what_cannot_be_found_is_told_in_one_message(runs: Path, arguments: list
     assert ended.err.startswith("paceline logs ")
 
 
-def test_a_metrics_file_that_is_a_folder_is_no_run(runs: Path) -> None:
+def test_folder_named_like_a_metrics_file_is_not_a_run(runs: Path) -> None:
     (runs / "a" / "metrics.jsonl").mkdir(parents=True)
     assert logs_command("list").out == "no runs in runs\n"
 

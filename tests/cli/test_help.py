@@ -1,4 +1,4 @@
-"""What every command says about itself."""
+"""The help text of every command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-def test_there_are_the_commands_that_users_expect() -> None:
+def test_expected_commands_exist() -> None:
     commands = {name.removeprefix("paceline ") for name in PARSERS}
     assert {"train", "init", "run", "config show", "devices", "timeline", "completion"} <= commands
     assert {f"logs {kind}" for kind in ("list", "summary", "plot")} <= commands
@@ -42,5 +42,5 @@ def test_help_fits_80_columns_describes_every_option_and_gives_an_example(name: 
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse lays help out differently in other versions")
-def test_the_page_of_all_commands_is_up_to_date() -> None:
+def test_commands_page_is_up_to_date() -> None:
     assert MADE["PAGE"].read_text() == MADE["page"](), "run: python docs/make_commands.py"

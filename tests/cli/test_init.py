@@ -1,4 +1,4 @@
-"""`paceline init`: what it writes trains at once, and nothing of the user's is touched."""
+"""`paceline init`: the new project trains, and existing files are not changed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from paceline.observe.run_files import RunFiles
 
 
 @pytest.mark.timeout(200)
-def test_the_new_project_trains_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_new_project_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", "first/spirals"]) == 0
     steps = capfd.readouterr().out
@@ -39,7 +37,7 @@ def test_the_new_project_trains_at_once(
     assert accuracies[-1] > 0.8  # a third of the points lies on each spiral
 
 
-def test_the_project_is_called_as_its_folder_or_as_told(tmp_path: Path) -> None:
+def test_project_name_is_the_folder_name_or_the_option(tmp_path: Path) -> None:
     assert main(["init", str(tmp_path / "spirals")]) == 0
     assert main(["init", str(tmp_path / "other"), "--name", "Three arms"]) == 0
     for folder, name in (("spirals", "spirals"), ("other", "Three arms")):
@@ -48,7 +46,7 @@ def test_the_project_is_called_as_its_folder_or_as_told(tmp_path: Path) -> None:
         assert "PROJECT_NAME" not in "".join((tmp_path / folder / file).read_text() for file in FILES)
 
 
-def test_settings_that_are_only_commented_out_are_right_too(tmp_path: Path) -> None:
+def test_commented_out_settings_are_valid(tmp_path: Path) -> None:
     main(["init", str(tmp_path), "--name", "Three arms"])
     config = tmp_path / "config.yaml"
     text, num_taken_in = re.subn(r"^( *)# (\w+: )", r"\1\2", config.read_text(), flags=re.MULTILINE)
@@ -59,14 +57,14 @@ def test_settings_that_are_only_commented_out_are_right_too(tmp_path: Path) -> N
     assert (settings.trainer.exact, settings.trainer.precision) == (True, "bf16")
 
 
-def test_everything_in_the_templates_is_written(tmp_path: Path) -> None:
+def test_all_templates_are_written(tmp_path: Path) -> None:
     templates = {path.name for path in files("paceline.cli.templates").iterdir()} - {"__init__.py", "__pycache__"}
     assert templates == set(FILES)
     main(["init", str(tmp_path)])
     assert {path.name for path in tmp_path.iterdir()} == templates
 
 
-def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_non_empty_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("b.txt", "a.txt", ".hidden"):
         (tmp_path / name).write_text("mine")
     assert main(["init", str(tmp_path)]) == 2
@@ -76,7 +74,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path: Path, capsys: pytest.Captur
     assert {path.name for path in tmp_path.iterdir()} == {".hidden", "a.txt", "b.txt"}
 
 
-def test_an_empty_repository_will_do_and_needs_no_cd(
+def test_current_folder_with_an_empty_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ".git").mkdir()
@@ -98,7 +96,7 @@ def test_an_empty_repository_will_do_and_needs_no_cd(
         (["new", "--name", ""], 2, "invalid project name '': choose a --name of one line"),
     ],
 )
-def test_what_cannot_be_written_is_said(
+def test_unwritable_folders_are_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

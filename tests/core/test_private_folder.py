@@ -1,4 +1,4 @@
-"""Folders of our own in places that all users share: made for this user alone, and used only if they are."""
+"""Private folders in shared places: created for this user only, and checked before use."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.private_folder import new_private_folder, private_folder, why_not_private
+from paceline.core.private_folder import private_folder, why_not_private
 
 NOBODY = 65534
 
 
-def test_a_new_one_is_its_owners_alone(tmp_path: Path) -> None:
+def test_new_folder_is_private(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        private_folder(tmp_path / "own")
-        made = new_private_folder("paceline-test-", tmp_path)
+        private_folder(folder := tmp_path / "own")
     finally:
         os.umask(before)
-    for folder in (tmp_path / "own", made):
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-        assert why_not_private(folder) is None
-    private_folder(tmp_path / "own")  # again: it is ours
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert why_not_private(folder) is None
+    private_folder(folder)  # again: it is ours
 
 
 def planted(path: Path, kind: str) -> None:
@@ -56,7 +54,7 @@ def planted(path: Path, kind: str) -> None:
         ),
     ],
 )
-def test_a_planted_one_is_refused_by_name(tmp_path: Path, kind: str, reason: str) -> None:
+def test_folder_that_is_not_private_is_refused(tmp_path: Path, kind: str, reason: str) -> None:
     path = tmp_path / "own"
     planted(path, kind)
     assert why_not_private(path) == reason
@@ -65,7 +63,7 @@ def test_a_planted_one_is_refused_by_name(tmp_path: Path, kind: str, reason: str
     assert str(caught.value) == f"{path} is not a private folder of this user: {reason}; remove it"
 
 
-def test_one_that_is_not_there_is_not_private(tmp_path: Path) -> None:
+def test_missing_folder_is_not_private(tmp_path: Path) -> None:
     assert why_not_private(tmp_path / "none") == "it does not exist"
     with pytest.raises(FileNotFoundError):
         private_folder(tmp_path / "none" / "own")

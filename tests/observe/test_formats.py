@@ -39,6 +39,7 @@ def test_durations(seconds: float, text: str) -> None:
         (52111, "52.1k"),
         (1.5e6, "1.50M"),
         (2e9, "2.00G"),
+        (5.21e13, "52.1T"),
         (float("nan"), "?"),
     ],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,12 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.files import DTYPE_NAMES, write_tensors
+from paceline.checkpoint.files import write_tensors
 from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder, unusable
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
-from paceline.checkpoint.reader import Checkpoint, inspect, verify
+from paceline.checkpoint.reader import Checkpoint, inspect, read_weights, verify
 from paceline.cli import commands as cli
-from paceline.cli.commands import CommandError, count, print_json, size
-from paceline.cli.find_runs import choose_run
+from paceline.cli.commands import CommandError, choose_run, count, print_json, size
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RunFiles
 
@@ -62,7 +59,7 @@ def add_parser(commands: Any) -> None:
             cli.add_run_argument(parser, "the run, or a folder that holds checkpoints (default: the newest run)")
         else:
             cli.add_run_argument(parser, "the checkpoint (default: the newest of the newest run)", "CKPT")
-        cli.add_json_option(parser)
+        parser.add_argument("--json", action="store_true", help="print JSON")
         return parser
 
     folder = "runs/a/checkpoints/step-00000100"
@@ -85,25 +82,25 @@ def add_parser(commands: Any) -> None:
 
 def _root(named: str | None, runs: Path) -> Path:
     """The folder that holds the checkpoints."""
-    path = Path(named) if named is not None else None
-    if path is None or not path.is_dir():
+    if named is None or not Path(named).is_dir():
         return choose_run(named, runs).checkpoints
-    inner = RunFiles(path).checkpoints
-    return inner if inner.is_dir() and not complete_steps(path) else path
+    inner = RunFiles(Path(named)).checkpoints
+    return inner if inner.is_dir() and not complete_steps(Path(named)) else Path(named)
 
 
-def _folder(named: str | None, runs: Path) -> Path:
-    """The folder of one checkpoint, which may be damaged."""
+def _folder(options: argparse.Namespace) -> Path:
+    """The folder of the chosen checkpoint, which may be damaged."""
+    named = options.named
     if named is not None and ((Path(named) / MANIFEST_NAME).exists() or Path(named).name.startswith("step-")):
         return Path(named)
-    root = _root(named, runs)
+    root = _root(named, options.runs)
     newest = latest(root)
     if newest is None:
         raise CommandError("; ".join([f"there is no checkpoint in {root}", *unusable(root).values()]))
     return newest
 
 
-def _list(options: argparse.Namespace) -> int:
+def _list(options: argparse.Namespace) -> None:
     root = _root(options.named, options.runs)
     for flaw in unusable(root).values():
         print(f"ignored: {flaw}", file=sys.stderr)
@@ -125,60 +122,61 @@ def _list(options: argparse.Namespace) -> int:
         cli.print_table(rows, right=(0, 1, 3, 4))
     else:
         print(f"no checkpoints in {root}")
-    return 0
 
 
-def _inspect(options: argparse.Namespace) -> int:
-    folder = _folder(options.named, options.runs)
+def _inspect(options: argparse.Namespace) -> None:
+    folder = _folder(options)
     manifest = inspect(folder)
     found = _described(folder, manifest) | {"configuration": manifest.configuration, "versions": manifest.versions}
     if options.json:
         print_json(found)
-        return 0
+        return
     epoch, micro_batch = (manifest.position.get(name, "-") for name in ("epoch", "micro_batch"))
     settings = {name: v if isinstance(v, str) else to_json(v) for name, v in manifest.configuration.items()}
     cli.print_fields(
-        [
-            ("checkpoint", str(folder)),
-            ("step", f"{manifest.step}"),
-            ("epoch", f"{epoch}, after {micro_batch} of its micro-batches"),
-            ("saved", f"{_saved(manifest)} by {count(manifest.world_size, 'worker')}"),
-            ("metrics", _metrics(manifest) or "none"),
-            ("size", f"{size(found['bytes'])} in {count(len(manifest.contents.files), 'file')}"),
-            ("components", ", ".join(manifest.contents.components)),
-            ("written by", ", ".join(f"{name} {version}" for name, version in manifest.versions.items())),
-            ("settings", ""),
-            *((f"  {name}", cli.shortened(text, MAX_VALUE_LENGTH)) for name, text in settings.items()),
-        ]
+        {
+            "checkpoint": str(folder),
+            "step": f"{manifest.step}",
+            "epoch": f"{epoch}, after {micro_batch} of its micro-batches",
+            "saved": f"{_saved(manifest)} by {count(manifest.world_size, 'worker')}",
+            "metrics": _metrics(manifest) or "none",
+            "size": f"{size(found['bytes'])} in {count(len(manifest.contents.files), 'file')}",
+            "components": ", ".join(manifest.contents.components),
+            "written by": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
+            "settings": "",
+            **{f"  {name}": cli.shortened(text, MAX_VALUE_LENGTH) for name, text in settings.items()},
+        }
     )
-    return 0
 
 
-def _components(options: argparse.Namespace) -> int:
-    contents = inspect(_folder(options.named, options.runs)).contents
+def _components(options: argparse.Namespace) -> None:
+    contents = inspect(_folder(options)).contents
     found: list[dict[str, Any]] = []
-    rows = [("component", "shared", "parts", "files", "size")]
     for name, component in contents.components.items():
         shared = component.pattern.value.lower().replace("_", " ")
         files = [file for part in component.parts.values() for file in part]
         num_bytes = sum(contents.files[file].size for file in files)
         parts = list(component.parts)
         found.append({"component": name, "shared": shared, "parts": parts, "files": files, "bytes": num_bytes})
-        rows.append((name, shared, f"{len(parts)}", f"{len(files)}", size(num_bytes)))
-    print_json(found) if options.json else cli.print_table(rows, right=(2, 3, 4))
-    return 0
+    if options.json:
+        print_json(found)
+        return
+    rows = [(c["component"], c["shared"], f"{len(c['parts'])}", f"{len(c['files'])}", size(c["bytes"])) for c in found]
+    cli.print_table([("component", "shared", "parts", "files", "size"), *rows], right=(2, 3, 4))
 
 
 def _verify(options: argparse.Namespace) -> int:
-    folders = [_folder(options.named, options.runs)]
-    flaws: dict[Path, str] = {}
+    from rich.console import Console
+
+    folders, flaws = [_folder(options)], {}
     if options.all:
         root = folders[0].parent
         flaws = unusable(root)
         folders = [*flaws, *(step_folder(root, step) for step in complete_steps(root))]
     results = []
     for folder in folders:
-        problems = [flaws[folder]] if folder in flaws else _problems(folder)
+        with Console(file=cli.raw(sys.stderr)).status(f"reading {folder.name}"):  # shown on a terminal only
+            problems = [flaws[folder]] if folder in flaws else verify(folder)
         results.append({"checkpoint": str(folder), "problems": problems})
         if not options.json:
             print("\n".join(f"damaged  {problem}" for problem in problems) or f"intact   {folder}", flush=True)
@@ -187,7 +185,7 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if any(result["problems"] for result in results) else 0
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     path, form = options.output, options.format or SUFFIXES.get(options.output.suffix)
     if form is None:
         raise CommandError(f"{path}: unknown suffix: choose .safetensors or .pt, or give --format", 2)
@@ -195,69 +193,39 @@ def _export(options: argparse.Namespace) -> int:
         raise CommandError(f"{path} is a folder: choose a file", 2)
     if path.exists() and not options.force:
         raise CommandError(f"{path} exists: choose another file, or overwrite it with --force", 2)
-    checkpoint = Checkpoint(_folder(options.named, options.runs))
+    checkpoint = Checkpoint(_folder(options))
     weights = _weights(checkpoint, options.component)
-    _write(path, weights, form)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{new_token()}")
+    try:
+        torch.save(weights, partial) if form == "torch" else write_tensors(partial, weights)
+        partial.replace(path)
+    except TypeError as error:
+        raise CommandError(f"{error}: use --format torch") from error
+    finally:
+        partial.unlink(missing_ok=True)
     if options.json:
         print_json({"file": str(path), "checkpoint": str(checkpoint.folder), "step": checkpoint.step})
     else:
         print(f"{path}: {count(len(weights), 'tensor')}, {size(path.stat().st_size)}, from step {checkpoint.step}")
-    return 0
-
-
-def _problems(folder: Path) -> list[str]:
-    """All problems of a checkpoint. A terminal shows which one is being read."""
-    from rich.console import Console
-
-    stderr = cli.raw(sys.stderr)
-    with Console(file=stderr).status(f"reading {folder.name}") if stderr.isatty() else nullcontext():
-        return verify(folder)
 
 
 def _weights(checkpoint: Checkpoint, component: str) -> dict[str, Any]:
     """The model's state_dict. For "ema", averaged weights replace those of the model."""
-    state = checkpoint.load("model")
-    if not isinstance(state, Mapping):
-        raise CommandError(f"the model's state in {checkpoint.folder} is a {type(state).__name__}, not a state_dict")
-    weights = dict(state)
-    if component == "ema":
-        # The average holds each parameter once. Tied parameters have several names in the model.
-        by_tensor = {id(weights[name]): average for name, average in checkpoint.load("ema").items()}
-        weights = {
-            name: by_tensor[id(value)].to(value.dtype) if id(value) in by_tensor else value
-            for name, value in weights.items()
-        }
-    return weights
-
-
-def _write(path: Path, weights: dict[str, Any], form: str) -> None:
-    """Write the file under a temporary name, then rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{new_token()}")
-    try:
-        if form == "torch":
-            torch.save(weights, partial)
-        else:
-            for name, value in weights.items():
-                if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
-                    kind = value.dtype if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-                    raise CommandError(f"{name!r} is {kind}, which safetensors cannot store: use --format torch")
-            write_tensors(partial, weights)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    weights = dict(read_weights(checkpoint.folder))
+    # The average holds each parameter once. Tied parameters have several names in the model.
+    averages = checkpoint.load("ema") if component == "ema" else {}
+    by_tensor = {id(weights[name]): average for name, average in averages.items()}
+    return {
+        name: by_tensor[id(value)].to(value.dtype) if id(value) in by_tensor else value
+        for name, value in weights.items()
+    }
 
 
 def _described(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    return {
-        "checkpoint": str(folder),
-        "step": manifest.step,
-        "position": manifest.position,
-        "created": manifest.created,
-        "world_size": manifest.world_size,
-        "metrics": manifest.metrics,
-        "bytes": sum(record.size for record in manifest.contents.files.values()),
-    }
+    fields = ("step", "position", "created", "world_size", "metrics")
+    num_bytes = sum(record.size for record in manifest.contents.files.values())
+    return {"checkpoint": str(folder), **{name: getattr(manifest, name) for name in fields}, "bytes": num_bytes}
 
 
 def _saved(manifest: Manifest) -> str:

@@ -1,28 +1,27 @@
-"""Shared by all commands: how a command is declared, how it reports errors, and how it prints."""
+"""Shared by all commands: how a command is declared, finds runs, reports errors, and prints."""
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from paceline.core.errors import PacelineError
 from paceline.observe import formats
 from paceline.observe.json_lines import to_json
-from paceline.observe.run_files import RUNS_FOLDER
+from paceline.observe.run_files import RUNS_FOLDER, RunFiles, last_sign, read_status
 
 RUN_NOTE = "RUN is a run's folder, its name, or an unambiguous prefix of its name.\n"
-# The width of tables.
-_NO_LIMIT = 100_000
+_NO_LIMIT = 100_000  # the width of tables
 
-Command = Callable[[argparse.Namespace], int]
+Command = Callable[[argparse.Namespace], int | None]
 
 
 class CommandError(Exception):
@@ -34,18 +33,12 @@ class CommandError(Exception):
 
 
 def add_command(
-    commands: Any,
-    name: str,
-    summary: str,
-    notes: str = "",
-    *,
-    examples: Iterable[str] = (),
-    run: Command | None = None,
+    commands: Any, name: str, summary: str, notes: str = "", *, examples: Iterable[str] = (), run: Command | None = None
 ) -> argparse.ArgumentParser:
     """Add a command to the subparsers `commands`. Its help ends with `notes` and `examples`.
 
     examples: command lines, without the words that lead to the command.
-    run: the function that executes the command and returns its exit code. Its errors are printed as one message.
+    run: the function that executes the command and returns its exit code; None is 0. See `execute`.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -54,9 +47,8 @@ def add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     lines = [f"  {parser.prog} {example}".rstrip() for example in examples]
-    parser.epilog = "\n".join([*([notes] if notes else []), *(["example:", *lines] if lines else [])])
-    if run is not None:
-        parser.set_defaults(run=_reporting_errors(parser.prog, run))
+    parser.epilog = "\n".join(filter(None, [notes, "example:" if lines else "", *lines]))
+    parser.set_defaults(run=run, prog=parser.prog)
     return parser
 
 
@@ -70,10 +62,6 @@ def add_run_argument(parser: argparse.ArgumentParser, what: str, metavar: str = 
     parser.add_argument("named", nargs=nargs, metavar=metavar, help=what)
     what = "the folder that holds the runs (default: %(default)s)"
     parser.add_argument("--runs", type=Path, default=Path(RUNS_FOLDER), metavar="DIR", help=what)
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def integer(minimum: int) -> Callable[[str], int]:
@@ -98,12 +86,58 @@ def seconds(text: str) -> float:
     return value
 
 
-def _reporting_errors(prog: str, command: Command) -> Command:
-    """The command with expected errors printed to stderr. A closed output pipe (`| head`) is not an error."""
+def find_runs(folder: Path) -> list[RunFiles]:
+    """The runs in a folder, the oldest first. Other entries are skipped."""
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise CommandError(f"{folder} {problem}: choose the folder that holds your runs")
+    runs = [files for path in folder.iterdir() if (files := RunFiles(path)).is_run]
 
-    def run(options: argparse.Namespace) -> int:
+    def started(files: RunFiles) -> float:
+        status = read_status(files)
+        return status.started if status else last_sign(files)
+
+    return sorted(runs, key=lambda files: (started(files), files.root.name))
+
+
+def all_runs(folder: Path) -> list[RunFiles]:
+    """As `find_runs`, but a folder without runs is an error."""
+    if runs := find_runs(folder):
+        return runs
+    raise CommandError(f"there is no run in {folder}: a run's folder has a status.json or a metrics.jsonl")
+
+
+def choose_run(named: str | None, folder: Path) -> RunFiles:
+    """The run with this path, name in `folder`, or unambiguous prefix of a name. None is the newest run."""
+    if named is None:
+        return all_runs(folder)[-1]
+    path = Path(named)
+    if RunFiles(path).is_run:
+        return RunFiles(path)
+    if path.is_dir() and ("/" in named or not folder.is_dir()):
+        raise CommandError(f"{path} is not a run: it has neither status.json nor metrics.jsonl")
+    runs = {files.root.name: files for files in find_runs(folder)}
+    found = [named] if named in runs else [name for name in runs if name.startswith(named)]
+    if len(found) == 1:
+        return runs[found[0]]
+    if found:
+        names = "".join(f"\n  {name}" for name in found)
+        raise CommandError(f"{named!r} matches {len(found)} runs: give more of the name{names}")
+    nearest = get_close_matches(named, runs, n=1, cutoff=0.4)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ""
+    raise CommandError(f"there is no run {named!r} in {folder}{hint} (`paceline logs list {folder}` lists all runs)")
+
+
+def execute(options: argparse.Namespace) -> int:
+    """Run a command that prints the content of files, and return its exit code.
+
+    Control characters in its output are escaped. Expected errors are printed to stderr. A closed output pipe, as of
+    `| head`, is not an error.
+    """
+    out, err = (cast(TextIO, _EscapingStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         try:
-            code = command(options)
+            code: int = options.run(options) or 0
             sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
             return code
         except KeyboardInterrupt:
@@ -112,58 +146,36 @@ def _reporting_errors(prog: str, command: Command) -> Command:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except (CommandError, PacelineError) as error:
-            message, code = str(error), error.code if isinstance(error, CommandError) else 1
+            message, code = str(error), getattr(error, "code", 1)
         except OSError as error:  # a path from the command line is too long or not permitted
             message, code = f"{error.filename}: {error.strerror}" if error.filename else str(error), 2
-        except ValueError as error:
-            if "null byte" not in str(error) and "null character" not in str(error):
-                raise
-            message, code = "a path cannot contain a null byte", 2
-        print(f"{prog}: {message}", file=sys.stderr)
+        print(f"{options.prog}: {message}", file=sys.stderr)
         return code
 
-    return run
 
-
-class EscapingStream:
-    """An output stream that escapes control characters; see `formats.printable`."""
+class _EscapingStream:
+    """An output stream that escapes control characters, and characters that the stream's encoding lacks."""
 
     def __init__(self, stream: TextIO) -> None:
         self.raw = stream
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
-        self.raw.write(_encodable(formats.printable(text), self.raw))
+        self.raw.write(formats.printable(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.raw, name)
 
 
-@contextmanager
-def escaped_output() -> Iterator[None]:
-    """Escape control characters in everything that is printed. For commands that print the content of files."""
-    out, err = (cast(TextIO, EscapingStream(stream)) for stream in (sys.stdout, sys.stderr))
-    with redirect_stdout(out), redirect_stderr(err):
-        yield
-
-
 def raw(stream: TextIO) -> TextIO:
     """The stream without escaping, for terminal sequences such as colors."""
-    return stream.raw if isinstance(stream, EscapingStream) else stream
-
-
-def print_raw(text: str) -> None:
-    stream = raw(sys.stdout)
-    stream.write(_encodable(text, stream))
-
-
-def _encodable(text: str, stream: TextIO) -> str:
-    encoding = getattr(stream, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    return stream.raw if isinstance(stream, _EscapingStream) else stream
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    print(json.dumps(json.loads(to_json(value)), indent=indent, ensure_ascii=False))
+    print(to_json(value, indent=indent))
 
 
 def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
@@ -180,17 +192,15 @@ def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> N
     for row in rows[1:]:
         table.add_row(*map(formats.one_line, row))
     text = io.StringIO()
-    is_terminal = sys.stdout.isatty()
-    Console(file=text, force_terminal=is_terminal, width=_NO_LIMIT, markup=False, emoji=False).print(table)
-    print_raw("".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines()))
+    Console(file=text, force_terminal=sys.stdout.isatty(), width=_NO_LIMIT, markup=False, emoji=False).print(table)
+    raw(sys.stdout).writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
-def print_fields(fields: Iterable[tuple[str, str]]) -> None:
+def print_fields(fields: Mapping[str, str]) -> None:
     """Print names and values in two columns."""
-    shown = [(formats.one_line(name), formats.one_line(value)) for name, value in fields]
-    width = max(len(name) for name, _ in shown)
-    for name, value in shown:
-        print(f"{name:<{width}}  {value}".rstrip())
+    shown = {formats.one_line(name): formats.one_line(value) for name, value in fields.items()}
+    for name, value in shown.items():
+        print(f"{name:<{max(map(len, shown))}}  {value}".rstrip())
 
 
 def size(num_bytes: float) -> str:

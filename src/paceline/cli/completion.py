@@ -10,7 +10,6 @@ import argparse
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -49,22 +48,23 @@ class _Command:
     takes_run: bool = False
 
 
-def add_parser(commands: Any, root: argparse.ArgumentParser) -> None:
-    """Add `completion` to the commands of `root`, which may get further commands later."""
-    parser = add_command(commands, "completion", "print a completion script for a shell", _NOTE)
-    parser.add_argument("shell", choices=_GENERATED, metavar="SHELL", help="bash, zsh or fish")
-    parser.set_defaults(run=partial(_completion, root))
+def add_parser(commands: Any) -> None:
+    parser = add_command(commands, "completion", "print a completion script for a shell", _NOTE, run=_completion)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
 
 
-def _completion(root: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    print(script(root, options.shell), end="")
-    return 0
+def _completion(options: argparse.Namespace) -> None:
+    from paceline.cli.main import make_parser
+
+    print(script(make_parser(), options.shell), end="")
 
 
 def script(root: argparse.ArgumentParser, shell: str) -> str:
-    """The script in `completion_scripts` with its generated parts filled in."""
+    """The script in `completion_scripts` with its generated parts, which the script names as @placeholders@."""
     text = files("paceline.cli").joinpath("completion_scripts", f"paceline.{shell}").read_text(encoding="utf-8")
-    for name, part in _GENERATED[shell](list(_commands(root))).items():
+    commands = list(_commands(root))
+    parts = _fish(commands) if shell == "fish" else _cases(commands, shell)
+    for name, part in parts.items():
         text = text.replace(f"@{name}@", part)
     return text
 
@@ -90,28 +90,24 @@ def _commands(parser: argparse.ArgumentParser, path: str = "") -> Iterator[_Comm
         yield from _commands(child, f"{path} {name}".strip())
 
 
-def _bash(commands: list[_Command]) -> dict[str, str]:
-    return _cases(
-        commands,
+# How bash and zsh offer words with descriptions, the names of runs, and the values of an option.
+_SHELLS: dict[str, tuple[Callable[[dict[str, str]], str], str, Callable[[list[str]], str]]] = {
+    "bash": (
         lambda words: f"offered={shlex.quote(' '.join(words))}",
         f'offered="$(command ls {RUNS_FOLDER} 2> /dev/null)"',
         lambda values: f"offered={shlex.quote(' '.join(values))}",
-    )
-
-
-def _zsh(commands: list[_Command]) -> dict[str, str]:
-    return _cases(
-        commands,
+    ),
+    "zsh": (
         lambda words: f"offered=({shlex.join(f'{word}:{what}' for word, what in words.items())})",
         f"compadd -- {RUNS_FOLDER}/*(N:t)",
         lambda values: f"compadd -- {shlex.join(values)}; return" if values else "_files; return",
-    )
+    ),
+}
 
 
-def _cases(
-    commands: list[_Command], offer: Callable[[dict[str, str]], str], offer_runs: str, offer_values: Callable[..., str]
-) -> dict[str, str]:
+def _cases(commands: list[_Command], shell: str) -> dict[str, str]:
     """The `case` statements by which bash and zsh find the command and the words that may follow."""
+    offer, offer_runs, offer_values = _SHELLS[shell]
     values = {f"{c.path} {name}": offer_values(values) for c in commands for name, values in c.values.items()}
     return {
         "walk": _case("$longer", {c.path: 'at="$longer"' for c in commands if c.path}),
@@ -146,7 +142,3 @@ def _fish(commands: list[_Command]) -> dict[str, str]:
             lines.append(f"{start} {flag} -d {quoted(what)}")
     paths = " ".join(quoted(command.path) for command in commands if command.path)
     return {"paths": paths, "completions": "\n".join(lines)}
-
-
-# The generated parts of each shell's script, by their placeholders.
-_GENERATED = {"bash": _bash, "zsh": _zsh, "fish": _fish}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from itertools import permutations
 from time import perf_counter
 from typing import Any
 
@@ -36,24 +37,27 @@ Document = dict[str, Any]
 def add_parser(commands: Any) -> None:
     summary = "show which devices a run would use, and how fast they are"
     parser = cli.add_command(commands, "devices", summary, _NOTE, examples=("", "--no-speed --json"), run=_devices)
-    cli.add_json_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-speed", "--quick", action="store_true", help="list the devices without measuring them")
 
 
-def _devices(options: argparse.Namespace) -> int:
-    host = describe_environment()["host"]
-    is_measured, found = not options.no_speed, devices()
-    described: Document = {name: host[name] for name in ("name", "processor", "cores")}
-    described |= {"threads": torch.get_num_threads(), "memory_bytes": host["memory_bytes"]}
+def _devices(options: argparse.Namespace) -> None:
+    host, found = describe_environment()["host"] | {"threads": torch.get_num_threads()}, devices()
     # Why CPU workers cannot use shared memory; None if they can.
-    described["no_shared_memory"] = missing_shared_memory(World(rank=0, size=2, local_rank=0, local_size=2))
-    document = {
-        "host": described,
-        "devices": [_describe(device, host, is_measured=is_measured) for device in found],
-        "links": _links(found, is_measured=is_measured),
-    }
+    host["no_shared_memory"] = missing_shared_memory(World(rank=0, size=2, local_rank=0, local_size=2))
+    # Between every two GPUs, in both directions. `is_direct`: without a copy in the host's memory.
+    links = [
+        {
+            "source": str(source),
+            "target": str(target),
+            "is_direct": torch.cuda.can_device_access_peer(source, target),
+            "gb_per_s": None if options.no_speed else _copy_speed(source, target),
+        }
+        for source, target in permutations([device for device in found if device.type == "cuda"], 2)
+    ]
+    described = [_describe(device, host, is_measured=not options.no_speed) for device in found]
+    document = {"host": host, "devices": described, "links": links}
     cli.print_json(document) if options.json else _print(document)
-    return 0
 
 
 def _describe(device: torch.device, host: Document, *, is_measured: bool) -> Document:
@@ -67,21 +71,6 @@ def _describe(device: torch.device, host: Document, *, is_measured: bool) -> Doc
     except torch.OutOfMemoryError:
         is_full = True
     return {"device": str(device), "name": name, "memory_bytes": memory_bytes, "speed": speed, "is_full": is_full}
-
-
-def _links(found: list[torch.device], *, is_measured: bool) -> list[Document]:
-    """Between every two GPUs, in both directions. `is_direct`: without a copy in the host's memory."""
-    return [
-        {
-            "source": str(source),
-            "target": str(target),
-            "is_direct": torch.cuda.can_device_access_peer(source, target),
-            "gb_per_s": _copy_speed(source, target) if is_measured else None,
-        }
-        for source in found
-        for target in found
-        if source != target and source.type == "cuda"
-    ]
 
 
 def _measure(device: torch.device) -> Document:
@@ -126,20 +115,22 @@ def _print(document: Document) -> None:
     host, found, links = document["host"], document["devices"], document["links"]
     reason = host["no_shared_memory"]
     cli.print_fields(
-        [
-            ("host", host["name"]),
-            ("processor", f"{host['processor']}, {host['cores']} cores"),
-            ("threads", f"{host['threads']} in a single process; workers divide the cores"),
-            ("memory", cli.or_dash(host["memory_bytes"], cli.size)),
-            ("CPU workers", f"exchange through {'shared memory' if reason is None else f'Gloo: {reason}'}"),
-        ]
+        {
+            "host": host["name"],
+            "processor": f"{host['processor']}, {host['cores']} cores",
+            "threads": f"{host['threads']} in a single process; workers divide the cores",
+            "memory": cli.or_dash(host["memory_bytes"], cli.size),
+            "CPU workers": f"exchange through {'shared memory' if reason is None else f'Gloo: {reason}'}",
+        }
     )
     print()
     header = ("device", "name", "memory", "fp32\nFLOP/s", "bf16\nFLOP/s", "copy\nGB/s", "from host\nGB/s")
     cli.print_table([header, *map(_device_row, found)], right=range(2, 7))
     if links:
+        paths = {True: "direct", False: "through the host"}
+        rows = [(x["source"], x["target"], paths[x["is_direct"]], cli.or_dash(x["gb_per_s"], rate)) for x in links]
         print()
-        cli.print_table([("from", "to", "path", "GB/s"), *map(_link_row, links)], right=(3,))
+        cli.print_table([("from", "to", "path", "GB/s"), *rows], right=(3,))
     if full := [device["device"] for device in found if device["is_full"]]:
         print(f"\nnot measured because their memory is in use: {', '.join(full)}")
     print(f"\na run uses {cli.count(len(found), 'worker')} by default; --workers and -d change that")
@@ -147,16 +138,6 @@ def _print(document: Document) -> None:
 
 def _device_row(device: Document) -> tuple[str, ...]:
     name, speed = device["name"], device["speed"] or {}
-    cells = [cli.or_dash(speed.get(f"{dtype}_gflop_per_s"), _flops) for dtype in ("fp32", "bf16")]
+    cells = [cli.or_dash(speed.get(f"{dtype}_gflop_per_s"), lambda g: rate(g * 1e9)) for dtype in ("fp32", "bf16")]
     cells += [cli.or_dash(speed.get(f"{source}_gb_per_s"), rate) for source in ("memory", "host")]
     return device["device"], cli.shortened(name, MAX_NAME_LENGTH), cli.or_dash(device["memory_bytes"], cli.size), *cells
-
-
-def _link_row(link: Document) -> tuple[str, ...]:
-    path = "direct" if link["is_direct"] else "through the host"
-    return link["source"], link["target"], path, cli.or_dash(link["gb_per_s"], rate)
-
-
-def _flops(gflop_per_s: float) -> str:
-    """ "52.1T" """
-    return f"{rate(gflop_per_s / 1e3)}T" if gflop_per_s >= 1e3 else f"{rate(gflop_per_s)}G"

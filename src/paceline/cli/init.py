@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--name", metavar="NAME", help="the project's name (default: the folder's name)")
 
 
-def _init(options: argparse.Namespace) -> int:
+def _init(options: argparse.Namespace) -> None:
     folder: Path = options.folder
     name = folder.resolve().name if options.name is None else options.name
     if not name.strip() or not name.isprintable():
@@ -58,4 +58,3 @@ next:
   paceline train config.yaml --dry-run   check the project without training
   paceline train config.yaml             train on all devices
   paceline logs plot                     plot the loss""")
-    return 0

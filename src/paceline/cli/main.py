@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.cli.commands import add_command, escaped_output, integer
+from paceline.cli.commands import CommandError, add_command, add_group, execute, integer
 from paceline.core.errors import WorkerError
 from paceline.run.launching import launch, worker
 from paceline.run.launching.allocator import restart_with_allocator_settings
@@ -34,9 +33,8 @@ Options of paceline come before SCRIPT. Everything after it is passed to the
 script. On several machines, use the same command on each; HOST is one of
 them. The exit codes are those of `paceline train`.
 """
-# In the order of the help text. Each command is in the module of the same name, except for those listed here.
+# In the order of the help text. `run` and `config` are in this file, every other one in the module of its name.
 _COMMANDS = ("init", "train", "run", "config", "logs", "timeline", "runs", "checkpoints", "devices", "completion")
-_MODULES = {"config": "config_commands"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if others:
         options.overrides += others
     # The output of workers is passed on unchanged. Other commands print the content of files.
-    with nullcontext() if arguments[0] in ("run", "train") else escaped_output():
-        code: int = options.run(options)
-    return code
+    return int(options.run(options)) if arguments[0] in ("run", "train") else execute(options)
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -73,14 +69,31 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in [command] if command in _COMMANDS and command != "completion" else _COMMANDS:
-        if name == "run":
-            _add_run(commands)
-        elif name == "completion":  # needs all commands
-            import_module("paceline.cli.completion").add_parser(commands, parser)
-        else:
-            import_module(f"paceline.cli.{_MODULES.get(name, name)}").add_parser(commands)
+    own = {"run": _add_run, "config": _add_config}
+    for name in [command] if command in _COMMANDS else _COMMANDS:
+        add_parser = own.get(name) or import_module(f"paceline.cli.{name}").add_parser
+        add_parser(commands)
     return parser
+
+
+def _add_config(commands: Any) -> None:
+    group = add_group(commands, "config", "look at project files", ("show 2workers.yaml",))
+    examples = ("2workers.yaml", "2workers.yaml trainer.seed=3 --workers 4")
+    summary = "print a project file resolved, with the origin of each value"
+    parser = add_command(group, "show", summary, examples=examples, run=_show)
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a project file")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="values that override the file's")
+    parser.add_argument("--workers", type=int, metavar="N", help="resolve per-worker values for N workers")
+
+
+def _show(options: argparse.Namespace) -> None:
+    from paceline.cli.config import load_project, show
+
+    try:
+        project = load_project(options.config, options.overrides)
+        print(show(project if options.workers is None else project.resolve(options.workers)), end="")
+    except ValueError as error:
+        raise CommandError(str(error), 2) from error
 
 
 def _add_run(commands: Any) -> None:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep, time
-from typing import Any, TypeVar
+from typing import Any
 
 from paceline.checkpoint.folders import complete_steps, latest, step_folder
 from paceline.cli import commands as cli
-from paceline.cli.commands import CommandError
-from paceline.cli.find_runs import choose_run, find_runs
+from paceline.cli.commands import CommandError, choose_run, find_runs
 from paceline.observe import formats
 from paceline.observe.run_files import RunFiles, last_sign, read_status, state_of
 from paceline.run.control import ControlError, NoAnswer, NobodyListens, ask, socket_path
@@ -49,8 +48,6 @@ without a launcher with 137.
 
 {_NOTE}"""
 
-_Result = TypeVar("_Result")
-
 
 def add_parser(commands: Any) -> None:
     examples = ("status", "save 2workers --wait", "stop 2workers")
@@ -66,7 +63,7 @@ def add_parser(commands: Any) -> None:
 
     summary = "print step, loss, speed and remaining time"
     parser = add(_status, "status", summary, f"{cli.RUN_NOTE}{_EXIT_CODES}", "", "2workers --json", "--watch")
-    cli.add_json_option(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--watch", action="store_true", help="repeat every second until all runs have ended")
     saving = add(_save, "save", "save a checkpoint after the next step", _NOTE, "", "2workers --wait")
     saving.add_argument("--wait", action="store_true", help="wait until the checkpoint is complete, and print its path")
@@ -84,7 +81,7 @@ def _status(options: argparse.Namespace) -> int:
     while True:
         reports = [describe(files) for files in runs]
         if options.watch and sys.stdout.isatty():
-            cli.print_raw("\x1b[H\x1b[2J")  # clear the screen
+            cli.raw(sys.stdout).write("\x1b[H\x1b[2J")  # clear the screen
         if options.json:
             cli.print_json(reports, indent=None if options.watch else 2)
         for i, report in enumerate(() if options.json else reports):
@@ -99,31 +96,25 @@ def _status(options: argparse.Namespace) -> int:
         sleep(WATCH_S)
 
 
-def _save(options: argparse.Namespace) -> int:
+def _save(options: argparse.Namespace) -> None:
     files = _live_run(options)
     step = int(_request(files, "save")["step"])
     if not options.wait:
         print(f"{files.root.name} saves a checkpoint after step {step + 1} or shortly after it")
-        return 0
+        return
 
-    def new_checkpoint() -> Path | None:
-        is_live = _state(files) == "live"
-        steps = complete_steps(files.checkpoints)
-        # A run that is just ending saves its current step, and no later one.
-        if steps and steps[-1] > step - (not is_live):
-            return step_folder(files.checkpoints, steps[-1])
-        if not is_live:
-            raise CommandError(f"{files.root.name} is not running: {_ending(files)}; it did not save step {step}")
-        return None
+    def newest() -> int:
+        return max(complete_steps(files.checkpoints), default=-1)
 
-    saved = _poll(new_checkpoint, options.timeout)
-    if saved is None:
-        raise CommandError(
-            f"{files.root.name} saved no checkpoint after step {step} within {options.timeout:g} s and is still "
-            f"running: see {files.ranks / 'rank-0.err'}"
-        )
-    print(saved)
-    return 0
+    _poll(lambda: newest() > step or _state(files) != "live", options.timeout)
+    has_ended = _state(files) != "live"
+    if newest() > step - has_ended:  # a run that is just ending saves its current step, and no later one
+        print(step_folder(files.checkpoints, newest()))
+    elif has_ended:
+        raise CommandError(f"{_not_running(files)}; it did not save step {step}")
+    else:
+        problem = f"saved no checkpoint after step {step} within {options.timeout:g} s and is still running"
+        raise CommandError(f"{files.root.name} {problem}: see {files.ranks / 'rank-0.err'}")
 
 
 def _stop(options: argparse.Namespace) -> int:
@@ -132,14 +123,15 @@ def _stop(options: argparse.Namespace) -> int:
     if not options.wait:
         print(f"{files.root.name} saves a checkpoint and ends after step {step + 1} or shortly after it")
         return 0
-    if not _poll(lambda: _state(files) != "live", options.timeout):
-        raise CommandError(f"{files.root.name} is still running {options.timeout:g} s after the request to stop")
+    _wait_for_end(files, options.timeout, "the request to stop")
     newest = latest(files.checkpoints)
-    print(f"{files.root.name} {_ending(files)}{'' if newest is None else f'; newest checkpoint {newest}'}")
+    print(
+        f"{files.root.name} {_state_text(describe(files))}{'' if newest is None else f'; newest checkpoint {newest}'}"
+    )
     return 0 if _state(files) in ("stopped", "finished") else 1
 
 
-def _abort(options: argparse.Namespace) -> int:
+def _abort(options: argparse.Namespace) -> None:
     files = _live_run(options)
     if not options.yes:
         if not sys.stdin.isatty():
@@ -150,10 +142,8 @@ def _abort(options: argparse.Namespace) -> int:
             raise CommandError(f"{files.root.name} was not aborted")
     with suppress(NobodyListens):  # it may be gone before it answers
         _request(files, "abort")
-    if not _poll(lambda: _state(files) != "live", ABORT_TIMEOUT_S):
-        raise CommandError(f"{files.root.name} is still running after {ABORT_TIMEOUT_S:g} s: {_kill_hint(files)}")
+    _wait_for_end(files, ABORT_TIMEOUT_S, "the request to abort")
     print(f"{files.root.name} is aborted")
-    return 0
 
 
 def _state(files: RunFiles) -> str:
@@ -171,13 +161,17 @@ def _live_run(options: argparse.Namespace) -> RunFiles:
     if options.named is not None:
         files = choose_run(options.named, options.runs)
         if _state(files) != "live":
-            raise CommandError(f"{files.root.name} is not running: {_ending(files)}", NOT_RUNNING)
+            raise _not_running(files)
         return files
     live = _live_runs(options.runs)
     if len(live) > 1:
         names = "".join(f"\n  {files.root.name}" for files in live)
         raise CommandError(f"{len(live)} runs are running: choose one of them{names}", 2)
     return live[0]
+
+
+def _not_running(files: RunFiles) -> CommandError:
+    return CommandError(f"{files.root.name} is not running: {_state_text(describe(files))}", NOT_RUNNING)
 
 
 def _request(files: RunFiles, command: str) -> dict[str, Any]:
@@ -189,7 +183,7 @@ def _request(files: RunFiles, command: str) -> dict[str, Any]:
         return ask(socket_path(files.root), {"command": command})
     except NobodyListens as error:
         if _state(files) != "live":
-            raise CommandError(f"{files.root.name} is not running: {_ending(files)}", NOT_RUNNING) from error
+            raise _not_running(files) from error
         raise NobodyListens(f"{error}. Runs take requests once their workers have started; try again") from error
     except NoAnswer as error:
         raise NoAnswer(f"{error}; {_kill_hint(files)}") from error
@@ -200,12 +194,18 @@ def _kill_hint(files: RunFiles) -> str:
     return "look at its processes" if status is None else f"`kill -9 {status.pid}` ends it and its workers"
 
 
-def _poll(condition: Callable[[], _Result], timeout_s: float) -> _Result:
-    """Call `condition` until its result is true or the time is over; returns the last result."""
+def _wait_for_end(files: RunFiles, timeout_s: float, request: str) -> None:
+    if not _poll(lambda: _state(files) != "live", timeout_s):
+        problem = f"{files.root.name} is still running {timeout_s:g} s after {request}"
+        raise CommandError(f"{problem}: {_kill_hint(files)}")
+
+
+def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Call `condition` until it is true or the time is over; returns its last result."""
     deadline_s = monotonic() + timeout_s
-    while not (result := condition()) and monotonic() < deadline_s:
+    while not (is_true := condition()) and monotonic() < deadline_s:
         sleep(POLL_S)
-    return result
+    return is_true
 
 
 def describe(files: RunFiles) -> dict[str, Any]:
@@ -214,21 +214,16 @@ def describe(files: RunFiles) -> dict[str, Any]:
     `ended` is the time of the last write if the run did not record its end.
     """
     status = read_status(files)
-    state = state_of(files, status)
-    report: dict[str, Any] = {"run": files.root.name, "folder": str(files.root), "state": state}
+    report: dict[str, Any] = {"run": files.root.name, "folder": str(files.root), "state": state_of(files, status)}
     if status is not None:
         names = ("started", "ended", "reason", "host", "total_steps")
         report |= {name: getattr(status, name) for name in names}
-    if state != "live":
+    if report["state"] != "live":
         return report | {"ended": report.get("ended") or last_sign(files)}
     try:
         return report | _request(files, "status")
     except (CommandError, ControlError) as error:
         return report | {"no_answer": str(error)}
-
-
-def _ending(files: RunFiles) -> str:
-    return _state_text(describe(files))
 
 
 def _state_text(report: Mapping[str, Any]) -> str:
@@ -241,24 +236,21 @@ def _state_text(report: Mapping[str, Any]) -> str:
     return f"{report['state']}{reason}, {when} {formats.moment(report['ended'])}"
 
 
-def _fields(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    rows = [("run", str(report["run"])), ("state", _state_text(report))]
+def _fields(report: Mapping[str, Any]) -> dict[str, str]:
+    fields = {"run": str(report["run"]), "state": _state_text(report)}
     if "step" in report:
-        total, shares, waiting = (report.get(name) for name in ("total_steps", "shares", "waiting"))
-        rows.append(("step", f"{report['step']}{'' if total is None else f' of {total}'}, epoch {report['epoch']}"))
+        total = "" if report.get("total_steps") is None else f" of {report['total_steps']}"
+        fields["step"] = f"{report['step']}{total}, epoch {report['epoch']}"
         if report.get("loss") is not None:
-            rows.append(("loss", f"{formats.loss(float(report['loss']))} at step {report['loss_step']}"))
+            fields["loss"] = f"{formats.loss(float(report['loss']))} at step {report['loss_step']}"
         if report.get("samples_per_s") is not None:
-            rows.append(("speed", f"{formats.rate(report['samples_per_s'])} samples/s"))
+            fields["speed"] = f"{formats.rate(report['samples_per_s'])} samples/s"
         if report.get("eta_s") is not None:
-            rows.append(("time left", formats.duration(report["eta_s"])))
-        workers = [f"{report['workers']}"]
-        if shares and 1 < len(shares) <= MAX_WORKERS_SHOWN:
-            workers.append(f"shares {':'.join(map(str, shares))}")
-        if waiting and 1 < len(waiting) <= MAX_WORKERS_SHOWN:
-            workers.append(f"waiting {' '.join(f'{part:.0%}' for part in waiting)}")
-        rows.append(("workers", ", ".join(workers)))
-        rows.append(("checkpoint", Path(report["checkpoint"]).name if report.get("checkpoint") else "none yet"))
-    if "no_answer" in report:
-        rows.append(("no answer", report["no_answer"]))
-    return rows
+            fields["time left"] = formats.duration(report["eta_s"])
+        fields["workers"] = f"{report['workers']}"
+        if 1 < len(report.get("shares") or ()) <= MAX_WORKERS_SHOWN:
+            fields["workers"] += f", shares {':'.join(map(str, report['shares']))}"
+        if 1 < len(report.get("waiting") or ()) <= MAX_WORKERS_SHOWN:
+            fields["workers"] += f", waiting {' '.join(f'{part:.0%}' for part in report['waiting'])}"
+        fields["checkpoint"] = Path(report["checkpoint"]).name if report.get("checkpoint") else "none yet"
+    return fields | ({"no answer": report["no_answer"]} if "no_answer" in report else {})

@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.commands import CommandError, add_command, add_run_argument, integer, seconds
-from paceline.cli.find_runs import choose_run
+from paceline.cli import commands as cli
+from paceline.cli.commands import CommandError
 from paceline.observe.timeline.files import timeline_files
 from paceline.observe.timeline.timeline import Timeline
 
@@ -34,21 +34,21 @@ optim(izer), saving (copying a checkpoint), eval(uation), and other.
 def add_parser(commands: Any) -> None:
     examples = ("", "2workers --format html", "2workers --from 100 --to 200 --format chrome -o trace.json")
     summary = "show what each worker's time went into"
-    parser = add_command(commands, "timeline", summary, _NOTE, examples=examples, run=_timeline)
-    add_run_argument(parser, "the run (default: the newest)")
+    parser = cli.add_command(commands, "timeline", summary, _NOTE, examples=examples, run=_timeline)
+    cli.add_run_argument(parser, "the run (default: the newest)")
     what = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]} (default: from the suffix of FILE, text without -o)"
     parser.add_argument("--format", choices=FORMATS, metavar="FORMAT", help=what)
     what = "write to a file (default: the terminal; for html, timeline.html in the run's folder)"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
-    parser.add_argument("--from", type=integer(0), dest="first", metavar="STEP", help="leave out earlier steps")
-    parser.add_argument("--to", type=integer(0), dest="last", metavar="STEP", help="leave out later steps")
+    parser.add_argument("--from", type=cli.integer(0), dest="first", metavar="STEP", help="leave out earlier steps")
+    parser.add_argument("--to", type=cli.integer(0), dest="last", metavar="STEP", help="leave out later steps")
     what = "list times in which a worker did not compute for at least S seconds (default: %(default)g)"
-    parser.add_argument("--idle", type=seconds, default=1.0, metavar="S", help=what)
+    parser.add_argument("--idle", type=cli.seconds, default=1.0, metavar="S", help=what)
 
 
-def _timeline(options: argparse.Namespace) -> int:
+def _timeline(options: argparse.Namespace) -> None:
     has_files = options.named is not None and timeline_files(Path(options.named))
-    folder = Path(options.named) if has_files else choose_run(options.named, options.runs).root
+    folder = Path(options.named) if has_files else cli.choose_run(options.named, options.runs).root
     output: Path | None = options.output
     form = options.format or ("text" if output is None else SUFFIXES.get(output.suffix.lower()))
     if form is None:
@@ -57,20 +57,15 @@ def _timeline(options: argparse.Namespace) -> int:
         timeline = Timeline.load(folder)
         if options.first is not None or options.last is not None:
             timeline = timeline.between(options.first, options.last)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise CommandError(str(error)) from error
     text = _text(timeline, options.idle) if form == "text" else getattr(timeline, f"to_{form}")()
-    if form == "html" and output is None:
-        output = folder / "timeline.html"
-    if output is None:
+    if output is None and form != "html":
         print(text)
-        return 0
-    try:
-        output.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise CommandError(f"{output} cannot be written ({error.strerror}): choose another file with -o") from error
-    print(output)
-    return 0
+    else:
+        path = output or folder / "timeline.html"
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        print(path)
 
 
 def _text(timeline: Timeline, idle_s: float) -> str:

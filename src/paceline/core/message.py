@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paceline.core.tree import DTYPE_NAMES, DTYPES, StructureError, flatten, unflatten
+from paceline.core.tree import DTYPE_NAMES, DTYPES, flatten, unflatten
 
 # Tensors of a micro-batch start on a cache line: some kernels give other results on unaligned inputs.
 _ALIGNMENT_BYTES = 64
@@ -33,7 +33,7 @@ def encode(value: Any, name: str, *, with_classes: bool = False) -> torch.Tensor
 
 
 def decode(message: torch.Tensor) -> Any:
-    """The value in a message, whose memory its tensors share. StructureError if `encode` cannot have written it."""
+    """The value in a message, whose memory its tensors share. ValueError if `encode` cannot have written it."""
     end = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES].numpy().tobytes(), "little")
     try:
         header = json.loads(message[_LENGTH_BYTES:end].numpy().tobytes())
@@ -45,7 +45,7 @@ def decode(message: torch.Tensor) -> Any:
         }
         structure = header["structure"]
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise StructureError(f"the message was not written by encode: {error}") from None
+        raise ValueError(f"the message was not written by encode: {error}") from None
     return unflatten(structure, tensors, with_classes=True)
 
 

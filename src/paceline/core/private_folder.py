@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import stat
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,13 +19,6 @@ def private_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     if reason := why_not_private(folder):
         raise PermissionError(f"{folder} is not a private folder of this user: {reason}; remove it")
-
-
-def new_private_folder(prefix: str, place: Path | None = None) -> Path:
-    """A new folder with an unpredictable name, in `place` or in the folder for temporary files."""
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-    private_folder(folder)
-    return folder
 
 
 def why_not_private(folder: Path) -> str | None:

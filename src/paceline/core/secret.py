@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 
 FILE_VARIABLE = "PACELINE_SECRET_FILE"
@@ -27,11 +26,10 @@ class ForgedError(ValueError):
 class Secret:
     """Signs messages and checks signatures, by HMAC-SHA256."""
 
-    def __init__(self, value: bytes) -> None:
+    def __init__(self, value: bytes, name: str = "the secret") -> None:
         if len(value) < MIN_BYTES:
-            raise ValueError(
-                f"the secret has {len(value)} bytes: use at least {MIN_BYTES}, for example from `openssl rand -hex 32`"
-            )
+            remedy = f"use at least {MIN_BYTES}, for example from `openssl rand -hex 32`"
+            raise ValueError(f"{name} has {len(value)} bytes: {remedy}")
         self._value = value
 
     def sign(self, content: bytes, purpose: str) -> bytes:
@@ -42,9 +40,8 @@ class Secret:
         """The content of a signed message; ForgedError if it was not signed with this secret for this purpose."""
         signature, content = message[:_DIGEST_BYTES], message[_DIGEST_BYTES:]
         if not hmac.compare_digest(signature, self._signature(content, purpose)):
-            raise ForgedError(
-                f"{purpose} was not written by a worker of this run: another process interferes, or the secrets differ"
-            )
+            cause = "another process interferes, or the secrets differ"
+            raise ForgedError(f"{purpose} was not written by a worker of this run: {cause}")
         return content
 
     def name(self, purpose: str) -> str:
@@ -55,12 +52,11 @@ class Secret:
         return hmac.digest(self._value, purpose.encode() + b"\0" + content, "sha256")
 
 
-def run_secret(environment: Mapping[str, str] | None = None) -> Secret | None:
+def run_secret() -> Secret | None:
     """The secret of this process's run; None if the run has none."""
-    env = os.environ if environment is None else environment
-    if path := env.get(FILE_VARIABLE):
+    if path := os.environ.get(FILE_VARIABLE):
         return read_secret(Path(path))
-    value = env.get(VARIABLE)
+    value = os.environ.get(VARIABLE)
     return None if value is None else Secret(value.strip().encode())
 
 
@@ -77,7 +73,4 @@ def read_secret(path: Path) -> Secret:
             f"the secret file {path} has mode {stat.S_IMODE(mode):04o} and owner {owner}: others could read or change "
             f"it. `chmod 600 {path}` as user {os.geteuid()}; for a Kubernetes secret, defaultMode: 0440"
         )
-    try:
-        return Secret(value)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+    return Secret(value, f"the secret in {path}")

@@ -35,23 +35,13 @@ class Limits:
         return " and ".join(f"{sign} {bound:g}" for sign, bound in bounds if bound is not None)
 
 
-def setting(
-    help: str,
-    default: Any = MISSING,
-    *,
-    course: bool = False,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    finite: bool = True,
-) -> Any:
-    """A field of a group of settings. Without a default, a value is required.
+def setting(help: str, default: Any = MISSING, *, course: bool = False, **limits: Any) -> Any:
+    """A field of a group of settings. Without a default, a value is required. limits: see `Limits`.
 
     course: the setting affects the course of a run. It is stored in checkpoints and compared on resume; all other
     settings may change from one start to the next.
     """
-    metadata = {"help": help, "limits": Limits(least, above, most, below, finite), "course": course}
+    metadata = {"help": help, "limits": Limits(**limits), "course": course}
     if is_dataclass(default) and isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -88,10 +78,8 @@ def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
     if not numbers or (type(value) in (bool, types.NoneType) and type(value) in options):
         return
     for number in value if isinstance(value, tuple) and items else (value,):
-        if not isinstance(number, int | float) or isinstance(number, bool):
+        if isinstance(number, bool) or not isinstance(number, int | float if float in numbers else int):
             raise ValueError(f"{name}={value!r} must be {'a number' if float in numbers else 'an int'}")
-        if float not in numbers and isinstance(number, float):
-            raise ValueError(f"{name}={value!r} must be an int")
         if not limits.allow(number):
             kind = "" if math.isfinite(number) else "a finite number "
             raise ValueError(f"{name}={value!r} must be {kind}{limits}".rstrip())

@@ -21,8 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 
-MAX_DEPTH = 100
-
 # The dtypes of the safetensors format, by their names there.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -43,6 +41,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+MAX_DEPTH = 100
 RESERVED_NAME = "__metadata__"  # no tensor of a safetensors file can have this name
 
 # Larger integers are not exact in other JSON readers.
@@ -50,12 +49,10 @@ _SAFE_INT_BITS = 53
 
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", torch.Size: "Size"}
-_TENSORS = (torch.Tensor, nn.Parameter)
-_INSTANCE = "instance"
+_NUMPY_KINDS = "biufc"
 
-
-class StructureError(ValueError):
-    """A structure that `flatten` cannot have written."""
+# A position in the tree: the name of the tree, and the keys that lead to the value.
+_Path = tuple[str | int, ...]
 
 
 class Flat(NamedTuple):
@@ -72,191 +69,149 @@ def flatten(tree: Any, name: str, *, with_classes: bool = False) -> Flat:
     between processes of the same program; files outlive classes.
     """
     encoder = _Encoder(with_classes)
-    structure = encoder.encode(tree, _Path(name))
+    structure = encoder.encode(tree, (name,))
     return Flat(encoder.tensors, structure)
 
 
-def unflatten(structure: Any, tensors: Mapping[str, torch.Tensor], *, with_classes: bool = False) -> Any:
-    """Restore the tree. A structure that `flatten` cannot have written is a StructureError.
-
-    Calls no code of the stored classes: objects are created empty and their fields are set.
-    """
-    try:
-        return _Decoder(tensors, with_classes).decode(structure)
-    except StructureError:
-        raise
-    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise StructureError(f"the structure was not written by flatten: {type(error).__name__}: {error}") from None
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a torch dtype")
+    return dtype
 
 
-class _Path(NamedTuple):
-    """A position in the tree: as a Python expression, and as a tensor's name."""
-
-    text: str
-    name: str = ""
-    depth: int = 0
-
-    def __truediv__(self, key: str | int) -> _Path:
-        # Surrogates, which UTF-8 lacks, would make the file unreadable to other tools.
-        part = str(key).encode(errors="replace").decode()
-        return _Path(f"{self.text}[{key!r}]", f"{self.name}.{part}" if self.name else part, self.depth + 1)
+# Types of values that are stored as {"$": kind, key: text}: kind, key, and the functions to and from text.
+_SCALARS: dict[type, tuple[str, str, Callable[[Any], str], Callable[[str], Any]]] = {
+    int: ("int", "hex", hex, lambda text: int(text, 16)),
+    float: ("float", "value", repr, float),
+    bytes: ("bytes", "hex", bytes.hex, bytes.fromhex),
+    bytearray: ("bytearray", "hex", bytearray.hex, bytearray.fromhex),
+    torch.dtype: ("dtype", "name", lambda dtype: str(dtype).removeprefix("torch."), _dtype),
+    torch.device: ("device", "name", str, torch.device),
+}
+_SCALAR_KINDS = {kind: (key, from_text) for kind, key, _, from_text in _SCALARS.values()}
+_CONTAINER_KINDS = {name: kind for kind, name in (_MAPPINGS | _SEQUENCES).items()}
 
 
 class _Encoder:
     def __init__(self, with_classes: bool) -> None:
         self._with_classes = with_classes
         self.tensors: dict[str, torch.Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
+        self._names: dict[Any, str] = {}
 
     def encode(self, value: Any, path: _Path) -> Any:
-        if path.depth > MAX_DEPTH:
-            raise TypeError(f"{path.text} is nested deeper than {MAX_DEPTH} levels: does the state contain itself?")
+        if len(path) > MAX_DEPTH + 1:
+            raise TypeError(f"{_text(path)} is nested deeper than {MAX_DEPTH} levels: does the state contain itself?")
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
-        if kind is int:
-            return value if value.bit_length() <= _SAFE_INT_BITS else {"$": "int", "hex": hex(value)}
-        if kind is float:
-            return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+        if (kind is int and value.bit_length() <= _SAFE_INT_BITS) or (kind is float and math.isfinite(value)):
+            return value
         if kind is list:
             return self._encode_items(value, path)
         if kind in _SEQUENCES:
             return {"$": _SEQUENCES[kind], "items": self._encode_items(value, path)}
         if kind in _MAPPINGS:
             return self._encode_mapping(value, path)
-        if kind in _TENSORS:
-            return self._encode_tensor(value, path)
-        return self._encode_rarer(value, path)
+        if kind in (torch.Tensor, nn.Parameter):
+            return self._encode_tensor(value.detach(), path)
+        if kind is np.ndarray:
+            return {**self._encode_tensor(_from_numpy(value, path), path), "$": "ndarray"}
+        if kind in _SCALARS:
+            name, key, to_text, _ = _SCALARS[kind]
+            return {"$": name, key: to_text(value)}
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
+            return {"$": "numpy", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
+        if self._with_classes and (fields := _fields(kind)) is not None and _has_only(value, fields):
+            values = [getattr(value, field) for field in fields]
+            return {"$": "instance", "class": _class_name(kind), "fields": self._encode_items(values, path)}
+        raise TypeError(
+            f"{_text(path)} is a {_type_name(value)}, which cannot be stored without pickle: remove it from "
+            "state_dict(), or convert it to tensors, numbers, strings, lists, tuples and dicts"
+        )
 
     def _encode_items(self, values: Iterable[Any], path: _Path) -> list[Any]:
-        return [self.encode(value, path / i) for i, value in enumerate(values)]
+        return [self.encode(value, (*path, i)) for i, value in enumerate(values)]
 
     def _encode_mapping(self, mapping: Mapping[Any, Any], path: _Path) -> dict[str, Any]:
         for key in mapping:
             if type(key) not in (str, int):
-                raise TypeError(f"{path.text} has the key {key!r} of type {_name(key)}: only str and int can be stored")
-        kind = _MAPPINGS[type(mapping)]
-        if kind == "dict" and all(type(key) is str and key != "$" for key in mapping):
-            return {key: self.encode(value, path / key) for key, value in mapping.items()}
-        return {"$": kind, "items": [[key, self.encode(value, path / key)] for key, value in mapping.items()]}
+                kind = _type_name(key)
+                raise TypeError(f"{_text(path)} has the key {key!r} of type {kind}: only str and int can be stored")
+        items = [[key, self.encode(value, (*path, key))] for key, value in mapping.items()]
+        if type(mapping) is dict and all(type(key) is str and key != "$" for key in mapping):
+            return dict(items)
+        return {"$": _MAPPINGS[type(mapping)], "items": items}
 
     def _encode_tensor(self, tensor: torch.Tensor, path: _Path) -> dict[str, Any]:
-        tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
             layout = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
-            raise TypeError(f"{path.text} is a tensor ({layout}): only dense tensors with data can be stored")
+            raise TypeError(f"{_text(path)} is a tensor ({layout}): only dense tensors with data can be stored")
         tensor = tensor.resolve_conj().resolve_neg()
-        is_complex = tensor.is_complex()
-        if is_complex:
-            tensor = torch.view_as_real(tensor)
+        complex_mark = {"is_complex": True} if tensor.is_complex() else {}
+        tensor = torch.view_as_real(tensor) if complex_mark else tensor
         if tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(f"{path.text} is a tensor of {tensor.dtype}, which the safetensors format lacks")
-        reference = {"$": "tensor", "name": self._add(tensor, path)}
-        return {**reference, "is_complex": True} if is_complex else reference
+            raise TypeError(f"{_text(path)} is a tensor of {tensor.dtype}, which the safetensors format lacks")
+        return {"$": "tensor", "name": self._add(tensor, path), **complex_mark}
 
     def _add(self, tensor: torch.Tensor, path: _Path) -> str:
         """Add the tensor under a new name; returns the first name under which it was added."""
-        own_name = self._free_name(path.name or "tensor")
-        if tensor.numel() == 0:
-            self.tensors[own_name] = tensor
-            return own_name
-        identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        first_name = self._names.setdefault(identity, own_name)
-        self.tensors[own_name] = self.tensors.get(first_name, tensor)
-        return first_name
-
-    def _free_name(self, wanted: str) -> str:
+        # Surrogates, which UTF-8 lacks, would make the file unreadable to other tools.
+        wanted = ".".join(str(key).encode(errors="replace").decode() for key in path[1:]) or "tensor"
         name, number = wanted, 1
         while name in self.tensors or name == RESERVED_NAME:
             number += 1
             name = f"{wanted}~{number}"
-        return name
-
-    def _encode_rarer(self, value: Any, path: _Path) -> Any:
-        if type(value) is np.ndarray:
-            return {**self._encode_tensor(_from_numpy(value, path), path), "$": "ndarray"}
-        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-            return {"$": "numpy", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
-        if isinstance(value, torch.dtype):
-            return {"$": "dtype", "name": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.device):
-            return {"$": "device", "name": str(value)}
-        if type(value) in (bytes, bytearray):
-            return {"$": type(value).__name__, "hex": value.hex()}
-        if self._with_classes and (fields := _fields(type(value))) is not None and _has_only(value, fields):
-            values = [getattr(value, field) for field in fields]
-            return {"$": _INSTANCE, "class": _class_name(type(value)), "fields": self._encode_items(values, path)}
-        raise TypeError(
-            f"{path.text} is a {_name(value)}, which cannot be stored without pickle: remove it from state_dict(), or "
-            "convert it to tensors, numbers, strings, lists, tuples and dicts"
-        )
+        # Empty tensors have no address, so each counts as a tensor of its own.
+        identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        first_name = self._names.setdefault(identity if tensor.numel() else name, name)
+        self.tensors[name] = self.tensors.get(first_name, tensor)
+        return first_name
 
 
-class _Decoder:
-    def __init__(self, tensors: Mapping[str, torch.Tensor], with_classes: bool) -> None:
-        self._tensors = tensors
-        self._with_classes = with_classes
+def unflatten(structure: Any, tensors: Mapping[str, torch.Tensor], *, with_classes: bool = False) -> Any:
+    """Restore the tree. A structure that `flatten` cannot have written is a ValueError.
 
-    def decode(self, node: Any) -> Any:
+    Calls no code of the stored classes: objects are created empty and their fields are set.
+    """
+
+    def decode(node: Any) -> Any:
         if isinstance(node, list):
-            return [self.decode(item) for item in node]
+            return [decode(item) for item in node]
         if not isinstance(node, dict):
             return node
         if "$" not in node:
-            return {key: self.decode(value) for key, value in node.items()}
+            return {key: decode(value) for key, value in node.items()}
         kind = node["$"]
-        if kind in _MAPPING_KINDS:
-            return _MAPPING_KINDS[kind]({key: self.decode(value) for key, value in node["items"]})
-        if kind in _SEQUENCE_KINDS:
-            return _SEQUENCE_KINDS[kind](self.decode(node["items"]))
+        if kind in _SCALAR_KINDS:
+            key, from_text = _SCALAR_KINDS[kind]
+            return from_text(node[key])
+        if kind in _SEQUENCES.values():
+            return _CONTAINER_KINDS[kind](decode(node["items"]))
+        if kind in _MAPPINGS.values():
+            return _CONTAINER_KINDS[kind]({key: decode(value) for key, value in node["items"]})
         if kind in ("tensor", "ndarray"):
-            tensor = self._tensors[node["name"]]
+            tensor = tensors[node["name"]]
             tensor = torch.view_as_complex(tensor) if node.get("is_complex") else tensor
             return tensor if kind == "tensor" else tensor.numpy()
-        if kind == _INSTANCE and self._with_classes:
-            return self._decode_instance(node["class"], node["fields"])
-        if kind in _SCALARS:
-            return _SCALARS[kind](node)
-        raise StructureError(f"the structure has a value of unknown kind {kind!r}, written by a newer version")
+        if kind == "numpy":
+            dtype = np.dtype(node["dtype"])
+            if dtype.kind not in _NUMPY_KINDS:
+                raise ValueError(f"dtype {node['dtype']!r} is not numeric")
+            return np.frombuffer(bytes.fromhex(node["hex"]), dtype)[0]
+        if kind == "instance" and with_classes:
+            return _new_instance(node["class"], [decode(value) for value in node["fields"]])
+        raise ValueError(f"a value has the unknown kind {kind!r}: use the version that wrote it, or a newer one")
 
-    def _decode_instance(self, name: str, values: Sequence[Any]) -> Any:
-        kind = _find_class(name)
-        fields = None if kind is None else _fields(kind)
-        if kind is None or fields is None or len(fields) != len(values):
-            raise StructureError(f"{name} is not a named tuple or data class that this process has defined")
-        if issubclass(kind, tuple):
-            return tuple.__new__(kind, self.decode(list(values)))
-        instance = object.__new__(kind)
-        for field, value in zip(fields, values, strict=True):
-            object.__setattr__(instance, field, self.decode(value))
-        return instance
+    try:
+        return decode(structure)
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"the structure was not written by flatten: {type(error).__name__}: {error}") from None
 
 
-def _decode_numpy(node: Any) -> Any:
-    dtype = np.dtype(node["dtype"])
-    if dtype.kind not in "biufc":
-        raise ValueError(f"dtype {node['dtype']!r} is not numeric")
-    return np.frombuffer(bytes.fromhex(node["hex"]), dtype)[0]
-
-
-def _decode_dtype(node: Any) -> torch.dtype:
-    dtype = getattr(torch, node["name"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{node['name']!r} is not a torch dtype")
-    return dtype
-
-
-_MAPPING_KINDS = {name: kind for kind, name in _MAPPINGS.items()}
-_SEQUENCE_KINDS = {name: kind for kind, name in _SEQUENCES.items()}
-_SCALARS: dict[str, Callable[[Any], Any]] = {
-    "int": lambda node: int(node["hex"], 16),
-    "float": lambda node: float(node["value"]),
-    "numpy": _decode_numpy,
-    "dtype": _decode_dtype,
-    "device": lambda node: torch.device(node["name"]),
-    "bytes": lambda node: bytes.fromhex(node["hex"]),
-    "bytearray": lambda node: bytearray.fromhex(node["hex"]),
-}
+def _text(path: _Path) -> str:
+    """The position as a Python expression."""
+    return f"{path[0]}{''.join(f'[{key!r}]' for key in path[1:])}"
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: _Path) -> torch.Tensor:
@@ -265,14 +220,26 @@ def _from_numpy(array: np.ndarray[Any, Any], path: _Path) -> torch.Tensor:
         shareable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
         return torch.from_numpy(array if shareable else array.copy())
     except TypeError:
-        raise TypeError(
-            f"{path.text} is an array of dtype {array.dtype}, which cannot be stored: convert it to numbers"
-        ) from None
+        problem = f"{_text(path)} is an array of dtype {array.dtype}, which cannot be stored: convert it to numbers"
+        raise TypeError(problem) from None
 
 
-def _name(value: Any) -> str:
+def _type_name(value: Any) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _find_class(name: str) -> type | None:
+    """The class of this name, in a module that is already imported."""
+    module, _, qualified = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
+    return found if isinstance(found, type) else None
 
 
 def _fields(kind: type) -> Sequence[str] | None:
@@ -290,14 +257,14 @@ def _has_only(value: Any, fields: Sequence[str]) -> bool:
     return own.keys() <= set(fields) and all(hasattr(value, field) for field in fields)
 
 
-def _class_name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def _find_class(name: str) -> type | None:
-    """The class of this name, in a module that is already imported."""
-    module, _, qualified = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualified.split("."):
-        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
-    return found if isinstance(found, type) else None
+def _new_instance(name: str, values: Sequence[Any]) -> Any:
+    kind = _find_class(name)
+    fields = None if kind is None else _fields(kind)
+    if kind is None or fields is None or len(fields) != len(values):
+        raise ValueError(f"{name} is not a named tuple or data class that this process has defined")
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values)
+    instance = object.__new__(kind)
+    for field, value in zip(fields, values, strict=True):
+        object.__setattr__(instance, field, value)
+    return instance

@@ -19,6 +19,7 @@ import os
 import shutil
 import socket
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
 from paceline.core.errors import PacelineError
-from paceline.core.private_folder import new_private_folder, private_folder, why_not_private
+from paceline.core.private_folder import private_folder, why_not_private
 from paceline.observe.json_lines import to_json
 from paceline.run.launching.worker import HEARD_VARIABLE
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
@@ -204,7 +205,7 @@ def _open_socket(path: Path) -> socket.socket:
     private_folder(folder)
     with suppress(OSError):
         return _bind(path)
-    elsewhere = new_private_folder(_FOLDER_PREFIX)
+    elsewhere = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
     try:
         listener = _bind(elsewhere / path.name)
         path.symlink_to(elsewhere / path.name)

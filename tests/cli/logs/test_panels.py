@@ -15,7 +15,7 @@ from made_runs import make_run, row
 
 from paceline.cli.logs import picture as logs_picture
 from paceline.cli.logs.panels import Panel, make_panels, moving_mean, short_labels
-from paceline.cli.logs.text_plot import TextStyle, text_plot
+from paceline.cli.logs.text_plot import text_plot
 from paceline.observe.metrics import MAX_POINTS
 from paceline.observe.run_files import RunFiles
 
@@ -28,7 +28,7 @@ def logs_command(*arguments: object) -> Ended:
 
 
 def content(panels: list[Panel]) -> dict[str, Any]:
-    """What a reader sees in the picture: per axes its labels, lines and their data, and the names beside it."""
+    """The content of the image: for each axes its labels, lines with their data, and the legend."""
     pytest.importorskip("matplotlib")
     figure = logs_picture.draw(panels, "a title")
     return {
@@ -48,7 +48,7 @@ def panels_of(*files: RunFiles, **options: Any) -> list[Panel]:
     return make_panels(files, **options)
 
 
-def test_a_run_is_drawn_with_loss_rate_norm_and_throughput_per_worker(runs: Path) -> None:
+def test_default_panels_of_one_run(runs: Path) -> None:
     steps = [1.0, 2.0, 3.0, 4.0, 5.0]
     assert content(panels_of(make_run(runs, rows=FIVE))) == {
         "loss": {
@@ -71,7 +71,7 @@ def test_a_run_is_drawn_with_loss_rate_norm_and_throughput_per_worker(runs: Path
     }
 
 
-def test_compared_runs_share_their_axes_and_are_named_in_the_order_of_their_ends(runs: Path) -> None:
+def test_compared_runs_share_axes_and_the_legend_is_ordered_by_last_value(runs: Path) -> None:
     both = [make_run(runs, "one", FIVE), make_run(runs, "two", [row(1), row(2)])]
     assert content(panels_of(*both, only_loss=True)) == {
         "loss": {
@@ -88,7 +88,7 @@ def test_compared_runs_share_their_axes_and_are_named_in_the_order_of_their_ends
     assert overview["samples / s"]["names"] == ["one", "two"]
 
 
-def test_a_run_has_one_color_in_all_panels(runs: Path) -> None:
+def test_run_has_one_color_in_all_panels(runs: Path) -> None:
     panels = panels_of(make_run(runs, "one", FIVE), make_run(runs, "two"))
     assert {(series.label, series.color) for panel in panels for series in panel.series} == {
         ("one", 0),
@@ -97,7 +97,7 @@ def test_a_run_has_one_color_in_all_panels(runs: Path) -> None:
     }
 
 
-def test_chosen_metrics_get_a_panel_each(runs: Path) -> None:
+def test_one_panel_per_chosen_metric(runs: Path) -> None:
     found = content(panels_of(make_run(runs, rows=FIVE), metrics=["waiting", "eval", "shares/1", "loss"]))
     assert {label: axes["lines"].keys() for label, axes in found.items()} == {
         "waiting (part of the time)": {"worker 0", "worker 1"},
@@ -107,7 +107,7 @@ def test_chosen_metrics_get_a_panel_each(runs: Path) -> None:
     }
 
 
-def test_smoothing_shows_the_mean_and_what_was_measured_but_leaves_what_is_set(runs: Path) -> None:
+def test_smoothing_keeps_the_original_values_and_skips_the_learning_rate(runs: Path) -> None:
     rows = [row(step, loss=float(step % 2), lr=float(step), eval={"loss": 1.0}) for step in range(1, 6)]
     found = content(panels_of(make_run(runs, rows=rows), smooth=3))
     assert found["loss"]["lines"]["_original"][1] == [1.0, 0.0, 1.0, 0.0, 1.0]
@@ -117,14 +117,29 @@ def test_smoothing_shows_the_mean_and_what_was_measured_but_leaves_what_is_set(r
 
 
 @given(st.lists(st.floats(-1e6, 1e6) | st.just(math.nan) | st.just(math.inf), min_size=1), st.integers(1, 20))
-def test_the_moving_mean_is_the_mean_of_finite_neighbours(values: list[float], window: int) -> None:
+def test_moving_mean_ignores_non_finite_values(values: list[float], window: int) -> None:
     for i, found in enumerate(moving_mean(np.array(values), window)):
         reach = min(window // 2, i)
         near = [value for value in values[i - reach : i + reach + 1] if math.isfinite(value)]
         assert found == pytest.approx(np.mean(near), abs=1e-4) if near else math.isnan(found)
 
 
-def test_a_spike_does_not_spoil_the_mean_after_it() -> None:
+@pytest.mark.parametrize("window", [2, 3, 7, 50, 1000, 10**9])
+def test_moving_mean_over_any_window(window: int) -> None:
+    rng = np.random.default_rng(window)
+    series = rng.normal(size=333)
+    series[[7, 100]] = np.nan
+    reach = min(window // 2, len(series) - 1)
+    for i, mean in enumerate(moving_mean(series, window)):
+        own = series[: 2 * i + 1] if i < reach else series[i - reach : i + reach + 1]
+        assert mean == pytest.approx(np.nanmean(own), abs=1e-12)
+
+
+def test_moving_mean_of_large_numbers() -> None:
+    assert moving_mean(np.full(1000, 1.5e308), 100) == pytest.approx(np.full(1000, 1.5e308))
+
+
+def test_moving_mean_after_a_spike_is_exact() -> None:
     assert moving_mean(np.array([1.0, 1e30, 1.0, 1.0, 1.0, 1.0]), 2)[-1] == 1.0
 
 
@@ -136,14 +151,14 @@ def test_a_spike_does_not_spoil_the_mean_after_it() -> None:
         ("time", "time of training (s)", [2.5, 5.0, 7.5, 10.0, 12.5]),
     ],
 )
-def test_the_x_axis_counts_steps_epochs_or_time(runs: Path, axis: Any, label: str, x: list[float]) -> None:
+def test_x_axis_in_steps_epochs_or_time(runs: Path, axis: Any, label: str, x: list[float]) -> None:
     rows = [row(step) for step in (5, 10, 15, 20, 25)]
     (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True, x_axis=axis)
     assert panel.x_label == label
     assert panel.series[0].x.tolist() == x
 
 
-def test_an_evaluation_that_does_not_tell_its_epoch_lies_between_lines_that_do(runs: Path) -> None:
+def test_epochs_of_evaluations_are_interpolated(runs: Path) -> None:
     rows = [row(5), {"step": 10, "eval": {"loss": 1.0}}, row(15), row(20)]
     (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True, x_axis="epoch")
     assert [series.x.tolist() for series in panel.series] == [pytest.approx([1, 5 / 3, 2]), pytest.approx([4 / 3])]
@@ -152,14 +167,14 @@ def test_an_evaluation_that_does_not_tell_its_epoch_lies_between_lines_that_do(r
 @pytest.mark.parametrize(
     ("seconds", "label", "x"), [(179, "s", 179), (180, "min", 3), (7200, "h", 2), (4 * 86400, "days", 4)]
 )
-def test_time_has_a_unit_that_fits_the_longest_run(runs: Path, seconds: float, label: str, x: float) -> None:
+def test_unit_of_the_time_axis_fits_the_longest_run(runs: Path, seconds: float, label: str, x: float) -> None:
     run = make_run(runs, rows=[row(1, time=seconds)])
     (panel,) = panels_of(run, make_run(runs, "short"), only_loss=True, x_axis="time")
     assert panel.x_label == f"time of training ({label})"
     assert panel.series[0].x.tolist() == [x]
 
 
-def test_labels_are_as_short_as_tells_runs_apart(runs: Path) -> None:
+def test_labels_are_the_shortest_unique_ones(runs: Path) -> None:
     a, b, c = make_run(runs, "a"), make_run(runs, "b"), make_run(runs, "a", minutes=5)
     assert short_labels([a, b]) == ["a", "b"]
     assert short_labels([a, b, c]) == ["a 12:00:00", "b 12:00:00", "a 12:05:00"]
@@ -167,7 +182,7 @@ def test_labels_are_as_short_as_tells_runs_apart(runs: Path) -> None:
     assert short_labels([a, tomorrow]) == [a.root.name, tomorrow.root.name]
 
 
-def test_a_long_run_is_thinned_but_keeps_its_peaks(runs: Path) -> None:
+def test_thinned_curves_keep_their_extremes(runs: Path) -> None:
     rows = [{"step": step, "loss": 100.0 if step == 7777 else 1.0 + step % 3} for step in range(1, 20_001)]
     run = make_run(runs, rows=rows)
     (panel,) = make_panels([run], only_loss=True, smooth=2)
@@ -177,17 +192,17 @@ def test_a_long_run_is_thinned_but_keeps_its_peaks(runs: Path) -> None:
     assert (series.x[0], series.x[-1], series.y.max()) == (1, 20_000, 100.0)
 
 
-def test_numbers_that_are_not_finite_leave_a_gap(runs: Path) -> None:
+def test_non_finite_values_leave_a_gap(runs: Path) -> None:
     rows = [row(1), row(2, loss=math.nan), row(3, loss=math.inf), row(4)]
     (panel,) = panels_of(make_run(runs, rows=rows), only_loss=True)
     assert panel.series[0].x.tolist() == [1, 2, 3, 4]
     content([panel])
-    assert "training 2" in text_plot(panel, TextStyle())
+    assert "training 2" in text_plot(panel)
     (bad,) = [make_run(runs, "bad", [row(1, loss=math.nan), row(2, loss=math.nan)])]
     assert "loss" not in [panel.name for panel in panels_of(bad)]
 
 
-def test_an_axis_that_the_metrics_do_not_tell_is_an_error(runs: Path) -> None:
+def test_missing_x_axis_metric_is_an_error(runs: Path) -> None:
     make_run(runs, rows=[{"step": 1, "loss": 1.0}])
     ended = logs_command("plot", "--x-axis", "epoch")
     assert ended.err == "paceline logs plot: the metrics have no epoch: choose --x-axis step\n"

@@ -31,7 +31,7 @@ def panels_of(*files: RunFiles, **options: Any) -> list[Panel]:
     return make_panels(files, **options)
 
 
-def test_a_logarithmic_axis_for_losses_or_what_was_chosen_where_all_is_positive(runs: Path) -> None:
+def test_log_scale_only_for_positive_values(runs: Path) -> None:
     pytest.importorskip("matplotlib")
     files = make_run(runs, rows=[row(1, grad_norm=0.0), row(2)])
 
@@ -44,7 +44,7 @@ def test_a_logarithmic_axis_for_losses_or_what_was_chosen_where_all_is_positive(
     assert scales() == ["linear"] * 4
 
 
-def test_a_logarithmic_axis_has_ticks_as_people_write_numbers(runs: Path) -> None:
+def test_log_scale_has_plain_tick_labels(runs: Path) -> None:
     pytest.importorskip("matplotlib")
     panels = panels_of(make_run(runs), log_scale=True, only_loss=True)
     (axes,) = logs_picture.draw(panels, "t").axes
@@ -52,7 +52,7 @@ def test_a_logarithmic_axis_has_ticks_as_people_write_numbers(runs: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml"), ("a.PDF", b"%PDF")])
-def test_pictures_are_written_as_their_name_says_and_the_same_each_time(runs: Path, name: str, begins: bytes) -> None:
+def test_image_format_follows_the_suffix_and_files_are_reproducible(runs: Path, name: str, begins: bytes) -> None:
     pytest.importorskip("matplotlib")
     make_run(runs, rows=FIVE)
     written = []
@@ -68,23 +68,27 @@ def test_pictures_are_written_as_their_name_says_and_the_same_each_time(runs: Pa
     [
         (["-o", "a.gif"], "a.gif: choose a file name that ends in .png, .svg or .pdf"),
         (["-o", "no/where.png"], "no/where.png: there is no folder no"),
-        (["-o", "folder.png"], "folder.png cannot be written: Is a directory"),
         (["--metrics", "los"], "no run has the metric 'los', did you mean 'loss'? choose from time, epoch, loss, lr,"),
         (["--metrics", "zzz"], "no run has the metric 'zzz': choose from time,"),
+        (["--metrics", "loss, ,lr"], "no run has the metric '': choose from time,"),
         (["--compare", "nobody"], "there is no run 'nobody' in runs"),
     ],
 )
-def test_what_cannot_be_drawn_is_told_in_one_message(runs: Path, arguments: list[str], message: str) -> None:
+def test_invalid_plots_are_one_message(runs: Path, arguments: list[str], message: str) -> None:
     make_run(runs)
-    Path("folder.png").mkdir()
     ended = logs_command("plot", *arguments)
     assert (ended.code, ended.out) == (1, "")
     assert ended.err.startswith(f"paceline logs plot: {message}")
 
 
-def test_without_matplotlib_a_picture_names_the_extra_and_text_still_works(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_image_is_one_message(runs: Path) -> None:
+    make_run(runs)
+    Path("folder.png").mkdir()
+    ended = logs_command("plot", "-o", "folder.png")
+    assert ended == (2, "", "paceline logs plot: folder.png: Is a directory\n")
+
+
+def test_without_matplotlib_images_name_the_extra_and_text_works(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(runs)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = logs_command("plot", "-o", "a.png")
@@ -96,7 +100,7 @@ def test_without_matplotlib_a_picture_names_the_extra_and_text_still_works(
     assert logs_command("plot").code == 0
 
 
-def test_open_writes_the_picture_to_the_run_and_starts_the_viewer(
+def test_open_writes_the_image_to_the_run_folder_and_starts_the_viewer(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -124,7 +128,7 @@ def test_open_writes_the_picture_to_the_run_and_starts_the_viewer(
 
 @pytest.mark.parametrize("losses", [[1e308, -1e308], [1e308, 1.0], [1.7e308, 1.6e308], [5e-324, 1e-300], [0.0, 1e308]])
 @pytest.mark.parametrize("options", ["", "--smooth 5", "--log-scale", "-o plot.png", "--smooth 5 -o plot.png"])
-def test_plots_of_numbers_at_the_end_of_their_range(
+def test_plots_of_extreme_values(
     losses: list[float],
     options: str,
     tmp_path: Path,

@@ -11,15 +11,15 @@ from in_process import Ended, invoke
 from made_runs import make_run
 
 from paceline.cli.logs.panels import Panel, Series
-from paceline.cli.logs.text_plot import HEIGHT, TextStyle, text_plot
+from paceline.cli.logs.text_plot import HEIGHT, text_plot
 
 
 def falling(label: str = "training", color: int = 0, low: float = 1.0, **more: Any) -> Series:
     return Series(label, np.arange(1.0, 101.0), np.linspace(5.0, low, 100), color, **more)
 
 
-def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
-    text = text_plot(Panel("loss", "step", "loss", (falling(),)), TextStyle(width=60, has_unicode=False))
+def test_text_plot_has_axes_a_curve_and_a_label() -> None:
+    text = text_plot(Panel("loss", "step", "loss", (falling(),)), 60, has_unicode=False)
     assert text.splitlines() == [
         "loss",
         "5 |**",
@@ -39,38 +39,38 @@ def test_a_text_plot_has_axes_a_curve_and_the_name_at_its_end() -> None:
     ]
 
 
-def test_a_braille_plot_draws_finer_and_marks_evaluations() -> None:
+def test_braille_plot_marks_evaluations() -> None:
     evaluation = Series("evaluation", np.array([50.0, 100.0]), np.array([4.0, 3.0]), 1, is_sparse=True)
-    text = text_plot(Panel("loss", "step", "loss", (falling(), evaluation)), TextStyle(width=70))
+    text = text_plot(Panel("loss", "step", "loss", (falling(), evaluation)), 70)
     assert text.count("●") == 2
     assert any(0x2800 < ord(character) < 0x2900 for character in text)
     lines = text.splitlines()
     assert [line.split()[-2:] for line in (lines[7], lines[12])] == [["evaluation", "3"], ["training", "1"]]
 
 
-def test_colors_only_where_they_are_wanted() -> None:
+def test_colors_are_optional() -> None:
     panel = Panel("loss", "step", "loss", (falling(), falling("other", 1, low=2.0)))
-    assert "\x1b" not in text_plot(panel, TextStyle())
-    colored = text_plot(panel, TextStyle(has_color=True))
+    assert "\x1b" not in text_plot(panel)
+    colored = text_plot(panel, has_color=True)
     assert "\x1b[34mtraining 1\x1b[0m" in colored
     assert "\x1b[33mother 2\x1b[0m" in colored
 
 
 @pytest.mark.parametrize("has_unicode", [True, False])
 @pytest.mark.parametrize("width", [30, 31, 40, 80, 110])
-def test_a_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
+def test_text_plot_fits_its_width(width: int, has_unicode: bool) -> None:
     many = tuple(falling(f"a run with a long name {i}", i, low=float(i)) for i in range(20))
     one_point = Series("x", np.array([3.0]), np.array([2.0]), 0)
     for series in ((falling(),), many, (one_point,)):
-        text = text_plot(Panel("loss", "step", "loss", series), TextStyle(width, has_unicode))
+        text = text_plot(Panel("loss", "step", "loss", series), width, has_unicode=has_unicode)
         assert max(map(len, text.splitlines())) <= width
         assert len(text.splitlines()) == HEIGHT + 3
 
 
-def test_a_logarithmic_text_plot_makes_a_straight_line_of_a_power() -> None:
+def test_logarithmic_text_plot_of_an_exponential_is_straight() -> None:
     x = np.linspace(1.0, 50.0, 50)
     panel = Panel("loss", "step", "loss", (Series("a", x, 10.0 ** (-x / 10), 0),), is_log=True)
-    text = text_plot(panel, TextStyle(60, has_unicode=False))
+    text = text_plot(panel, 60, has_unicode=False)
     assert text.startswith("loss (log)\n")
     stars = [line.count("*") for line in text.splitlines()[1 : HEIGHT + 1]]
     assert max(stars) - min(stars) <= 2
@@ -80,7 +80,7 @@ def logs_command(*arguments: object) -> Ended:
     return invoke("logs", *arguments)
 
 
-def test_the_text_plot_of_a_run_shows_the_loss_alone_unless_asked(runs: Path) -> None:
+def test_text_plot_shows_only_the_loss_by_default(runs: Path) -> None:
     files = make_run(runs)
     out = logs_command("plot").out
     assert out.startswith(f"{files.root.name}\n\nloss\n")

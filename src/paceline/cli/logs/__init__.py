@@ -1,5 +1,3 @@
 """`paceline logs`: list, summarize and plot runs."""
 
-from paceline.cli.logs.command import add_parser
-
-__all__ = ["add_parser"]
+from paceline.cli.logs.command import add_parser as add_parser

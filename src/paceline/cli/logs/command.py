@@ -9,18 +9,21 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from paceline.cli import commands as cli
-from paceline.cli.find_runs import all_runs, choose_run, choose_runs, find_runs
+from paceline.cli.commands import or_dash
 from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
-from paceline.cli.logs.summary import FORMATS, render, table
-from paceline.cli.logs.text_plot import MIN_WIDTH, TextStyle, text_plot
+from paceline.cli.logs.text_plot import MIN_WIDTH, text_plot
+from paceline.observe import formats
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
-from paceline.observe.summary import summarize
+from paceline.observe.summary import Summary, summarize
+from paceline.observe.summary import text as summary_text
 
+FORMATS = ("text", "json", "md", "one-line")
 # Wider text plots are not easier to read.
 MAX_TEXT_WIDTH = 110
 VIEWERS = ("xdg-open", "open")
@@ -29,9 +32,11 @@ _LIST_NOTE = """\
 A run is "live", "finished", "stopped" (on request), "failed" (with an error),
 "broken off" (its process died without a report) or "unknown".
 """
-_PLOT_NOTE = f"""\
-{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.
-"""
+_PLOT_NOTE = f"{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.\n"
+_MARKDOWN_HEAD = (
+    "| run | state | steps | trained | loss | lowest | evaluation | samples/s |",
+    "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: |",
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -66,7 +71,7 @@ def add_parser(commands: Any) -> None:
         "metrics to plot, with a panel for each, such as loss,eval/loss,waiting (default: loss, evaluations, learning "
         "rate, gradient norm, throughput; as text, only the loss)"
     )
-    selection.add_argument("--metrics", type=_names, default=[], metavar="A,B", help=what)
+    selection.add_argument("--metrics", type=re.compile(r"\s*,\s*").split, default=[], metavar="A,B", help=what)
     selection.add_argument("--loss-curves", action="store_true", help="plot only training and evaluation losses")
     what = "step, epoch, or time of training (default: %(default)s)"
     parser.add_argument("--x-axis", choices=("step", "epoch", "time"), default="step", metavar="AXIS", help=what)
@@ -82,33 +87,85 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("-e", "--open", action="store_true", help=what)
 
 
-def _names(text: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"{text!r}: separate names with commas, such as loss,lr")
-    return names
-
-
-def _list(options: argparse.Namespace) -> int:
-    if runs := find_runs(options.folder):
-        cli.print_table(table([summarize(files, tail=True) for files in runs]), right=range(2, 6))
+def _list(options: argparse.Namespace) -> None:
+    rows = [
+        (
+            run.name,
+            run.state,
+            _steps(run),
+            formats.loss(run.train_loss.last if run.train_loss else None),
+            or_dash(run.samples_per_s, formats.rate),
+            or_dash(run.training_s or None, formats.duration),
+            or_dash(run.started, lambda time: formats.moment(time, "%Y-%m-%d %H:%M")),
+        )
+        for run in (summarize(files, tail=True) for files in cli.find_runs(options.folder))
+    ]
+    if rows:
+        cli.print_table([("run", "state", "step", "loss", "samples/s", "trained", "started"), *rows], right=range(2, 6))
     else:
         print(f"no runs in {options.folder}")
-    return 0
 
 
-def _summary(options: argparse.Namespace) -> int:
+def _summary(options: argparse.Namespace) -> None:
     if options.all and options.named:
         raise cli.CommandError("--all cannot be combined with names of runs")
-    runs = all_runs(options.runs) if options.all else choose_runs(options.named, options.runs)
-    print(render([summarize(files) for files in runs], options.format))
-    return 0
+    runs = cli.all_runs(options.runs) if options.all else _choose_runs(options.named or [None], options.runs)
+    summaries = [summarize(files) for files in runs]
+    if options.format == "json":
+        documents = list(map(asdict, summaries))
+        cli.print_json(documents if len(documents) != 1 else documents[0])
+    elif options.format == "md":
+        print("\n".join([*_MARKDOWN_HEAD, *map(_markdown_row, summaries)]))
+    elif options.format == "one-line":
+        print("\n".join(map(_line, summaries)))
+    else:
+        print("\n\n".join(map(summary_text, summaries)))
 
 
-def _plot(options: argparse.Namespace) -> int:
-    first = choose_run(options.named, options.runs)
-    runs = choose_runs([str(first.root), *options.compare], options.runs)
-    image = _image_path(options, runs)
+def _markdown_row(run: Summary) -> str:
+    cells = [
+        run.name,
+        run.state,
+        _steps(run),
+        formats.duration(run.training_s),
+        formats.loss(run.train_loss.last if run.train_loss else None),
+        formats.loss(run.train_loss.lowest if run.train_loss else None),
+        ", ".join(_evaluations(run)) or "-",
+        or_dash(run.samples_per_s, formats.rate),
+    ]
+    return f"| {' | '.join(formats.one_line(cell).replace('|', '/') for cell in cells)} |"
+
+
+def _line(run: Summary) -> str:
+    parts = [f"{run.name}: {run.state}", f"step {_steps(run)}"]
+    parts += [f"loss {formats.loss(run.train_loss.last)}"] if run.train_loss else []
+    parts += _evaluations(run)
+    parts += [f"{formats.rate(run.samples_per_s)} samples/s"] if run.samples_per_s is not None else []
+    return formats.one_line(", ".join([*parts, formats.duration(run.training_s)]))
+
+
+def _evaluations(run: Summary) -> list[str]:
+    return [f"{name} {formats.loss(reached.last)}" for name, reached in run.evaluation.items()]
+
+
+def _steps(run: Summary) -> str:
+    return f"{run.step}" if run.total_steps is None else f"{run.step}/{run.total_steps}"
+
+
+def _choose_runs(named: Sequence[str | None], folder: Path) -> list[RunFiles]:
+    """Several runs, without duplicates."""
+    chosen = [cli.choose_run(name, folder) for name in named]
+    return list({files.root.resolve(): files for files in chosen}.values())
+
+
+def _plot(options: argparse.Namespace) -> None:
+    runs = _choose_runs([options.named, *options.compare], options.runs)
+    image: Path | None = options.output
+    if image is None and options.open:
+        what = "loss" if options.loss_curves else "-".join(options.metrics) or "overview"
+        name = re.sub(r"[^a-z0-9_-]+", "_", what.lower())
+        image = runs[0].plots / f"{name}{'-compared' if len(runs) > 1 else ''}.png"
+        image.parent.mkdir(exist_ok=True)
     if image is not None:
         check_output(image)
     # Several panels as text would not fit on a screen.
@@ -122,37 +179,24 @@ def _plot(options: argparse.Namespace) -> int:
         log_scale=options.log_scale,
     )
     if image is not None:
-        write(draw(panels, first.root.name if len(runs) == 1 else f"{len(runs)} runs"), image)
+        write(draw(panels, runs[0].root.name if len(runs) == 1 else f"{len(runs)} runs"), image)
         print(image)
-        return _open(image) if options.open else 0
-    style = TextStyle(
-        width=max(min(shutil.get_terminal_size().columns, MAX_TEXT_WIDTH), MIN_WIDTH),
-        has_unicode="utf" in (sys.stdout.encoding or "").lower(),
-        has_color=sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb",
-    )
+        if options.open:
+            _open(image)
+        return
+    width = max(min(shutil.get_terminal_size().columns, MAX_TEXT_WIDTH), MIN_WIDTH)
+    has_unicode = "utf" in (sys.stdout.encoding or "").lower()
+    has_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     print(", ".join(files.root.name for files in runs))
     for panel in panels:
-        cli.print_raw(f"\n{text_plot(panel, style)}\n")
-    return 0
+        text = text_plot(panel, width, has_unicode=has_unicode, has_color=has_color)
+        cli.raw(sys.stdout).write(f"\n{text}\n")
 
 
-def _image_path(options: argparse.Namespace, runs: Sequence[RunFiles]) -> Path | None:
-    if options.output is not None or not options.open:
-        return options.output  # type: ignore[no-any-return]
-    what = "loss" if options.loss_curves else "-".join(options.metrics) or "overview"
-    folder = runs[0].plots
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise cli.CommandError(f"{folder} cannot be created ({error.strerror}): choose a file with -o") from error
-    return folder / f"{re.sub(r'[^a-z0-9_-]+', '_', what.lower())}{'-compared' if len(runs) > 1 else ''}.png"
-
-
-def _open(image: Path) -> int:
+def _open(image: Path) -> None:
     viewer = next(filter(None, map(shutil.which, VIEWERS)), None)
     if viewer is None:
         raise cli.CommandError(f"no viewer was found ({', '.join(VIEWERS)}): open {image} yourself")
     # The shell exits immediately. The viewer is detached and stays open when this terminal is closed.
     detached = '"$0" "$1" </dev/null >/dev/null 2>&1 &'
     subprocess.run(["sh", "-c", detached, viewer, str(image)], start_new_session=True, check=False)
-    return 0

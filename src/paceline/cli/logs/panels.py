@@ -17,8 +17,6 @@ from paceline.observe.run_files import RunFiles
 Numbers = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 XAxis = Literal["step", "epoch", "time"]
-# A label and its metrics.
-LoadedRun = tuple[str, Curves]
 
 AXIS_LABELS = {
     "lr": "learning rate",
@@ -35,7 +33,7 @@ _TIME_UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "h"), (180.0
 NEVER_SMOOTHED = ("lr", "epoch", "time")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Series:
     """A line. `color` is an index: a run or worker has the same one in all panels.
 
@@ -48,6 +46,11 @@ class Series:
     color: int
     is_sparse: bool = False
     is_faint: bool = False
+
+    @property
+    def last(self) -> float:
+        """The last finite value."""
+        return float(self.y[np.isfinite(self.y)][-1])
 
 
 @dataclass(frozen=True)
@@ -84,28 +87,29 @@ def make_panels(
     log_scale: for the chosen metrics, by default for losses and the gradient norm, where all values are positive.
     """
     needed = [*(metrics or ["loss", "eval/loss"]), x_axis] if metrics or only_loss else None
-    loaded = _load(runs, needed, is_smoothed=smooth > 1)
-    names = list(dict.fromkeys(name for _, curves in loaded for name in curves.names()))
+    loaded = [_read(files, needed, is_smoothed=smooth > 1) for files in runs]
+    names = list(dict.fromkeys(name for curves in loaded for name in curves.names()))
     evaluations = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
     default = ["loss"] if only_loss else ["loss", *evaluations, "lr", "grad_norm", "samples_per_s"]
     x_label, x_of = _x_axis(loaded, x_axis)
     panels = []
     for metric in [_checked(metric, names) for metric in metrics] or default:
         series: list[Series] = []
-        for number, (run_label, curves) in enumerate(loaded):
+        for number, (run_label, curves) in enumerate(zip(short_labels(runs), loaded, strict=True)):
             lines = _lines(metric, names, None if len(runs) == 1 else run_label, is_default=not metrics)
             for i, (name, label) in enumerate(lines):
                 series += _series(curves, name, label, i if len(runs) == 1 else number, smooth, x_of)
         can_be_log = log_scale and (bool(metrics) or metric in ("loss", "grad_norm"))
         is_log = can_be_log and all((one.y[np.isfinite(one.y)] > 0).all() for one in series)
-        y_label = AXIS_LABELS.get(metric, metric.replace("_", " "))
-        panels += [Panel(metric, x_label, y_label, tuple(series), is_log)] if series else []
+        if series:
+            y_label = AXIS_LABELS.get(metric, metric.replace("_", " "))
+            panels.append(Panel(metric, x_label, y_label, tuple(series), is_log))
     if not panels:
         raise CommandError(f"nothing to plot: the metrics are {', '.join(names) or 'empty'}")
     return panels
 
 
-def _load(runs: Sequence[RunFiles], needed: Sequence[str] | None, *, is_smoothed: bool) -> list[LoadedRun]:
+def _read(files: RunFiles, needed: Sequence[str] | None, *, is_smoothed: bool) -> Curves:
     """needed: names of metrics, or of groups of metrics; None for all.
 
     Long curves are thinned while they are read, unless they are to be smoothed.
@@ -114,14 +118,13 @@ def _load(runs: Sequence[RunFiles], needed: Sequence[str] | None, *, is_smoothed
     def is_wanted(name: str) -> bool:
         return needed is None or name in needed or any(name.startswith(f"{each}/") for each in needed)
 
-    is_whole = (lambda name: name not in NEVER_SMOOTHED) if is_smoothed else (lambda _: False)
-    loaded = []
-    for files, label in zip(runs, short_labels(runs), strict=True):
-        metrics = read_curves(files.metrics, is_wanted, is_whole=is_whole) if files.metrics.is_file() else Curves()
-        if not metrics.num_lines:
-            raise CommandError(f"{files.root.name} has no metrics yet: there is nothing to plot")
-        loaded.append((label, metrics))
-    return loaded
+    def is_whole(name: str) -> bool:
+        return is_smoothed and name not in NEVER_SMOOTHED
+
+    curves = read_curves(files.metrics, is_wanted, is_whole=is_whole) if files.metrics.is_file() else Curves()
+    if not curves.num_lines:
+        raise CommandError(f"{files.root.name} has no metrics yet: there is nothing to plot")
+    return curves
 
 
 def moving_mean(values: Numbers, window: int) -> Numbers:
@@ -146,15 +149,10 @@ def moving_mean(values: Numbers, window: int) -> Numbers:
     return np.where(counts > 0, window_sums(known / unit) / np.maximum(counts, 1) * unit, np.nan)
 
 
-def last_finite(values: Numbers) -> float:
-    return float(values[np.isfinite(values)][-1])
-
-
 def _checked(metric: str, names: Sequence[str]) -> str:
-    groups = [name.partition("/")[0] for name in names if "/" in name]
-    if metric in names or any(name.startswith(f"{metric}/") for name in names):
+    known = list(dict.fromkeys([*names, *(name.partition("/")[0] for name in names if "/" in name)]))
+    if metric in known or any(name.startswith(f"{metric}/") for name in names):
         return metric
-    known = list(dict.fromkeys([*names, *groups]))
     nearest = get_close_matches(metric, known, n=1)
     hint = f", did you mean {nearest[0]!r}?" if nearest else ":"
     raise CommandError(f"no run has the metric {metric!r}{hint} choose from {', '.join(known)}")
@@ -199,11 +197,11 @@ def _thinned(steps: Steps, values: Numbers) -> tuple[Steps, Numbers]:
     return curve.points
 
 
-def _x_axis(runs: Sequence[LoadedRun], axis: XAxis) -> tuple[str, Callable[[Curves, Steps], Numbers]]:
+def _x_axis(runs: Sequence[Curves], axis: XAxis) -> tuple[str, Callable[[Curves, Steps], Numbers]]:
     """The axis's label, and the function from a run's steps to positions on the axis."""
     label, unit_s = str(axis), 1.0
     if axis == "time":
-        longest_s = max(metrics.last("time") or 0.0 for _, metrics in runs)
+        longest_s = max(metrics.last("time") or 0.0 for metrics in runs)
         unit_s, unit = next((length_s, unit) for least_s, length_s, unit in _TIME_UNITS if longest_s >= least_s)
         label = f"time of training ({unit})"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paceline.cli.commands import CommandError
-from paceline.cli.logs.panels import Panel, last_finite
+from paceline.cli.logs.panels import Panel
 from paceline.observe import formats
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": "#e4e4e4",
     "lines.markersize": 3.5,
+    "legend.frameon": False,
+    "legend.labelcolor": "linecolor",
     "svg.hashsalt": "paceline",  # for reproducible files
 }
 
@@ -46,10 +48,8 @@ def check_output(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise CommandError(
-            "images need matplotlib, which is not installed: pip install 'paceline[plot]' "
-            "(without -o and -e the plot is printed as text)"
-        ) from error
+        remedy = "pip install 'paceline[plot]' (without -o and -e the plot is printed as text)"
+        raise CommandError(f"images need matplotlib, which is not installed: {remedy}") from error
 
 
 def draw(panels: Sequence[Panel], title: str) -> Figure:
@@ -57,17 +57,14 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
     import matplotlib
     from matplotlib.figure import Figure
 
-    rows = (len(panels) + 1) // 2
-    width, height = (8.0, 4.5) if len(panels) == 1 else (11.0, 0.6 + 3.1 * rows)
+    cells = [*([0] * (len(panels) % 2)), *range(len(panels))]
+    rows = [cells[i : i + 2] for i in range(0, len(cells), 2)]
+    width, height = (8.0, 4.5) if len(panels) == 1 else (11.0, 0.6 + 3.1 * len(rows))
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         figure.suptitle(formats.printable(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
-        grid = figure.add_gridspec(rows, 2)
-        cells = [grid[i // 2, i % 2] for i in range(len(panels) % 2, 2 * rows)]
-        if len(panels) % 2:
-            cells[0] = grid[0, :]
-        for panel, cell in zip(panels, cells, strict=True):
-            _draw_panel(figure.add_subplot(cell), panel, 72 * height / rows)
+        for i, axes in figure.subplot_mosaic(rows).items():
+            _draw_panel(axes, panels[i], 72 * height / len(rows))
     return figure
 
 
@@ -75,17 +72,14 @@ def write(figure: Figure, path: Path) -> None:
     import matplotlib
 
     undated: dict[str, Any] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    try:
-        with matplotlib.rc_context(_STYLE):
-            figure.savefig(path, dpi=120, metadata=undated.get(path.suffix.lower()))
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from error
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(path, dpi=120, metadata=undated.get(path.suffix.lower()))
 
 
 def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    ends = []
+    lines = {}
     for one in panel.series:
         y = np.clip(one.y, -_LARGEST, _LARGEST)
         color = COLORS[one.color % len(COLORS)]
@@ -94,7 +88,7 @@ def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
             continue
         width, dash = 1.1 if one.is_sparse else 1.6, "--" if one.color >= len(COLORS) else "-"
         marker, label = "o" if one.is_sparse or len(one.x) == 1 else "", formats.printable(one.label)
-        ends += axes.plot(one.x, y, color=color, linewidth=width, linestyle=dash, marker=marker, label=label)
+        (lines[one],) = axes.plot(one.x, y, color=color, linewidth=width, linestyle=dash, marker=marker, label=label)
     axes.set(xlabel=panel.x_label, ylabel=formats.printable(panel.y_label))
     if panel.is_log:
         axes.set_yscale("log")
@@ -102,15 +96,8 @@ def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 100 * low else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
-    if len(ends) > 1:
+    if len(lines) > 1:
         # Beside the axes, in the order in which the lines end.
-        ends.sort(key=lambda line: -last_finite(np.asarray(line.get_ydata())))
-        axes.legend(
-            handles=ends,
-            loc="center left",
-            bbox_to_anchor=(1.0, 0.5),
-            frameon=False,
-            labelcolor="linecolor",
-            labelspacing=0.2,
-            fontsize=min(_FONT_POINTS, height_points / len(ends) / 1.5),
-        )
+        ordered = [lines[one] for one in sorted(lines, key=lambda one: -one.last)]
+        points = min(_FONT_POINTS, height_points / len(lines) / 1.5)
+        axes.legend(handles=ordered, loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.2, fontsize=points)

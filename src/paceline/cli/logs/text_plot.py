@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from paceline.cli.commands import shortened
-from paceline.cli.logs.panels import Numbers, Panel, Series, last_finite
+from paceline.cli.logs.panels import Numbers, Panel, Series
 from paceline.observe import formats
 from paceline.observe.formats import printable
 
@@ -20,86 +19,78 @@ _ANSI_COLORS = (34, 33, 32, 35, 36, 31)
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-@dataclass(frozen=True)
-class TextStyle:
-    """The terminal's capabilities."""
+def text_plot(panel: Panel, width: int = 80, *, has_unicode: bool = True, has_color: bool = False) -> str:
+    """A plot of `HEIGHT` + 3 lines, at most `width` wide. Without smoothed lines' original values."""
 
-    width: int = 80
-    has_unicode: bool = True
-    has_color: bool = False
+    def colored(text: str, color: int) -> str:
+        return f"\x1b[{_ANSI_COLORS[color % len(_ANSI_COLORS)]}m{text}\x1b[0m" if has_color else text
 
-    def colored(self, text: str, color: int) -> str:
-        return f"\x1b[{_ANSI_COLORS[color % len(_ANSI_COLORS)]}m{text}\x1b[0m" if self.has_color else text
-
-
-def text_plot(panel: Panel, style: TextStyle) -> str:
-    """A plot of `HEIGHT` + 3 lines, at most `style.width` wide. Without smoothed lines' original values."""
     series = [one for one in panel.series if not one.is_faint]
-    xs = np.concatenate([one.x for one in series])
-    ys = np.concatenate([one.y[np.isfinite(one.y)] for one in series])
-    x_low, x_high, low, high = float(xs.min()), float(xs.max()), float(ys.min()), float(ys.max())
-
-    def across(x: Numbers) -> Numbers:
-        return (x - x_low) / ((x_high - x_low) or 1.0)
-
-    def down(y: Numbers) -> Numbers:
-        values, bottom, top = (np.log(v) if panel.is_log else v for v in (y, np.float64(low), np.float64(high)))
-        if not top > bottom:
-            return np.full_like(y, 0.5)
-        # Halved, since the difference of values near 1e308 would overflow.
-        return np.clip((top / 2 - values / 2) / (top / 2 - bottom / 2), 0.0, 1.0)
-
+    low, high = _range([one.y for one in series])
     ticks = {0: formats.loss(high), HEIGHT - 1: formats.loss(low)} if low < high else {HEIGHT // 2: formats.loss(low)}
     gutter = max(map(len, ticks.values()))
-    lasts = [last_finite(one.y) for one in series]
-    texts = [printable(f"{one.label} {formats.loss(y)}") for one, y in zip(series, lasts, strict=True)]
-    names = [shortened(text, _MAX_LABEL) for text in texts]
-    columns = style.width - gutter - 4 - max(map(len, names))
+    names = [shortened(printable(f"{one.label} {formats.loss(one.last)}"), _MAX_LABEL) for one in series]
+    columns = width - gutter - 4 - max(map(len, names))
     if columns < MIN_WIDTH // 2:  # too narrow for labels
-        names, columns = [], max(style.width - gutter - 3, 8)
+        names, columns = [], max(width - gutter - 3, 8)
+    across = _scaled([one.x for one in series])
+    down = [1 - y for y in _scaled([np.log(one.y) if panel.is_log else one.y for one in series])]
     labels: dict[int, str] = {}
-    for one, name, y in zip(series, names, lasts, strict=False):
+    for one, name, y in zip(series, names, down, strict=False):
         # In the row in which the line ends, or the nearest free one. Labels that find no row are left out.
-        end = round(float(down(np.array([y]))[0]) * (HEIGHT - 1))
-        free = [row for row in range(HEIGHT) if row not in labels]
-        if free:
-            labels[min(free, key=lambda row: abs(row - end))] = style.colored(name, one.color)
-    cells = _draw(series, across, down, columns, style)
-    corner, side, bar = "└│─" if style.has_unicode else "+|-"
-    begin, end_text = f"{x_low:g}", f"{x_high:g}"
+        end = round(float(y[np.isfinite(one.y)][-1]) * (HEIGHT - 1))
+        if free := [row for row in range(HEIGHT) if row not in labels]:
+            labels[min(free, key=lambda row: abs(row - end))] = colored(name, one.color)
+    drawn = _draw(series, across, down, columns, has_unicode)
+    cells = [[colored(*drawn[i, j]) if (i, j) in drawn else " " for j in range(columns)] for i in range(HEIGHT)]
+    corner, side, bar = "└│─" if has_unicode else "+|-"
+    begin, end_text = (f"{x:g}" for x in _range([one.x for one in series]))
     middle = panel.x_label.center(max(columns - len(begin) - len(end_text), 0))
     return "\n".join(
         [
             f"{printable(panel.y_label)}{' (log)' if panel.is_log else ''}",
-            *(f"{ticks.get(i, ''):>{gutter}} {side}{cells[i]} {labels.get(i, '')}".rstrip() for i in range(HEIGHT)),
+            *(
+                f"{ticks.get(i, ''):>{gutter}} {side}{''.join(cells[i])} {labels.get(i, '')}".rstrip()
+                for i in range(HEIGHT)
+            ),
             f"{'':>{gutter}} {corner}{bar * columns}",
-            f"{'':>{gutter}}  {begin}{middle}{end_text}"[: style.width].rstrip(),
+            f"{'':>{gutter}}  {begin}{middle}{end_text}"[:width].rstrip(),
         ]
     )
 
 
+def _range(parts: Sequence[Numbers]) -> tuple[float, float]:
+    """The smallest and the largest finite value."""
+    values = np.concatenate(parts)
+    values = values[np.isfinite(values)]
+    return float(values.min()), float(values.max())
+
+
+def _scaled(parts: Sequence[Numbers]) -> list[Numbers]:
+    """Values of 0 to 1 for the range of all parts; 0.5 if all are equal."""
+    low, high = _range(parts)
+    # Halved, since the difference of values near 1e308 would overflow.
+    length = high / 2 - low / 2
+    return [np.clip((part / 2 - low / 2) / length, 0.0, 1.0) if length else np.full_like(part, 0.5) for part in parts]
+
+
 def _draw(
-    series: Sequence[Series],
-    across: Callable[[Numbers], Numbers],
-    down: Callable[[Numbers], Numbers],
-    columns: int,
-    style: TextStyle,
-) -> list[str]:
-    """The rows of characters. Where lines cross, the later one determines the color."""
-    dots_across, dots_down = (2, 4) if style.has_unicode else (1, 1)
+    series: Sequence[Series], across: Sequence[Numbers], down: Sequence[Numbers], columns: int, has_unicode: bool
+) -> dict[tuple[int, int], tuple[str, int]]:
+    """The characters and their colors, by row and column. Where lines cross, the later one determines the color."""
+    dots_across, dots_down = (2, 4) if has_unicode else (1, 1)
     bits: dict[tuple[int, int], int] = {}
-    characters: dict[tuple[int, int], str] = {}
-    for one in series:
+    characters: dict[tuple[int, int], tuple[str, int]] = {}
+    for one, x, y in zip(series, across, down, strict=True):
         finite = np.isfinite(one.y)
-        x = np.round(across(one.x[finite]) * (columns * dots_across - 1)).astype(int)
-        y = down(one.y[finite]) * (HEIGHT * dots_down - 1)
-        for column, row in _dots(x, y, is_connected=not one.is_sparse):
+        dot_columns = np.round(x[finite] * (columns * dots_across - 1)).astype(int)
+        for column, row in _dots(dot_columns, y[finite] * (HEIGHT * dots_down - 1), is_connected=not one.is_sparse):
             cell = row // dots_down, column // dots_across
             bits[cell] = bits.get(cell, 0) | _DOTS[row % dots_down][column % dots_across]
-            mark, dot = ("●", chr(0x2800 + bits[cell])) if style.has_unicode else ("o", "*")
+            mark, dot = ("●", chr(0x2800 + bits[cell])) if has_unicode else ("o", "*")
             bits[cell] |= 0x100 * one.is_sparse  # a mark stays
-            characters[cell] = style.colored(mark if bits[cell] >= 0x100 else dot, one.color)
-    return ["".join(characters.get((row, column), " ") for column in range(columns)) for row in range(HEIGHT)]
+            characters[cell] = mark if bits[cell] >= 0x100 else dot, one.color
+    return characters
 
 
 def _dots(x: Numbers, y: Numbers, *, is_connected: bool) -> Iterator[tuple[int, int]]:

@@ -11,13 +11,7 @@ from torch import nn
 
 def build_model(width: int) -> nn.Module:
     """Called once on every worker, after the random generators are seeded."""
-    return nn.Sequential(
-        nn.Linear(2, width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.ReLU(),
-        nn.Linear(width, 3),
-    )
+    return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
 
 
 def loss(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -13,11 +13,9 @@ from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.reader import checkpoint_at
-from paceline.cli.commands import CommandError, add_command
+from paceline.cli.commands import CommandError, add_command, find_runs
 from paceline.cli.config import ConfigError, Project, load_project, show
 from paceline.cli.config.errors import Problem
-from paceline.cli.find_runs import find_runs
-from paceline.cli.logs.summary import render
 from paceline.cli.train.dry_run import dry_run
 from paceline.cli.train.user_errors import ProjectError, UserFacingError, user_facing
 from paceline.cli.train.worker import RunRequest, train
@@ -28,7 +26,7 @@ from paceline.observe import formats, run_files
 from paceline.observe.best_effort import attempt
 from paceline.observe.environment import describe_environment
 from paceline.observe.run_files import RunFiles
-from paceline.observe.summary import summarize
+from paceline.observe.summary import summarize, text
 from paceline.run.launching.launch import launch
 from paceline.run.launching.worker import STOPPED_EXIT_CODE
 from paceline.run.saving.stopping import Stopped
@@ -246,7 +244,7 @@ def _train(request: RunRequest, num_workers: int, *, has_new_folder: bool) -> in
         return 1
     if not request.quiet:
         with attempt("the summary"):
-            print(f"\n{render([summarize(files)], 'text')}", flush=True)
+            print(f"\n{text(summarize(files))}", flush=True)
     return 0
 
 

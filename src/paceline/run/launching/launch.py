@@ -20,7 +20,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from paceline.core.private_folder import new_private_folder
 from paceline.core.rank_variables import is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.run.launching import worker
@@ -196,7 +195,7 @@ def run_folder() -> Iterator[Path]:
     for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         _remove_if_abandoned(old)
     with _exit_on_termination():
-        folder = new_private_folder(FOLDER_PREFIX)
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
         try:
             unfinished = folder / f"{LOCK_FILE}.new"
             with unfinished.open("w") as lock:
