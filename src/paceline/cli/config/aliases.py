@@ -41,14 +41,14 @@ ACCEPTED_IN = {TRAINER: _ALL, CHECKPOINTS: tuple(name for name in _ALL if name.s
 
 def translate_aliases(root: Node) -> tuple[Node, list[Problem]]:
     """The tree without aliases. Values keep their places and remember the alias."""
-    entries = dict(root.mapping or {})
-    given = {name: entries.get(name, Node({}, root.origin)) for name in ACCEPTED_IN}
-    translation = _Translation({name: dict(section.mapping or {}) for name, section in given.items()})
-    translation.run()
-    for name, content in translation.sections.items():
-        if given[name].mapping is not None and (content or name in entries):
-            entries[name] = Node(content, given[name].origin)
-    return Node(entries, root.origin), translation.problems
+    given = {name: root.entries.get(name, Node({}, root.origin)) for name in ACCEPTED_IN}
+    translation = _Translation({name: dict(section.entries) for name, section in given.items()})
+    translated = {
+        name: Node(entries, given[name].origin)
+        for name, entries in translation.sections.items()
+        if isinstance(given[name].content, dict) and (entries or name in root.entries)
+    }
+    return Node(root.entries | translated, root.origin), translation.problems
 
 
 class _Translation:
@@ -57,8 +57,6 @@ class _Translation:
     def __init__(self, sections: dict[str, dict[str, Node]]) -> None:
         self.sections = sections
         self.problems: list[Problem] = []
-
-    def run(self) -> None:
         for name, (section, key) in _RENAMED.items():
             for node in self._take(name):
                 is_long_name = name == "lr_scheduler_type" and node.content == "constant_with_warmup"
@@ -72,7 +70,7 @@ class _Translation:
         for section, names in ACCEPTED_IN.items():
             node = self.sections[section].pop(name, None) if name in names else None
             if node is not None and node.content is not None:
-                yield node.at(replace(node.origin, alias=f"{section}.{name}"))
+                yield replace(node, origin=replace(node.origin, alias=f"{section}.{name}"))
 
     def _get(self, section: str, key: str) -> Node | None:
         node = self.sections[section].get(key)
@@ -87,14 +85,13 @@ class _Translation:
             self._problem(node, f"and {named} at {other.origin} both set {section}.{key}: remove one")
 
     def _problem(self, node: Node, message: str, key: str = "") -> None:
-        self.problems.append(Problem(node.origin, f"{node.origin.alias or key} {message}"))
+        self.problems.append((node.origin, f"{node.origin.alias or key} {message}"))
 
     def _batches(self) -> None:
         """A batch per device is a micro-batch. By default, each worker then takes one per step."""
-        trainer = self.sections[TRAINER]
         micro_batch, per_worker = self._get(TRAINER, "micro_batch"), self._get(TRAINER, "micro_batches_per_worker")
         if micro_batch is not None and micro_batch.origin.alias and per_worker is None and not self._has_cadence():
-            per_worker = trainer["micro_batches_per_worker"] = Node(1, micro_batch.origin)
+            per_worker = self.sections[TRAINER]["micro_batches_per_worker"] = Node(1, micro_batch.origin)
         global_batch = self._get(TRAINER, "global_batch")
         if per_worker is not None and global_batch is not None:
             message = f"and trainer.global_batch at {global_batch.origin} both set the global batch: remove one"
@@ -103,8 +100,7 @@ class _Translation:
     def _has_cadence(self) -> bool:
         """Whether the strategy determines the number of micro-batches per step."""
         strategy = self._get(TRAINER, "strategy")
-        kind = strategy if strategy is None or strategy.mapping is None else strategy.mapping.get("kind")
-        return kind is not None and kind.content == "cadence"
+        return strategy is not None and strategy.entries.get("kind", strategy).content == "cadence"
 
     def _flags(self) -> None:
         left_out = []

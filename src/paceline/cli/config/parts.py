@@ -8,7 +8,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,10 @@ class Part:
         except Exception as error:
             raise self.site.fail(f"{self.target} failed: {_described(error, self.site.folder)}") from error
 
-    def as_function(self) -> Any:
+    def as_function(self) -> Callable[..., Any]:
         """The function for a part that is called by the run: the object itself, or `build`."""
-        return self.object() if self.arguments is None else self.build
+        function: Callable[..., Any] = self.object() if self.arguments is None else self.build
+        return function
 
     def object(self) -> Any:
         """The named object. Imports its module."""

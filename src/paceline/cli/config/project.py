@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from paceline.cli.config.aliases import ACCEPTED_IN, translate_aliases
 from paceline.cli.config.checks import contradictions, resolved
-from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, Problem, fail
+from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, fail
 from paceline.cli.config.layers import VARIABLES, read_layers, substitute, with_overrides
 from paceline.cli.config.parts import check_parts
 from paceline.cli.config.schema import ProjectSettings, top_sections
@@ -74,16 +74,13 @@ class Project:
         """Raise `ConfigError` for settings that contradict one another."""
         problems = []
         for key, message in contradictions(self.settings):
-            origin = self._nearest_origin(key)
-            problems.append(Problem(origin, f"{origin.alias or key} {message}"))
+            place = key
+            while place not in self.origins:  # then that of the section
+                place = place.rpartition(".")[0]
+            origin = self.origins[place]
+            problems.append((origin, f"{origin.alias or key} {message}"))
         if problems:
             raise ConfigError(problems)
-
-    def _nearest_origin(self, key: str) -> Origin:
-        """The place of a key, or of the section it belongs to."""
-        while key and key not in self.origins:
-            key = key.rpartition(".")[0]
-        return self.origins[key]
 
 
 def load_project(

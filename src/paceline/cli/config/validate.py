@@ -17,7 +17,7 @@ from paceline.cli.config.schema import ProjectSettings, describe, is_section, op
 from paceline.cli.config.yaml_tree import Node, dotted, found
 from paceline.core.settings import Limits
 
-_INTEGER_LIMIT = 2**63
+_INT64 = 2**63
 
 
 class _Text(str):
@@ -38,9 +38,8 @@ class Validation:
         self.settings: ProjectSettings | None = None
         self._folder = folder
         self._aliases = aliases
-        data = self._mapping(tree.mapping or {}, "")
         try:
-            self.settings = _adapter().validate_python(data)
+            self.settings = _adapter().validate_python(self._mapping(tree.entries, ""))
         except pydantic.ValidationError as error:
             for each in error.errors(include_url=False, include_input=False, include_context=False):
                 self._explain(each["loc"], tree)
@@ -80,14 +79,13 @@ class Validation:
         site = Site(self._folder, path, target.origin)
         if known == ("reference",):
             return Part(str(target.content), None, site)
-        given, path = entries.get("arguments"), dotted(key, "arguments")
-        if given is not None and given.content is not None and given.mapping is None:
+        given, path = entries.get("arguments", Node(None, target.origin)), dotted(key, "arguments")
+        if not isinstance(given.content, dict | None):
             self._problem(given, path, f"is {found(given)}: expected a mapping or null")
-        arguments = (given.mapping if given is not None else None) or {}
-        return Part(str(target.content), self._mapping(arguments, path, is_argument=True), site)
+        return Part(str(target.content), self._mapping(given.entries, path, is_argument=True), site)
 
     def _problem(self, node: Node, key: str, message: str) -> None:
-        self.problems.append(Problem(node.origin, f"{node.origin.alias or key} {message}"))
+        self.problems.append((node.origin, f"{node.origin.alias or key} {message}"))
 
     def _explain(self, location: tuple[int | str, ...], tree: Node) -> None:
         """Follow pydantic's path, which also names the chosen member of each union, to the value and its type."""
@@ -100,16 +98,17 @@ class Validation:
                 assert isinstance(node.content, tuple)
                 node, key, hint = node.content[part], f"{key}[{part}]", get_args(hint)[0]
             else:
-                setting, child, path = settings_of(hint).get(part), (node.mapping or {}).get(part), dotted(key, part)
-                if setting is None:
-                    assert child is not None
-                    self._problem(child, path, f"is an unknown setting: {self._meant(part, key, settings_of(hint))}")
+                settings, path = settings_of(hint), dotted(key, part)
+                if part not in settings:
+                    meant = self._meant(part, key, settings)
+                    self._problem(node.entries[part], path, f"is an unknown setting: {meant}")
                     return
-                if child is None:
-                    expected = f"{setting.help} (expected {describe(setting.type, setting.limits)})"
-                    self.problems.append(Problem(node.origin, f"{path} is missing: {expected}"))
+                hint, _, help, limits = settings[part]
+                if part not in node.entries:
+                    expected = f"{help} (expected {describe(hint, limits)})"
+                    self.problems.append((node.origin, f"{path} is missing: {expected}"))
                     return
-                node, key, hint, limits = child, path, setting.type, setting.limits
+                node, key = node.entries[part], path
         self._mismatch(node, key, hint, limits)
 
     def _meant(self, name: str, section: str, settings: Sequence[str] | Mapping[str, Any]) -> str:
@@ -126,11 +125,11 @@ class Validation:
         """Report a value that its type does not allow."""
         options, content = options_of(hint), node.content
         kinds = [option.kind for option in options if is_section(option) and option.kind]
-        given = (node.mapping or {}).get("kind")
-        if given is not None and kinds:
+        if kinds and "kind" in node.entries:
+            given = node.entries["kind"]
             text = given.content if isinstance(given.content, str) else ""
             self._problem(given, dotted(key, "kind"), f"is {found(given)}: {nearest(text, kinds)}")
-        elif isinstance(content, int) and abs(content) >= _INTEGER_LIMIT and {int, float}.intersection(options):
+        elif isinstance(content, int) and abs(content) >= _INT64 and int in options:
             self._problem(node, key, f"is {found(node)}: expected a number of at most 63 bits")
         else:
             names = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)] + kinds
@@ -160,14 +159,15 @@ def _type(hint: Any, limits: Limits) -> Any:
     if get_origin(hint) is tuple:
         return tuple[_type(get_args(hint)[0], limits), ...]  # type: ignore[misc]
     if hint is int or hint is float:
+        low, high = (-_INT64, _INT64 - 1) if hint is int else (None, None)
         bounds = pydantic.Field(
-            ge=limits.least,
+            ge=low if limits.least is None else limits.least,
             gt=limits.above,
-            le=limits.most,
+            le=high if limits.most is None else limits.most,
             lt=limits.below,
             allow_inf_nan=False if hint is float and limits.finite else None,
         )
-        return Annotated[hint, pydantic.Strict(), bounds, pydantic.BeforeValidator(_in_range)]
+        return Annotated[hint, pydantic.Strict(), bounds]
     return Annotated[hint, pydantic.Strict()] if hint in (bool, str) else hint
 
 
@@ -207,10 +207,4 @@ def _part(value: Any) -> Any:
     """A text of the form `package.module:name` as a part."""
     if isinstance(value, _Text) and target_problem(value) is None:
         return Part(str(value), None, value.site)
-    return value
-
-
-def _in_range(value: Any) -> Any:
-    if isinstance(value, int) and abs(value) >= _INTEGER_LIMIT:
-        raise ValueError
     return value

@@ -15,7 +15,6 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.reader import checkpoint_at
 from paceline.cli.commands import CommandError, add_command
 from paceline.cli.config import ConfigError, Project, load_project, show
-from paceline.cli.config.errors import Problem
 from paceline.cli.find_runs import find_runs
 from paceline.cli.logs.summary import render
 from paceline.cli.train.dry_run import dry_run
@@ -123,7 +122,7 @@ def _num_devices(chosen: Sequence[int] | str | None) -> int:
 
 def _check_paths(project: Project) -> None:
     """Raise `ConfigError` for missing checkpoints and GPUs, and for folders that cannot be created."""
-    problems = [Problem(project.origin(key), f"{key}: {message}") for key, message in _path_problems(project)]
+    problems = [(project.origin(key), f"{key}: {message}") for key, message in _path_problems(project)]
     if problems:
         raise ConfigError(problems)
 

@@ -1,5 +1,7 @@
 """The settings of saving."""
 
+# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
+
 from __future__ import annotations
 
 import os
@@ -10,6 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 from paceline.checkpoint.compare import Level
 from paceline.checkpoint.policy import Retention, Schedule, check_positive
+from paceline.core.settings import setting
 
 DEFAULT_MINUTES = 10.0
 
@@ -41,24 +44,26 @@ class Checkpoints:
         checkpoint that are not restored, such as "optimizer".
     """
 
-    folder: str | os.PathLike[str]
-    every_steps: int | None = None
-    every_minutes: float | None = None
-    every_epochs: int | None = None
-    final: bool = True
-    keep_last: int | None = 3
-    keep_best: tuple[str, int] | tuple[str, int, Mode] | None = None
-    keep_every: int | None = None
-    snapshot_every: int | None = None
-    leave_out: Sequence[str] = ()
-    on_error: Literal["stop", "continue"] = "stop"
-    check_replicas: Level = "none"
-    disk: Literal["shared", "per node"] = "shared"
-    num_writers: int = 1
-    handle_signals: bool = True
-    resume: Resume = "auto"
-    allow: Sequence[str] = ()
-    skip: Sequence[str] = ()
+    folder: str | os.PathLike[str] = setting("folder of the checkpoints")
+    every_steps: int | None = setting("steps between checkpoints", None, least=1)
+    every_minutes: float | None = setting("minutes between checkpoints; 10 without any interval", None, above=0)
+    every_epochs: int | None = setting("epochs between checkpoints", None, least=1)
+    final: bool = setting("save when the run ends", True)
+    keep_last: int | None = setting("number of newest checkpoints to keep; all if null", 3, least=1)
+    keep_best: tuple[str, int] | tuple[str, int, Mode] | None = setting("best checkpoints to keep as well", None)
+    keep_every: int | None = setting("keep every checkpoint whose step is a multiple of this", None, least=1)
+    snapshot_every: int | None = setting("steps between in-memory snapshots, used by restarts", None, least=1)
+    leave_out: Sequence[str] = setting("components not to save, such as optimizer", ())
+    on_error: Literal["stop", "continue"] = setting("what to do when a checkpoint cannot be written", "stop")
+    check_replicas: Level = setting("what to compare between workers before each save", "none")
+    disk: Literal["shared", "per node"] = setting("whether all workers see the same disk", "shared")
+    num_writers: int = setting("number of workers that write", 1, least=1)
+    handle_signals: bool = setting("save on SIGTERM and SIGINT before the run ends", True)
+    resume: Resume = setting(
+        "auto: the newest checkpoint, if any; true: the newest; null: refuse existing checkpoints; or a path", "auto"
+    )
+    allow: Sequence[str] = setting("settings that may differ from those of the checkpoint", ())
+    skip: Sequence[str] = setting("components of the checkpoint not to restore", ())
 
     def __post_init__(self) -> None:
         for name in ("allow", "skip"):
