@@ -1,7 +1,5 @@
 """El Che: how many batches each worker does between syncs, so that syncs cost little and nobody waits."""
 
-
-
 from __future__ import annotations
 
 import math

@@ -17,7 +17,7 @@ from paceline.cli.commands import CommandError, add_command
 from paceline.cli.config import ConfigError, Project, load_project, show
 from paceline.cli.find_runs import find_runs
 from paceline.cli.logs.summary import render
-from paceline.cli.train.dry_run import dry_run
+from paceline.cli.train.dry_run import dry_run, nearest_existing
 from paceline.cli.train.user_errors import ProjectError, UserFacingError, user_facing
 from paceline.cli.train.worker import RunRequest, train
 from paceline.core.errors import WorkerError
@@ -147,9 +147,7 @@ def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
     if saving.save and saving.folder is not None:
         folders["checkpoints.folder"] = project.folder / saving.folder
     for key, folder in folders.items():
-        existing = folder.absolute()
-        while not existing.exists():
-            existing = existing.parent
+        existing = nearest_existing(folder)
         if not existing.is_dir():
             yield key, f"cannot create the folder {folder}, because {existing} is a file: choose another"
     if isinstance(settings.devices, tuple):
