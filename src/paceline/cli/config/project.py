@@ -61,9 +61,7 @@ class Project:
         key = "trainer.micro_batches_per_worker"
         if self.settings.trainer.micro_batches_per_worker is None:
             return self
-        trainer = resolved(self.settings.trainer, num_workers)
-        if global_batch is not None:
-            trainer = replace(trainer, global_batch=global_batch)
+        trainer = resolved(self.settings.trainer, num_workers, global_batch)
         origins = {name: origin for name, origin in self.origins.items() if name != key}
         origins["trainer.global_batch"] = self.origin(key)
         project = Project(self.path, replace(self.settings, trainer=trainer), origins)
