@@ -68,7 +68,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model=odd_parts:loss", "odd_parts:loss(model, batch) cannot be called without arguments"),
         (
             "scheduler=odd_parts:no_scheduler",
-            "no_scheduler returned a str: return a scheduler of torch.optim.lr_scheduler",
+            "scheduler made a str without step(): pass a function from the optimizer to a torch",
         ),
         ("model=odd_parts:no_model", "the model is a int without a parameters() method"),
         ("loss=odd_parts:no_loss", "the loss is a str: it must be a tensor with one number"),

@@ -187,7 +187,7 @@ def test_a_project_travels_to_workers(tmp_path: Path) -> None:
     loaded = load(tmp_path, FULL)
     travelled = pickle.loads(pickle.dumps(loaded))
     assert travelled == loaded
-    assert travelled.settings.model.site.folder == tmp_path
+    assert travelled.settings.model.folder == tmp_path
 
 
 def test_an_error_travels_from_workers(tmp_path: Path) -> None:

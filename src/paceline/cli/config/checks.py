@@ -55,7 +55,8 @@ def _ruled_out(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
 
     def given(section: Any, *names: str) -> list[str]:
         """The keys of those that differ from their defaults."""
-        declared, prefix = settings_of(type(section)), type(section).__name__.lower()
+        kind: Any = type(section)
+        declared, prefix = settings_of(kind), kind.__name__.lower()
         return [f"{prefix}.{name}" for name in names if getattr(section, name) != declared[name].default]
 
     if settings.optimizer is not None:

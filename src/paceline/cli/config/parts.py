@@ -9,7 +9,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +29,21 @@ def target_problem(target: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Site:
-    """Where a target is named. Modules are searched in the project's folder first."""
-
-    folder: Path
-    key: str
-    origin: Origin
-
-    def fail(self, message: str) -> ConfigError:
-        return fail(self.origin, f"{self.key}: {message}")
-
-
-@dataclass(frozen=True)
 class Part:
     """An object of a module, `package.module:name`, or the result of calling it.
 
     arguments: keyword arguments of the call, which may contain parts; None for the object itself.
+    folder: where modules are searched first, that of the project. key, origin: where the target is named.
     """
 
     target: str
     arguments: Mapping[str, Any] | None
-    site: Site = field(compare=False, repr=False)
+    folder: Path = field(compare=False, repr=False)
+    key: str = field(compare=False, repr=False)
+    origin: Origin = field(compare=False, repr=False)
+
+    def fail(self, message: str) -> ConfigError:
+        return fail(self.origin, f"{self.key}: {message}")
 
     def build(self, *positional: Any) -> Any:
         """The object, or the result of the call with `positional` before the file's arguments."""
@@ -61,7 +55,7 @@ class Part:
         try:
             return thing(*positional, **arguments)
         except Exception as error:
-            raise self.site.fail(f"{self.target} failed: {_described(error, self.site.folder)}") from error
+            raise self.fail(f"{self.target} failed: {_described(error, self.folder)}") from error
 
     def as_function(self) -> Callable[..., Any]:
         """The function for a part that is called by the run: the object itself, or `build`."""
@@ -76,7 +70,7 @@ class Part:
             if not hasattr(thing, name):
                 where = module_name if inspect.ismodule(thing) else getattr(thing, "__qualname__", type(thing).__name__)
                 names = [known for known in dir(thing) if not known.startswith("_")]
-                raise self.site.fail(f"{where} has no {name!r}: {nearest(name, names)}")
+                raise self.fail(f"{where} has no {name!r}: {nearest(name, names)}")
             thing = getattr(thing, name)
         return thing
 
@@ -87,12 +81,11 @@ class Part:
         if name not in _CALLED_WITH:
             return
         if _is_of_python(thing):  # `os:system` would execute any text it is called with
-            raise self.site.fail(
-                f"{self.target} belongs to Python itself: use a function or class of the project or a package"
-            )
+            use = "use a function or class of the project or a package"
+            raise self.fail(f"{self.target} belongs to Python itself: {use}")
         base = _BASES.get(name)
-        if inspect.isclass(thing) and base and not issubclass(thing, Part(base, None, self.site).object()):
-            raise self.site.fail(f"{self.target} is a class that is not derived from {base.replace(':', '.')}")
+        if inspect.isclass(thing) and base and not issubclass(thing, replace(self, target=base).object()):
+            raise self.fail(f"{self.target} is a class that is not derived from {base.replace(':', '.')}")
         returns_function = name in _FUNCTIONS and self.arguments is not None
         self._check_call(thing, () if returns_function else _CALLED_WITH[name])
 
@@ -103,7 +96,7 @@ class Part:
         except (TypeError, ValueError):  # not callable, or a C function without a signature
             if callable(function):
                 return
-            raise self.site.fail(f"{self.target} is not callable: it is of type {type(function).__name__}") from None
+            raise self.fail(f"{self.target} is not callable: it is of type {type(function).__name__}") from None
         given, kinds = self.arguments or {}, {p.kind for p in parameters}
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -114,15 +107,15 @@ class Part:
         if is_short or (missing and self.arguments is None):
             signature = ", ".join(p.name for p in parameters)
             call = f"with {', '.join(positional)}" if positional else "without arguments"
-            raise self.site.fail(f"{self.target}({signature}) cannot be called {call}: change its parameters")
+            raise self.fail(f"{self.target}({signature}) cannot be called {call}: change its parameters")
         for name in given:
             if name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
-                raise self.site.fail(f"{self.target} has no argument {name!r}: {nearest(name, by_name)}")
+                raise self.fail(f"{self.target} has no argument {name!r}: {nearest(name, by_name)}")
         if missing:
-            raise self.site.fail(f"{self.target} requires {', '.join(missing)}: add the values to `arguments`")
+            raise self.fail(f"{self.target} requires {', '.join(missing)}: add the values to `arguments`")
 
     def _module(self, name: str) -> Any:
-        folder = self.site.folder
+        folder = self.folder
         if str(folder) not in sys.path:  # and stays there: modules also import inside functions
             sys.path.insert(0, str(folder))
             importlib.invalidate_caches()
@@ -130,15 +123,15 @@ class Part:
             module = importlib.import_module(name)
         except Exception as error:
             if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
-                raise self.site.fail(f"importing {name} failed: {_described(error, folder)}") from error
+                raise self.fail(f"importing {name} failed: {_described(error, folder)}") from error
             known = nearest(str(error.name), [path.stem for path in folder.glob("*.py")])
-            raise self.site.fail(f"module {error.name!r} is neither in {folder} nor installed: {known}") from error
+            raise self.fail(f"module {error.name!r} is neither in {folder} nor installed: {known}") from error
         # A process has one module per name. It must not be that of another project, or of Python.
         package = name.partition(".")[0]
         imported = getattr(sys.modules[package], "__file__", None)
         for own in (folder / f"{package}.py", folder / package / "__init__.py"):
             if own.is_file() and imported is not None and own.resolve() != Path(imported).resolve():
-                raise self.site.fail(f"{package} is already imported from {imported}, not from {own}: rename it")
+                raise self.fail(f"{package} is already imported from {imported}, not from {own}: rename it")
         return module
 
 

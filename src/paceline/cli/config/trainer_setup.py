@@ -89,20 +89,11 @@ def scheduler(settings: ProjectSettings, steps_per_epoch: int | None) -> Callabl
     steps_per_epoch: None if unknown. It is only used if neither schedule_steps nor max_steps is given.
     """
     if settings.scheduler is not None:
-        return partial(_made_scheduler, settings.scheduler)
+        return settings.scheduler.as_function()
     trainer = settings.trainer
     if trainer.schedule in (None, "constant") and not trainer.warmup_steps:
         return None
     return partial(LambdaLR, lr_lambda=_rate(trainer, horizon(trainer, steps_per_epoch)))
-
-
-def _made_scheduler(part: Part, optimizer: Any) -> Any:
-    made = part.as_function()(optimizer)
-    for each in made if isinstance(made, list | tuple) else [made]:
-        if not callable(getattr(each, "step", None)) or not callable(getattr(each, "state_dict", None)):
-            kind = type(each).__name__
-            raise part.site.fail(f"{part.target} returned a {kind}: return a scheduler of torch.optim.lr_scheduler")
-    return made
 
 
 def horizon(trainer: schema.Trainer, steps_per_epoch: int | None) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING
+from dataclasses import MISSING, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pydantic
 
 from paceline.cli.config.errors import Origin, Problem, nearest
-from paceline.cli.config.parts import Part, Site, target_problem
+from paceline.cli.config.parts import Part, target_problem
 from paceline.cli.config.schema import ProjectSettings, describe, is_section, options_of, settings_of, top_sections
 from paceline.cli.config.yaml_tree import Node, dotted, found
 from paceline.core.settings import Limits
@@ -21,9 +21,9 @@ _INT64 = 2**63
 
 
 class _Text(str):
-    """A text of the file with its place, in case it names a part."""
+    """A text of the file, and the part that it names, if it does."""
 
-    site: Site
+    part: Part
 
 
 class Validation:
@@ -55,8 +55,9 @@ class Validation:
         if isinstance(content, tuple):
             return [self._data(child, f"{key}[{i}]", is_argument=is_argument) for i, child in enumerate(content)]
         if isinstance(content, str) and not is_argument:
-            content = _Text(content)
-            content.site = Site(self._folder, key, node.origin)
+            text = _Text(content)
+            text.part = Part(content, None, self._folder, key, node.origin)
+            return text
         return content
 
     def _mapping(self, entries: Mapping[str, Node], key: str, *, is_argument: bool = False) -> dict[str, Any]:
@@ -76,13 +77,13 @@ class Validation:
             self._problem(target, path, f"is {found(target)}: expected package.module:name")
         elif wrong := target_problem(target.content):
             self._problem(target, path, wrong)
-        site = Site(self._folder, path, target.origin)
+        part = Part(str(target.content), None, self._folder, path, target.origin)
         if known == ("reference",):
-            return Part(str(target.content), None, site)
+            return part
         given, path = entries.get("arguments", Node(None, target.origin)), dotted(key, "arguments")
         if not isinstance(given.content, dict | None):
             self._problem(given, path, f"is {found(given)}: expected a mapping or null")
-        return Part(str(target.content), self._mapping(given.entries, path, is_argument=True), site)
+        return replace(part, arguments=self._mapping(given.entries, path, is_argument=True))
 
     def _problem(self, node: Node, key: str, message: str) -> None:
         self.problems.append((node.origin, f"{node.origin.alias or key} {message}"))
@@ -205,6 +206,4 @@ def _has_form(value: Any, option: Any) -> bool:
 
 def _part(value: Any) -> Any:
     """A text of the form `package.module:name` as a part."""
-    if isinstance(value, _Text) and target_problem(value) is None:
-        return Part(str(value), None, value.site)
-    return value
+    return value.part if isinstance(value, _Text) and target_problem(value) is None else value
