@@ -72,7 +72,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("model=odd_parts:no_model", "the model is a int without a parameters() method"),
         ("loss=odd_parts:no_loss", "the loss is a str: it must be a tensor with one number"),
-        ("trainer.global_batch=4000000000000000", "1000000000000000 micro-batches of 4: a step has at most 1000000"),
+        ("trainer.global_batch=4000000000000000", "1000000000000000 micro-batches, more than 1048576"),
     ],
 )
 def test_what_cannot_be_a_part_is_refused_without_calling_it(

@@ -20,8 +20,8 @@ MAX_DEPTH = 64
 _MAX_DIGITS = 40
 
 # The core schema of YAML 1.2: 1e-3 is a number, `no` is a string.
-_NULL = re.compile(r"|~|null|Null|NULL")
-_BOOL = re.compile("true|True|TRUE|false|False|FALSE")
+_WORDS: dict[str, bool | None] = {"": None, "~": None, "null": None, "Null": None, "NULL": None}
+_WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INTEGER = re.compile("[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -114,17 +114,17 @@ def scalar(text: str, origin: Origin, *, is_plain: bool = True) -> Scalar:
         text.encode()
     except UnicodeEncodeError:
         raise fail(origin, "half of a surrogate pair is not a character: write both halves") from None
-    if is_plain and _INTEGER.fullmatch(text):
+    if not is_plain:
+        return text
+    if _INTEGER.fullmatch(text):
         if len(text) > _MAX_DIGITS:  # Python refuses to parse thousands of digits
             raise fail(origin, f"a number of {len(text)} digits is too long: the limit is {_MAX_DIGITS}")
         return int(text, 0 if text.startswith(("0x", "0o")) else 10)
-    if is_plain and _NULL.fullmatch(text):
-        return None
-    if is_plain and _BOOL.fullmatch(text):
-        return text.lower() == "true"
-    if is_plain and _FLOAT.fullmatch(text):
+    if text in _WORDS:
+        return _WORDS[text]
+    if _FLOAT.fullmatch(text):
         return float(text)
-    return float(text.replace(".", "")) if is_plain and _NOT_FINITE.fullmatch(text) else text
+    return float(text.replace(".", "")) if _NOT_FINITE.fullmatch(text) else text
 
 
 def _read(text: str, place_of: Callable[[int, int], Origin]) -> Node:

@@ -123,16 +123,16 @@ def _load(options: argparse.Namespace) -> Project:
 def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
     """Missing checkpoints and GPUs, and folders that cannot be created."""
     settings, saving = project.settings, project.settings.checkpoints
-    resume = saving.resume if saving.save and saving.resume != "auto" else None
-    for key, name in (("checkpoints.resume", resume), ("checkpoints.init_from", saving.init_from)):
-        path = project.folder / name if isinstance(name, str) else None
-        if path is not None and key == "checkpoints.init_from" and not path.exists():
-            yield key, f"no weights at {path}: give a checkpoint, or a file of weights"
-        elif path is not None and not (key == "checkpoints.init_from" and path.is_file()):
-            try:
-                checkpoint_at(path)
-            except CheckpointError as error:
-                yield key, str(error)
+    starts = {}
+    if saving.save and isinstance(saving.resume, str) and saving.resume != "auto":
+        starts["checkpoints.resume"] = project.folder / saving.resume
+    if saving.init_from is not None and not (path := project.folder / saving.init_from).is_file():
+        starts["checkpoints.init_from"] = path
+    for key, path in starts.items():
+        try:
+            checkpoint_at(path)
+        except CheckpointError as error:
+            yield key, str(error) if path.exists() else f"nothing at {path}: check the path"
     folders = {"output": Path(settings.output)}
     if saving.save and saving.folder is not None:
         folders["checkpoints.folder"] = project.folder / saving.folder
@@ -159,7 +159,10 @@ def _request(options: argparse.Namespace, project: Project, num_workers: int) ->
     if options.dry_run:
         files = RunFiles(output)
     elif options.run_folder is not None:
-        files = run_files.prepare_run_folder(_checked_run_folder(options.run_folder))
+        if RunFiles(options.run_folder).is_run:
+            hint = f"choose another, or resume it with --resume {options.run_folder}"
+            raise ValueError(f"--run-folder {options.run_folder} contains a run: {hint}")
+        files = run_files.prepare_run_folder(options.run_folder)
     elif is_worker():  # all processes of the world must use the same folder
         world = os.environ.get("TORCHELASTIC_RUN_ID", "world")
         files = run_files.prepare_run_folder(output / f"{project.path.stem}_{world}")
@@ -185,14 +188,6 @@ def _to_resume(named: str, output: Path, config_name: str) -> tuple[RunFiles, Pa
     if run_files.state_of(files, run_files.read_status(files)) == "live":
         raise ValueError(f"--resume: {files.root} is running; wait for it, or end it with `paceline runs stop`")
     return run_files.prepare_run_folder(files.root), None
-
-
-def _checked_run_folder(folder: Path) -> Path:
-    if "\0" in str(folder):
-        raise ValueError(f"--run-folder {folder}: a path must not contain a null byte")
-    if RunFiles(folder).is_run:
-        raise ValueError(f"--run-folder {folder} contains a run: choose another, or resume it with --resume {folder}")
-    return folder
 
 
 def _first_global_batch(files: RunFiles) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
@@ -33,6 +33,9 @@ from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.run.control import ControlServer, end_at_once, socket_path
 from paceline.run.step.loop import StepRecord
 
+if TYPE_CHECKING:
+    from paceline.cli.train.worker import RunRequest
+
 # With more workers, their shares are left out of the lines of metrics.
 MAX_WORKERS_LOGGED = 64
 # Records are read after at most this many steps. By then, their numbers have arrived from a GPU.
@@ -42,16 +45,8 @@ MAX_UNREAD_STEPS = 64
 class Monitor:
     """outputs: closes what the monitor opens, however the run ends."""
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        settings: ProjectSettings,
-        files: RunFiles,
-        outputs: ExitStack,
-        terminal: str | None,
-        *,
-        quiet: bool,
-    ) -> None:
+    def __init__(self, trainer: Trainer, request: RunRequest, outputs: ExitStack) -> None:
+        settings, files = request.project.settings, request.files
         self._trainer = trainer
         self._files = files
         self._log_every = settings.trainer.log_every
@@ -63,10 +58,10 @@ class Monitor:
         self._rates: Rates | None = None
         self._loss: tuple[float, int] | None = None
         self._origin: tuple[float, int] | None = None
-        step = trainer.position.step
         self._total = total_steps(trainer, settings)
-        progress = Progress(self._total, start_step=step, stream=outputs.enter_context(_opened(terminal)), quiet=quiet)
-        self._progress = outputs.enter_context(progress)
+        step, stream = trainer.position.step, outputs.enter_context(_opened(request.terminal))
+        self._progress = Progress(self._total, start_step=step, stream=stream, quiet=request.quiet)
+        outputs.enter_context(self._progress)
         self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
         outputs.callback(self._metrics.close)
         events = outputs.enter_context(closing(EventLog(files.events)))

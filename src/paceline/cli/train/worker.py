@@ -75,7 +75,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
     monitor = None
     if trainer.is_main:
-        monitor = Monitor(trainer, settings, files, stack, request.terminal, quiet=request.quiet)
+        monitor = Monitor(trainer, request, stack)
         trainer.every(1, monitor.after_step)
     if settings.loggers and settings.checkpoints.save:
         trainer.register("loggers", Loggers([]) if monitor is None else monitor.loggers, "global")
