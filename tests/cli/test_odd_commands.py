@@ -65,7 +65,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("scheduler=torch.nn:Linear", "is a class that is not derived from torch.optim.lr_scheduler.LRScheduler"),
         ("scheduler=torch:save", "torch:save(obj, f, "),
         ("loss=odd_parts:one_argument", "odd_parts:one_argument(model) cannot be called with model, batch"),
-        ("model=odd_parts:loss", "odd_parts:loss(model, batch) cannot be called without arguments"),
+        ("model=odd_parts:loss", "odd_parts:loss(model, batch) cannot be called with no arguments"),
         (
             "scheduler=odd_parts:no_scheduler",
             "scheduler made a str without step(): pass a function from the optimizer to a torch",

@@ -91,28 +91,24 @@ class Part:
 
     def _check_call(self, function: Any, positional: Sequence[str]) -> None:
         """Before the call, so that a TypeError inside the function is not mistaken for one of the call."""
+        if not callable(function):
+            raise self.fail(f"{self.target} is not callable: it is of type {type(function).__name__}")
         try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # not callable, or a C function without a signature
-            if callable(function):
-                return
-            raise self.fail(f"{self.target} is not callable: it is of type {type(function).__name__}") from None
-        given, kinds = self.arguments or {}, {p.kind for p in parameters}
-        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        for taken in names[: len(positional)]:
-            by_name.pop(taken, None)
-        missing = [name for name, p in by_name.items() if p.default is p.empty and name not in given]
-        is_short = len(names) < len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds
-        if is_short or (missing and self.arguments is None):
-            signature = ", ".join(p.name for p in parameters)
-            call = f"with {', '.join(positional)}" if positional else "without arguments"
-            raise self.fail(f"{self.target}({signature}) cannot be called {call}: change its parameters")
-        for name in given:
-            if name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
-                raise self.fail(f"{self.target} has no argument {name!r}: {nearest(name, by_name)}")
-        if missing:
-            raise self.fail(f"{self.target} requires {', '.join(missing)}: add the values to `arguments`")
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # a C function
+            return
+        given, parameters = self.arguments or {}, list(signature.parameters.values())
+        try:
+            signature.bind(*positional, **given)
+        except TypeError as error:
+            names = [
+                p.name for p in parameters[len(positional) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            ]
+            unknown = [name for name in given if name not in names]
+            if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                raise self.fail(f"{self.target} has no argument {unknown[0]!r}: {nearest(unknown[0], names)}") from None
+            shown, call = ", ".join(signature.parameters), ", ".join([*positional, *given]) or "no arguments"
+            raise self.fail(f"{self.target}({shown}) cannot be called with {call}: {error}") from None
 
     def _module(self, name: str) -> Any:
         folder = self.folder
