@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.cli.config.aliases import ACCEPTED_IN, translate_aliases
+from paceline.cli.config.aliases import translate_aliases
 from paceline.cli.config.checks import contradictions, resolved
 from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, fail
 from paceline.cli.config.layers import VARIABLES, read_layers, substitute, with_overrides
@@ -97,7 +97,7 @@ def load_project(
     folder = path.absolute().parent  # the current folder may change before a part is built
     tree = with_overrides(read_layers(path, [*top_sections(), VARIABLES]), overrides)
     tree, problems = translate_aliases(substitute(tree, environment))
-    validation = Validation(tree, folder, ACCEPTED_IN)
+    validation = Validation(tree, folder)
     problems += validation.problems
     if problems or validation.settings is None:
         raise ConfigError(problems)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import MISSING, replace
 from difflib import get_close_matches
 from functools import cache
@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pydantic
 
+from paceline.cli.config.aliases import ACCEPTED_IN
 from paceline.cli.config.errors import Origin, Problem, nearest
 from paceline.cli.config.parts import Part, target_problem
 from paceline.cli.config.schema import ProjectSettings, describe, is_section, options_of, settings_of, top_sections
@@ -27,17 +28,13 @@ class _Text(str):
 
 
 class Validation:
-    """Validates a tree. settings: None if there are problems. origins: the place of every given value by dotted key.
+    """Validates a tree. settings: None if there are problems. origins: the place of every given value by dotted key."""
 
-    aliases: names that a section accepts in addition to those of its settings.
-    """
-
-    def __init__(self, tree: Node, folder: Path, aliases: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, tree: Node, folder: Path) -> None:
         self.problems: list[Problem] = []
         self.origins: dict[str, Origin] = {"": tree.origin}
         self.settings: ProjectSettings | None = None
         self._folder = folder
-        self._aliases = aliases
         try:
             self.settings = _adapter().validate_python(self._mapping(tree.entries, ""))
         except pydantic.ValidationError as error:
@@ -101,8 +98,7 @@ class Validation:
             else:
                 settings, path = settings_of(hint), dotted(key, part)
                 if part not in settings:
-                    meant = self._meant(part, key, settings)
-                    self._problem(node.entries[part], path, f"is an unknown setting: {meant}")
+                    self._problem(node.entries[part], path, f"is an unknown setting: {_meant(part, key, settings)}")
                     return
                 hint, _, help, limits = settings[part]
                 if part not in node.entries:
@@ -111,16 +107,6 @@ class Validation:
                     return
                 node, key = node.entries[part], path
         self._mismatch(node, key, hint, limits)
-
-    def _meant(self, name: str, section: str, settings: Sequence[str] | Mapping[str, Any]) -> str:
-        """The setting or alias of this name in another section, or the nearest name in this one."""
-        sections = {key: settings_of(section) for key, section in top_sections().items()}
-        homes = {
-            inner: f"{key}.{inner}" for group in (sections, self._aliases) for key in group for inner in group[key]
-        }
-        homes |= {key: key for key in settings_of(ProjectSettings)}
-        known = (*settings, *self._aliases.get(section, ()))
-        return f"did you mean {homes[name]}?" if name in homes else nearest(name, known)
 
     def _mismatch(self, node: Node, key: str, hint: Any, limits: Limits) -> None:
         """Report a value that its type does not allow."""
@@ -139,6 +125,15 @@ class Validation:
             if Part in options and isinstance(content, str):
                 meant = meant or (target_problem(content) or "").partition("module:name")[2]
             self._problem(node, key, f"is {found(node)}: expected {describe(hint, limits)}{meant}")
+
+
+def _meant(name: str, section: str, settings: Mapping[str, Any]) -> str:
+    """The setting or alias of this name in another section, or the nearest name in this one."""
+    sections = [(key, settings_of(kind)) for key, kind in top_sections().items()]
+    elsewhere = {inner: f"{key}.{inner}" for key, names in (*sections, *ACCEPTED_IN.items()) for inner in names}
+    elsewhere |= {key: key for key in settings_of(ProjectSettings)}
+    known = (*settings, *ACCEPTED_IN.get(section, ()))
+    return f"did you mean {elsewhere[name]}?" if name in elsewhere else nearest(name, known)
 
 
 @cache
