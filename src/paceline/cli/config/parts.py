@@ -19,13 +19,15 @@ _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _TARGET = re.compile(f"{_DOTTED}:{_DOTTED}")
 
 
-def target_problem(target: str) -> str | None:
-    """What is wrong with a target; None if it has the form `package.module:name`."""
-    if _TARGET.fullmatch(target):
-        return None
-    module, _, name = target.rpartition(".")
-    hint = f"; did you mean {module}:{name}?" if module and _TARGET.fullmatch(f"{module}:{name}") else ""
-    return f"is {target!r}: expected package.module:name{hint}"
+def is_target(value: Any) -> bool:
+    """Whether it is a text of the form `package.module:name`."""
+    return isinstance(value, str) and _TARGET.fullmatch(value) is not None
+
+
+def meant_target(value: Any) -> str:
+    """The end of a message about a value that is not a target."""
+    meant = ":".join(str(value).rsplit(".", 1))
+    return f"; did you mean {meant}?" if isinstance(value, str) and is_target(meant) else ""
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,10 @@ def load_project(
     folder = path.absolute().parent  # the current folder may change before a part is built
     tree = with_overrides(read_layers(path, [*top_sections(), VARIABLES]), overrides)
     tree, problems = translate_aliases(substitute(tree, environment))
-    validation = Validation(tree, folder)
-    problems += validation.problems
-    if problems or validation.settings is None:
+    validation = Validation(folder, problems)
+    settings = validation.validate(tree)
+    if settings is None:
         raise ConfigError(problems)
-    project = Project(folder / path.name, validation.settings, validation.origins)
+    project = Project(folder / path.name, settings, validation.origins)
     project.check()
     return project

@@ -1,19 +1,19 @@
-"""From a tree of values to typed settings. pydantic checks types, limits and keys; the places are ours."""
+"""From a tree of values to typed settings. pydantic checks types, limits and unions; keys and places are ours."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, replace
+from dataclasses import MISSING, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import pydantic
 
 from paceline.cli.config.aliases import ACCEPTED_IN
 from paceline.cli.config.errors import Origin, Problem, nearest
-from paceline.cli.config.parts import Part, target_problem
+from paceline.cli.config.parts import Part, is_target, meant_target
 from paceline.cli.config.schema import ProjectSettings, describe, is_section, options_of, settings_of, top_sections
 from paceline.cli.config.yaml_tree import Node, dotted, found
 from paceline.core.settings import Limits
@@ -21,110 +21,148 @@ from paceline.core.settings import Limits
 _INT64 = 2**63
 
 
-class _Text(str):
-    """A text of the file, and the part that it names, if it does."""
-
-    part: Part
-
-
+@dataclass
 class Validation:
-    """Validates a tree. settings: None if there are problems. origins: the place of every given value by dotted key."""
+    """What is known of a tree after `validate`. origins: the place of every given value by dotted key."""
 
-    def __init__(self, tree: Node, folder: Path) -> None:
-        self.problems: list[Problem] = []
-        self.origins: dict[str, Origin] = {"": tree.origin}
-        self.settings: ProjectSettings | None = None
-        self._folder = folder
+    folder: Path
+    problems: list[Problem] = field(default_factory=list)
+    origins: dict[str, Origin] = field(default_factory=dict)
+
+    def validate(self, tree: Node) -> ProjectSettings | None:
+        """None if there are problems."""
         try:
-            self.settings = _adapter().validate_python(self._mapping(tree.entries, ""))
-        except pydantic.ValidationError as error:
-            for each in error.errors(include_url=False, include_input=False, include_context=False):
-                self._explain(each["loc"], tree)
+            settings = _adapter().validate_python(self._value(tree, ""))
+        except pydantic.ValidationError:
+            return None
+        return None if self.problems else settings
 
-    def _data(self, node: Node, key: str, *, is_argument: bool) -> Any:
-        """The tree as plain data, except that a mapping with `factory` or `reference` becomes a part."""
+    def _value(self, node: Node, key: str) -> _Value:
         self.origins[key] = node.origin
-        content = node.content
+        content: Any = node.content
         if isinstance(content, dict):
-            if "factory" in content or "reference" in content:
-                return self._part(content, key)
-            return self._mapping(content, key, is_argument=is_argument)
-        if isinstance(content, tuple):
-            return [self._data(child, f"{key}[{i}]", is_argument=is_argument) for i, child in enumerate(content)]
-        if isinstance(content, str) and not is_argument:
-            text = _Text(content)
-            text.part = Part(content, None, self._folder, key, node.origin)
-            return text
-        return content
+            content = {name: self._value(child, dotted(key, name)) for name, child in content.items()}
+        elif isinstance(content, tuple):
+            content = [self._value(child, f"{key}[{i}]") for i, child in enumerate(content)]
+        return _Value(content, key, node, self)
 
-    def _mapping(self, entries: Mapping[str, Node], key: str, *, is_argument: bool = False) -> dict[str, Any]:
-        return {
-            name: self._data(child, dotted(key, name), is_argument=is_argument or name == "arguments")
-            for name, child in entries.items()
-        }
 
-    def _part(self, entries: Mapping[str, Node], key: str) -> Part:
-        known = ("factory", "arguments") if "factory" in entries else ("reference",)
-        for name, child in entries.items():
-            self.origins[dotted(key, name)] = child.origin
+class _Value(NamedTuple):
+    """A value as pydantic gets it. content: a scalar, or a list or a dict of values."""
+
+    content: Any
+    key: str
+    node: Node
+    validation: Validation
+
+    @property
+    def entries(self) -> dict[str, _Value]:
+        """Of a mapping; empty for anything else."""
+        return self.content if isinstance(self.content, dict) else {}
+
+    def problem(self, message: str) -> None:
+        origin = self.node.origin
+        self.validation.problems.append((origin, f"{origin.alias or self.key} {message}"))
+
+    def as_argument(self) -> Any:
+        """Plain data, except that a mapping with `factory` or `reference` becomes a part."""
+        if isinstance(self.content, list):
+            return [item.as_argument() for item in self.content]
+        if not isinstance(self.content, dict):
+            return self.content
+        if "factory" in self.content or "reference" in self.content:
+            return self.as_part()
+        return {name: item.as_argument() for name, item in self.content.items()}
+
+    def as_part(self) -> Part:
+        """Of a target, or of a mapping with `factory` or `reference`."""
+        if is_target(self.content):
+            return Part(self.content, None, self.validation.folder, self.key, self.node.origin)
+        if "factory" not in self.entries and "reference" not in self.entries:
+            raise ValueError
+        known = ("factory", "arguments") if "factory" in self.content else ("reference",)
+        for name, item in self.content.items():
             if name not in known:
-                self._problem(child, dotted(key, name), f"is an unknown setting: {nearest(name, known)}")
-        target, path = entries[known[0]], dotted(key, known[0])
-        if not isinstance(target.content, str):
-            self._problem(target, path, f"is {found(target)}: expected package.module:name")
-        elif wrong := target_problem(target.content):
-            self._problem(target, path, wrong)
-        part = Part(str(target.content), None, self._folder, path, target.origin)
+                item.problem(f"is an unknown setting: {nearest(name, known)}")
+        target, arguments = self.content[known[0]], self.content.get("arguments")
+        if not is_target(target.content):
+            target.problem(f"is {found(target.node)}: expected package.module:name{meant_target(target.content)}")
+        part = Part(str(target.content), None, self.validation.folder, target.key, target.node.origin)
         if known == ("reference",):
             return part
-        given, path = entries.get("arguments", Node(None, target.origin)), dotted(key, "arguments")
-        if not isinstance(given.content, dict | None):
-            self._problem(given, path, f"is {found(given)}: expected a mapping or null")
-        return replace(part, arguments=self._mapping(given.entries, path, is_argument=True))
+        if arguments is not None and not isinstance(arguments.content, dict | None):
+            arguments.problem(f"is {found(arguments.node)}: expected a mapping or null")
+        entries = {} if arguments is None else arguments.entries
+        return replace(part, arguments={name: item.as_argument() for name, item in entries.items()})
 
-    def _problem(self, node: Node, key: str, message: str) -> None:
-        self.problems.append((node.origin, f"{node.origin.alias or key} {message}"))
 
-    def _explain(self, location: tuple[int | str, ...], tree: Node) -> None:
-        """Follow pydantic's path, which also names the chosen member of each union, to the value and its type."""
-        node, key, hint, limits = tree, "", ProjectSettings, Limits()
-        for part in location:
-            options = options_of(hint)
-            if len(options) > 1:
-                hint = options[int(part)]
-            elif isinstance(part, int):
-                assert isinstance(node.content, tuple)
-                node, key, hint = node.content[part], f"{key}[{part}]", get_args(hint)[0]
-            else:
-                settings, path = settings_of(hint), dotted(key, part)
-                if part not in settings:
-                    self._problem(node.entries[part], path, f"is an unknown setting: {_meant(part, key, settings)}")
-                    return
-                hint, _, help, limits = settings[part]
-                if part not in node.entries:
-                    expected = f"{help} (expected {describe(hint, limits)})"
-                    self.problems.append((node.origin, f"{path} is missing: {expected}"))
-                    return
-                node, key = node.entries[part], path
-        self._mismatch(node, key, hint, limits)
+@cache
+def _adapter() -> pydantic.TypeAdapter[ProjectSettings]:
+    return pydantic.TypeAdapter(_type(ProjectSettings, Limits()))
 
-    def _mismatch(self, node: Node, key: str, hint: Any, limits: Limits) -> None:
-        """Report a value that its type does not allow."""
-        options, content = options_of(hint), node.content
-        kinds = [option.kind for option in options if is_section(option) and option.kind]
-        if kinds and "kind" in node.entries:
-            given = node.entries["kind"]
-            text = given.content if isinstance(given.content, str) else ""
-            self._problem(given, dotted(key, "kind"), f"is {found(given)}: {nearest(text, kinds)}")
-        elif isinstance(content, int) and abs(content) >= _INT64 and int in options:
-            self._problem(node, key, f"is {found(node)}: expected a number of at most 63 bits")
-        else:
-            names = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)] + kinds
-            near = get_close_matches(content, names, n=1) if isinstance(content, str) else []
-            meant = f"; did you mean {near[0]}?" if near else ""
-            if Part in options and isinstance(content, str):
-                meant = meant or (target_problem(content) or "").partition("module:name")[2]
-            self._problem(node, key, f"is {found(node)}: expected {describe(hint, limits)}{meant}")
+
+def _type(hint: Any, limits: Limits) -> Any:
+    """The pydantic type for a declared one. It takes a `_Value`, and reports a problem unless one inside of it did."""
+
+    def validate(value: _Value, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
+        num_problems = len(value.validation.problems)
+        try:
+            return handler(value)
+        except pydantic.ValidationError:
+            if len(value.validation.problems) == num_problems:
+                _report_mismatch(value, hint, limits)
+            raise
+
+    options: Any = tuple(_option(option, limits) for option in options_of(hint))
+    first = [pydantic.Field(union_mode="left_to_right")] if len(options) > 1 else []
+    return Annotated[Union[options], *first, pydantic.WrapValidator(validate)]  # noqa: UP007
+
+
+def _option(hint: Any, limits: Limits) -> Any:
+    """The type for one member of a union, or for a type that is not a union."""
+    if is_section(hint):
+        return _section(hint)
+    if hint is Part:
+        return Annotated[Any, pydantic.PlainValidator(_Value.as_part)]
+    content = pydantic.BeforeValidator(lambda value: value.content)
+    if get_origin(hint) is tuple:
+        return Annotated[tuple[_type(get_args(hint)[0], limits), ...], content]  # type: ignore[misc]
+    if get_origin(hint) is Mapping:
+        return Annotated[dict[str, Annotated[Any, pydantic.PlainValidator(_Value.as_argument)]], content]
+    if hint not in (int, float):
+        return Annotated[hint, pydantic.Strict(), content] if hint in (bool, str) else Annotated[hint, content]
+
+    def in_limits(number: float) -> float:
+        if not limits.allow(number) or (hint is int and abs(number) >= _INT64):
+            raise ValueError
+        return number
+
+    return Annotated[hint, pydantic.Strict(), content, pydantic.AfterValidator(in_limits)]
+
+
+def _section(section: Any) -> Any:
+    settings = settings_of(section)
+    declared: Any = {
+        name: (_type(s.type, s.limits), ... if s.default is MISSING else s.default) for name, s in settings.items()
+    }
+
+    def validate(value: _Value, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
+        kind = value.entries["kind"].content if "kind" in value.entries else ""
+        if (kind if isinstance(value.content, dict) else value.content or None) != section.kind:
+            raise ValueError  # the name of a kind alone means the kind with its defaults
+        for name, setting in settings.items():
+            if setting.default is MISSING and name not in value.entries:
+                expected = f"{setting.help} (expected {describe(setting.type, setting.limits)})"
+                problem = f"{dotted(value.key, name)} is missing: {expected}"
+                value.validation.problems.append((value.node.origin, problem))
+        try:
+            return section(**dict(handler({name: item for name, item in value.entries.items() if name in settings})))
+        finally:
+            for name, item in value.entries.items():
+                if name not in settings and name != "kind":
+                    item.problem(f"is an unknown setting: {_meant(name, value.key, settings)}")
+
+    return Annotated[pydantic.create_model(section.__name__, **declared), pydantic.WrapValidator(validate)]
 
 
 def _meant(name: str, section: str, settings: Mapping[str, Any]) -> str:
@@ -136,69 +174,15 @@ def _meant(name: str, section: str, settings: Mapping[str, Any]) -> str:
     return f"did you mean {elsewhere[name]}?" if name in elsewhere else nearest(name, known)
 
 
-@cache
-def _adapter() -> pydantic.TypeAdapter[ProjectSettings]:
-    return pydantic.TypeAdapter(_type(ProjectSettings, Limits()))
-
-
-def _type(hint: Any, limits: Limits) -> Any:
-    """The pydantic type for a declared one."""
-    options = options_of(hint)
-    if len(options) > 1:
-        members = [Annotated[_type(option, limits), pydantic.Tag(str(i))] for i, option in enumerate(options)]
-        by_form = pydantic.Discriminator(lambda value: _member(options, value))
-        return Annotated[Union[tuple(members)], by_form]  # noqa: UP007
-    if is_section(hint):
-        return _section(hint)
-    if hint is Part:
-        return Annotated[pydantic.InstanceOf[Part], pydantic.BeforeValidator(_part)]
-    if get_origin(hint) is tuple:
-        return tuple[_type(get_args(hint)[0], limits), ...]  # type: ignore[misc]
-    if hint is int or hint is float:
-        low, high = (-_INT64, _INT64 - 1) if hint is int else (None, None)
-        bounds = pydantic.Field(
-            ge=low if limits.least is None else limits.least,
-            gt=limits.above,
-            le=high if limits.most is None else limits.most,
-            lt=limits.below,
-            allow_inf_nan=False if hint is float and limits.finite else None,
-        )
-        return Annotated[hint, pydantic.Strict(), bounds]
-    return Annotated[hint, pydantic.Strict()] if hint in (bool, str) else hint
-
-
-def _section(section: Any) -> Any:
-    settings = settings_of(section)
-    declared: Any = {
-        name: (_type(s.type, s.limits), ... if s.default is MISSING else s.default) for name, s in settings.items()
-    }
-    model = pydantic.create_model(section.__name__, __config__=pydantic.ConfigDict(extra="forbid"), **declared)
-    made = pydantic.AfterValidator(lambda valid: section(**{name: getattr(valid, name) for name in settings}))
-    return Annotated[model, made, pydantic.BeforeValidator(_without_kind)] if section.kind else Annotated[model, made]
-
-
-def _without_kind(value: Any) -> Any:
-    """The name of a kind alone means the kind with its defaults."""
-    return {name: item for name, item in value.items() if name != "kind"} if isinstance(value, dict) else {}
-
-
-def _member(options: tuple[Any, ...], value: Any) -> str | None:
-    """The tag of the union's member that a value has the form of."""
-    return next((str(i) for i, option in enumerate(options) if _has_form(value, option)), None)
-
-
-def _has_form(value: Any, option: Any) -> bool:
-    if is_section(option):
-        return bool((value.get("kind", "") if isinstance(value, dict) else value) == option.kind)
-    if get_origin(option) is Literal:
-        return isinstance(value, str) and value in get_args(option)
-    if option is Part:
-        return isinstance(_part(value), Part)
-    if form := {tuple: list, Mapping: dict, str: str}.get(get_origin(option) or option):
-        return isinstance(value, form)
-    return type(value) is option or (option is float and type(value) is int)
-
-
-def _part(value: Any) -> Any:
-    """A text of the form `package.module:name` as a part."""
-    return value.part if isinstance(value, _Text) and target_problem(value) is None else value
+def _report_mismatch(value: _Value, hint: Any, limits: Limits) -> None:
+    options, content = options_of(hint), value.content
+    kinds = [option.kind for option in options if is_section(option) and option.kind]
+    if kinds and (given := value.entries.get("kind")):
+        given.problem(f"is {found(given.node)}: {nearest(str(given.content), kinds)}")
+    elif isinstance(content, int) and abs(content) >= _INT64 and int in options:
+        value.problem(f"is {found(value.node)}: expected a number of at most 63 bits")
+    else:
+        names = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)] + kinds
+        near = get_close_matches(content, names, n=1) if isinstance(content, str) else []
+        meant = f"; did you mean {near[0]}?" if near else meant_target(content) if Part in options else ""
+        value.problem(f"is {found(value.node)}: expected {describe(hint, limits)}{meant}")
