@@ -33,10 +33,14 @@ Content: TypeAlias = "Scalar | tuple[Node, ...] | dict[str, Node]"
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A scalar, a list or a mapping. The origin of a mapping's value is its key's, that of a list's item its start."""
+    """A scalar, a list or a mapping. The origin of a mapping's value is its key's, that of a list's item its start.
+
+    key: the dotted key of the value; set when the tree is validated.
+    """
 
     content: Content
     origin: Origin
+    key: str = ""
     num_values: int = field(init=False)
     depth: int = field(init=False)
 
