@@ -182,6 +182,5 @@ class _Substitution:
                 self._values[name] = self.of(self._variables[name])
             finally:
                 self._open.pop()
-        return replace(
-            self._values[name], origin=replace(origin, variable=name, variable_origin=self._variables[name].origin)
-        )
+        place = replace(origin, variable=name, variable_origin=self._variables[name].origin)
+        return replace(self._values[name], origin=place)

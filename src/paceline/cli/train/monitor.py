@@ -43,7 +43,7 @@ MAX_UNREAD_STEPS = 64
 
 
 class Monitor:
-    """outputs: closes what the monitor opens, however the run ends."""
+    """Shows and records a run. outputs: closes what the monitor opens, however the run ends."""
 
     def __init__(self, trainer: Trainer, request: RunRequest, outputs: ExitStack) -> None:
         settings, files = request.project.settings, request.files

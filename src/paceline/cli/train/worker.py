@@ -60,7 +60,7 @@ def train(request: RunRequest) -> None:
 def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | None, Callable[[], None]]:
     """Import and build everything that the run needs; `stack` closes it. Only rank 0 has a monitor.
 
-    The function evaluates the last step, unless that was done.
+    Returns the trainer, the monitor, and a function to call after the last step.
     """
     project, files, settings = request.project, request.files, request.project.settings
     project.check_parts()
@@ -160,7 +160,10 @@ def _stop_on_divergence(trainer: Trainer, settings: ProjectSettings) -> None:
 def _evaluate_periodically(
     trainer: Trainer, settings: ProjectSettings, data: Any, monitor: Monitor | None
 ) -> Callable[[], None]:
-    """Evaluate on all workers: for metrics, the best checkpoints and early stopping. Returns that of the last step."""
+    """Evaluate on all workers, for metrics, the best checkpoints and early stopping.
+
+    The returned function evaluates the last step, unless that was done.
+    """
     function = loss_function(settings) if settings.metrics is None else settings.metrics.as_function()
     collate = settings.data.collate and settings.data.collate.build()
     best = settings.checkpoints.keep_best if settings.checkpoints.save else None
@@ -187,8 +190,8 @@ def _evaluate_periodically(
             return
         if rule.is_over(_metric(values, stopping.metric, "trainer.early_stopping.metric")):
             if monitor is not None:
-                text = f"{stopping.metric} did not improve in {stopping.patience} evaluations: the run ends here"
-                monitor.note(text)
+                count = f"{stopping.patience} evaluations"
+                monitor.note(f"{stopping.metric} did not improve in {count}: the run ends here")
             trainer.end()
 
     if settings.trainer.eval_every is None:
