@@ -65,14 +65,14 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("scheduler=torch.nn:Linear", "is a class that is not derived from torch.optim.lr_scheduler.LRScheduler"),
         ("scheduler=torch:save", "torch:save(obj, f, "),
         ("loss=odd_parts:one_argument", "odd_parts:one_argument(model) cannot be called with model, batch"),
-        ("model=odd_parts:loss", "odd_parts:loss(model, batch) cannot be called without arguments"),
+        ("model=odd_parts:loss", "odd_parts:loss(model, batch) cannot be called with no arguments"),
         (
             "scheduler=odd_parts:no_scheduler",
-            "no_scheduler returned a str: return a scheduler of torch.optim.lr_scheduler",
+            "scheduler made a str without step(): pass a function from the optimizer to a torch",
         ),
         ("model=odd_parts:no_model", "the model is a int without a parameters() method"),
         ("loss=odd_parts:no_loss", "the loss is a str: it must be a tensor with one number"),
-        ("trainer.global_batch=4000000000000000", "1000000000000000 micro-batches of 4: a step has at most 1000000"),
+        ("trainer.global_batch=4000000000000000", "1000000000000000 micro-batches, more than 1048576"),
     ],
 )
 def test_invalid_parts_are_refused_without_a_call(

@@ -67,10 +67,11 @@ def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) not in options:
         raise ValueError(f"{name}=None: give a value")
-    items = [item for option in options if get_origin(option) is tuple for item in get_args(option)]
+    tuples = [get_args(option) for option in options if get_origin(option) is tuple]
+    items = [item for each in tuples if str not in each for item in each]
     numbers = {option for option in (*options, *items) if option in (int, float)}
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
-    if choices and (isinstance(value, str) or not numbers) and value is not None:
+    if choices and str not in options and (isinstance(value, str) or not numbers) and value is not None:
         if value not in choices:
             known = [*map(repr, choices), *(["one number per worker"] if items else [])]
             raise ValueError(f"{name}={value!r} is unknown: choose {', '.join(known[:-1])} or {known[-1]}")

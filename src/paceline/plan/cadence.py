@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.core.settings import setting
 from paceline.plan.balance import hinted_speeds
 from paceline.plan.entries import Estimate, check_entries, check_time, from_entries, to_entries
 from paceline.plan.shares import shares
@@ -54,11 +55,11 @@ class Smoothed(Estimate):
 class Cadence:
     """El Che's knobs, for any number of workers; see `ElChe`. With max_anchor=anchor the anchor is fixed."""
 
-    anchor: int = 10
-    overhead_target: float = 0.10
-    max_anchor: int = 200
-    max_batch_diff: int | None = None
-    speed_hint: tuple[int, float] | None = None
+    anchor: int = setting("initial number of micro-batches of the slowest worker between exchanges", 10, least=1)
+    overhead_target: float = setting("cost of an exchange, as a fraction of compute time", 0.1, least=0.01, most=0.5)
+    max_anchor: int = setting("largest number of micro-batches between exchanges", 200, least=1)
+    max_batch_diff: int | None = setting("largest change of a worker's count at once", None, least=1)
+    speed_hint: tuple[int, float] | None = setting("which worker is slow, used until speeds are measured", None)
 
     def __post_init__(self) -> None:
         self.for_workers(1 if self.speed_hint is None else self.speed_hint[0] + 1)

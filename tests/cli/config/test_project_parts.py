@@ -134,7 +134,8 @@ def test_a_name_that_a_class_does_not_have_is_named(module: str, tmp_path: Path)
 WRONG_ARGUMENTS = {
     "build_model', arguments: {widht: 3": "build_model has no argument 'widht': did you mean width? "
     "(choose from width, depth, activation)",
-    "fussy', arguments: {second: 3": "fussy requires first: add the values to `arguments`",
+    "fussy', arguments: {second: 3": "fussy(first, second) cannot be called with second: "
+    "missing a required argument: 'first'",
     "fussy', arguments: {first: 1, second: 3": "fussy failed: KeyError: 'inside' (MODULE.py:15)",
     "number', arguments: {": "number is not callable: it is of type int",
 }
@@ -187,7 +188,7 @@ def test_a_project_travels_to_workers(tmp_path: Path) -> None:
     loaded = load(tmp_path, FULL)
     travelled = pickle.loads(pickle.dumps(loaded))
     assert travelled == loaded
-    assert travelled.settings.model.site.folder == tmp_path
+    assert travelled.settings.model.folder == tmp_path
 
 
 def test_an_error_travels_from_workers(tmp_path: Path) -> None:

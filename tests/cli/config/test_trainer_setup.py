@@ -16,6 +16,7 @@ from project_files import LEAST, load
 
 import paceline as pl
 from paceline.cli.config import schema, trainer_setup
+from paceline.cli.config.errors import DEFAULT
 from paceline.cli.config.parts import Part
 from paceline.cli.config.schema import settings_of
 from paceline.cli.config.trainer_setup import build_data
@@ -84,7 +85,7 @@ def test_strategies_are_made() -> None:
 
 
 def factory_of(function: Callable[..., Any]) -> Part:
-    return Part(f"{function.__module__}:{function.__qualname__}", {}, None)  # type: ignore[arg-type]
+    return Part(f"{function.__module__}:{function.__qualname__}", {}, Path(), "", DEFAULT)
 
 
 # Settings, and the learning rate after so many steps as a part of the highest.

@@ -36,7 +36,7 @@ BEFORE_ANYTHING_STARTS = {
         ["small.yaml", "checkpoints.resume=."],
         "is neither a checkpoint nor a folder with checkpoints",
     ),
-    "no weights": (["small.yaml", "checkpoints.init_from=w.pt"], "checkpoints.init_from: no weights at "),
+    "no weights": (["small.yaml", "checkpoints.init_from=w.pt"], "checkpoints.init_from: nothing at "),
     "no weights in a folder": (["small.yaml", "checkpoints.init_from=."], "checkpoints.init_from: "),
     "checkpoints in a file": (
         ["small.yaml", "checkpoints.folder=small.yaml/x"],

@@ -9,46 +9,46 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from paceline.cli.config.errors import Problem
-from paceline.cli.config.yaml_tree import Node, found
-
-TRAINER, CHECKPOINTS = "trainer", "checkpoints"
+from paceline.cli.config.yaml_tree import Content, Node, Scalar, found
 
 # Other names for one of our settings.
 _RENAMED = {
-    "per_device_train_batch_size": (TRAINER, "micro_batch"),
-    "gradient_accumulation_steps": (TRAINER, "micro_batches_per_worker"),
-    "num_train_epochs": (TRAINER, "epochs"),
-    "lr_scheduler_type": (TRAINER, "schedule"),
-    "logging_steps": (TRAINER, "log_every"),
-    "eval_steps": (TRAINER, "eval_every"),
-    "save_steps": (CHECKPOINTS, "every_steps"),
-    "save_total_limit": (CHECKPOINTS, "keep_last"),
-    "fused_optimizers": (TRAINER, "fused"),
+    "per_device_train_batch_size": "trainer.micro_batch",
+    "gradient_accumulation_steps": "trainer.micro_batches_per_worker",
+    "num_train_epochs": "trainer.epochs",
+    "lr_scheduler_type": "trainer.schedule",
+    "logging_steps": "trainer.log_every",
+    "eval_steps": "trainer.eval_every",
+    "save_steps": "checkpoints.every_steps",
+    "save_total_limit": "checkpoints.keep_last",
+    "fused_optimizers": "trainer.fused",
 }
-# Flags, with the setting and its values for true and false; None has no effect.
-_FLAGS = {
-    "dispatch_batches": (TRAINER, "feed", "dispatched", "sharded"),
-    "shard_dataset": (TRAINER, "feed", "sharded", None),
-    "save_optimizer_state": (CHECKPOINTS, "leave_out", None, "optimizer"),
-    "save_scheduler_state": (CHECKPOINTS, "leave_out", None, "scheduler"),
-    "save_rng_state": (CHECKPOINTS, "leave_out", None, "random"),
-    "save_dataset_state": (CHECKPOINTS, "leave_out", None, "data"),
+_FEED, _LEAVE_OUT = "trainer.feed", "checkpoints.leave_out"
+# Names whose values become settings of ours, or are an error.
+_CHOICES: dict[str, dict[Scalar, dict[str, Content] | str]] = {
+    "dispatch_batches": {True: {_FEED: "dispatched"}, False: {_FEED: "sharded"}},
+    "shard_dataset": {True: {_FEED: "sharded"}, False: {}},
+    "save_optimizer_state": {True: {}, False: {_LEAVE_OUT: "optimizer"}},
+    "save_scheduler_state": {True: {}, False: {_LEAVE_OUT: "scheduler"}},
+    "save_rng_state": {True: {}, False: {_LEAVE_OUT: "random"}},
+    "save_dataset_state": {True: {}, False: ", but every checkpoint contains the position in the data: remove it"},
+    "save_strategy": {"no": {"checkpoints.save": False}, "steps": {}, "epoch": {"checkpoints.every_epochs": 1}},
 }
 # The aliases that each section accepts. docs/make_project_files.py documents them.
-_ALL = (*_RENAMED, *_FLAGS, "save_strategy")
-ACCEPTED_IN = {TRAINER: _ALL, CHECKPOINTS: tuple(name for name in _ALL if name.startswith("save_"))}
+_ALL = (*_RENAMED, *_CHOICES)
+ACCEPTED_IN = {"trainer": _ALL, "checkpoints": tuple(name for name in _ALL if name.startswith("save_"))}
 
 
 def translate_aliases(root: Node) -> tuple[Node, list[Problem]]:
     """The tree without aliases. Values keep their places and remember the alias."""
-    entries = dict(root.mapping or {})
-    given = {name: entries.get(name, Node({}, root.origin)) for name in ACCEPTED_IN}
-    translation = _Translation({name: dict(section.mapping or {}) for name, section in given.items()})
-    translation.run()
-    for name, content in translation.sections.items():
-        if given[name].mapping is not None and (content or name in entries):
-            entries[name] = Node(content, given[name].origin)
-    return Node(entries, root.origin), translation.problems
+    given = {name: root.entries.get(name, Node({}, root.origin)) for name in ACCEPTED_IN}
+    translation = _Translation({name: dict(section.entries) for name, section in given.items()})
+    translated = {
+        name: Node(entries, given[name].origin)
+        for name, entries in translation.sections.items()
+        if isinstance(given[name].content, dict) and (entries or name in root.entries)
+    }
+    return Node(root.entries | translated, root.origin), translation.problems
 
 
 class _Translation:
@@ -57,82 +57,66 @@ class _Translation:
     def __init__(self, sections: dict[str, dict[str, Node]]) -> None:
         self.sections = sections
         self.problems: list[Problem] = []
-
-    def run(self) -> None:
-        for name, (section, key) in _RENAMED.items():
-            for node in self._take(name):
-                is_long_name = name == "lr_scheduler_type" and node.content == "constant_with_warmup"
-                self._set(section, key, Node("constant", node.origin) if is_long_name else node)
+        for alias, key in _RENAMED.items():
+            for node in self._take(alias):
+                is_long_name = alias == "lr_scheduler_type" and node.content == "constant_with_warmup"
+                self._set(key, Node("constant", node.origin) if is_long_name else node)
         self._batches()
-        self._flags()
-        self._saving()
+        left_out = []
+        for alias in _CHOICES:
+            for node in self._take(alias):
+                for key, content in self._chosen(node, _CHOICES[alias]).items():
+                    if key == _LEAVE_OUT:
+                        left_out.append(Node(content, node.origin))
+                    else:
+                        self._set(key, Node(content, node.origin))
+        if left_out:
+            self._set(_LEAVE_OUT, Node(tuple(left_out), left_out[0].origin))
 
-    def _take(self, name: str) -> Iterator[Node]:
+    def _take(self, alias: str) -> Iterator[Node]:
         """Remove and return the values given under an alias."""
         for section, names in ACCEPTED_IN.items():
-            node = self.sections[section].pop(name, None) if name in names else None
+            node = self.sections[section].pop(alias, None) if alias in names else None
             if node is not None and node.content is not None:
-                yield node.at(replace(node.origin, alias=f"{section}.{name}"))
+                yield replace(node, origin=replace(node.origin, alias=f"{section}.{alias}"))
 
-    def _get(self, section: str, key: str) -> Node | None:
-        node = self.sections[section].get(key)
+    def _get(self, key: str) -> Node | None:
+        section, _, name = key.partition(".")
+        node = self.sections[section].get(name)
         return None if node is None or node.content is None else node
 
-    def _set(self, section: str, key: str, node: Node) -> None:
-        other = self._get(section, key)
+    def _set(self, key: str, node: Node) -> None:
+        section, _, name = key.partition(".")
+        other = self._get(key)
         if other is None:
-            self.sections[section][key] = node
-        else:
-            named = other.origin.alias or f"{section}.{key}"
-            self._problem(node, f"and {named} at {other.origin} both set {section}.{key}: remove one")
+            self.sections[section][name] = node
+        elif not (key == _FEED and other.origin.alias and other.content == node.content):
+            self._problem(node, f"and {other.origin.alias or key} at {other.origin} both set {key}: remove one")
 
     def _problem(self, node: Node, message: str, key: str = "") -> None:
-        self.problems.append(Problem(node.origin, f"{node.origin.alias or key} {message}"))
+        self.problems.append((node.origin, f"{node.origin.alias or key} {message}"))
 
     def _batches(self) -> None:
         """A batch per device is a micro-batch. By default, each worker then takes one per step."""
-        trainer = self.sections[TRAINER]
-        micro_batch, per_worker = self._get(TRAINER, "micro_batch"), self._get(TRAINER, "micro_batches_per_worker")
-        if micro_batch is not None and micro_batch.origin.alias and per_worker is None and not self._has_cadence():
-            per_worker = trainer["micro_batches_per_worker"] = Node(1, micro_batch.origin)
-        global_batch = self._get(TRAINER, "global_batch")
+        micro_batch, per_worker = self._get("trainer.micro_batch"), self._get("trainer.micro_batches_per_worker")
+        strategy, global_batch = self._get("trainer.strategy"), self._get("trainer.global_batch")
+        has_cadence = strategy is not None and strategy.entries.get("kind", strategy).content == "cadence"
+        if micro_batch is not None and micro_batch.origin.alias and per_worker is None and not has_cadence:
+            per_worker = self.sections["trainer"]["micro_batches_per_worker"] = Node(1, micro_batch.origin)
         if per_worker is not None and global_batch is not None:
             message = f"and trainer.global_batch at {global_batch.origin} both set the global batch: remove one"
             self._problem(per_worker, message, "trainer.micro_batches_per_worker")
 
-    def _has_cadence(self) -> bool:
-        """Whether the strategy determines the number of micro-batches per step."""
-        strategy = self._get(TRAINER, "strategy")
-        kind = strategy if strategy is None or strategy.mapping is None else strategy.mapping.get("kind")
-        return kind is not None and kind.content == "cadence"
-
-    def _flags(self) -> None:
-        left_out = []
-        for name, (section, key, if_true, if_false) in _FLAGS.items():
-            for node in self._take(name):
-                value = if_true if node.content else if_false
-                feed = self._get(TRAINER, "feed")
-                if not isinstance(node.content, bool):
-                    self._problem(node, f"is {found(node)}: expected true or false")
-                elif value == "data":
-                    self._problem(node, "is false, but every checkpoint contains the position in the data: remove it")
-                elif value is not None and key == "leave_out":
-                    left_out.append(Node(value, node.origin))
-                elif value is not None and not (feed and feed.origin.alias and feed.content == value):
-                    self._set(section, key, Node(value, node.origin))
-        if left_out:
-            self._set(CHECKPOINTS, "leave_out", Node(tuple(left_out), left_out[0].origin))
-
-    def _saving(self) -> None:
-        for node in self._take("save_strategy"):
-            steps = self._get(CHECKPOINTS, "every_steps")
-            if node.content == "no":
-                self._set(CHECKPOINTS, "save", Node(False, node.origin))
-            elif node.content == "epoch" and steps is None:
-                self._set(CHECKPOINTS, "every_epochs", Node(1, node.origin))
-            elif node.content == "epoch" and steps is not None:
-                self._problem(node, f"is 'epoch', but an interval in steps is given at {steps.origin}: remove one")
-            elif node.content == "steps" and steps is None:
-                self._problem(node, "is 'steps': give the interval with save_steps")
-            elif node.content != "steps":
-                self._problem(node, f"is {found(node)}: expected no, steps or epoch")
+    def _chosen(self, node: Node, choices: dict[Scalar, dict[str, Content] | str]) -> dict[str, Content]:
+        known = (choices[value] for value in choices if value == node.content and type(value) is type(node.content))
+        chosen = next(known, f": expected {'true or false' if True in choices else 'no, steps or epoch'}")
+        steps = self._get("checkpoints.every_steps")
+        if isinstance(chosen, str):
+            self._problem(node, f"is {found(node)}{chosen}")
+        elif node.content == "steps" and steps is None:
+            self._problem(node, "is 'steps': give the interval with save_steps")
+        elif node.content == "epoch" and steps is not None:
+            self._problem(node, f"is 'epoch', but an interval in steps is given at {steps.origin}: remove one")
+        else:
+            return chosen
+        return {}

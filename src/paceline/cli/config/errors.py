@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TypeAlias
 
 _MAX_SHOWN = 10
 # Up to _FEW choices are listed beside the nearest one; longer lists end after _MANY.
@@ -33,34 +34,28 @@ class Origin:
 COMMAND_LINE = Origin("command line")
 DEFAULT = Origin("default")
 
-
-@dataclass(frozen=True)
-class Problem:
-    origin: Origin
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.origin}: {self.message}"
+Problem: TypeAlias = tuple[Origin, str]
 
 
 class ConfigError(ValueError):
     """A project file that cannot be used. problems: all of them, in file order; the text shows the first ten."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        super().__init__(problems)
-        self.problems = sorted(problems, key=lambda p: (p.origin.source, p.origin.line, p.origin.column))
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = sorted(problems, key=lambda p: (p[0].source, p[0].line, p[0].column))
+        super().__init__(self.problems)
 
     def __str__(self) -> str:
-        lines = [str(problem) for problem in self.problems[:_MAX_SHOWN]]
+        lines = [f"{origin}: {message}" for origin, message in self.problems]
         if len(lines) == 1:
             return lines[0]
-        left = len(self.problems) - len(lines)
-        return "\n  ".join([f"{len(self.problems)} problems:", *lines, *([f"and {left} more"] if left else [])])
+        left = len(lines) - _MAX_SHOWN
+        more = [f"and {left} more"] if left > 0 else []
+        return "\n  ".join([f"{len(lines)} problems:", *lines[:_MAX_SHOWN], *more])
 
 
 def fail(origin: Origin, message: str) -> ConfigError:
     """The error for a single problem."""
-    return ConfigError([Problem(origin, message)])
+    return ConfigError([(origin, message)])
 
 
 def nearest(name: str, choices: Collection[str]) -> str:

@@ -8,12 +8,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cli.config.errors import COMMAND_LINE, ConfigError, Origin, Problem, fail, nearest
-from paceline.cli.config.yaml_tree import MAX_DEPTH, Node, checked_text, found, merge, read_file, read_value, scalar
+from paceline.cli.config.errors import COMMAND_LINE, ConfigError, Origin, fail, nearest
+from paceline.cli.config.yaml_tree import MAX_DEPTH, Content, Node, found, read_file, read_value, scalar
 
 EXTENDS, VARIABLES = "extends", "variables"
 _MAX_FILES = 100
 _MAX_TEXT = 100_000
+
+# A mapping that selects another factory, reference or kind replaces the mapping it is merged into.
+_SELECTORS = ("factory", "reference", "kind")
 
 _ENVIRONMENT = "env"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -23,48 +26,52 @@ _TOKEN = re.compile(r"\$\$\{|\$\{(?P<inside>[^{}]*)\}|\$\{")
 
 def read_layers(path: Path, sections: Collection[str]) -> Node:
     """The file over those it extends. A section without content (`trainer:` and nothing under it) is ignored."""
-    return _Layers(sections).read(path, ())
+    num_files = 0
 
-
-class _Layers:
-    def __init__(self, sections: Collection[str]) -> None:
-        self._sections = sections
-        self._num_files = 0
-
-    def read(self, path: Path, chain: tuple[Path, ...]) -> Node:
+    def read(path: Path, chain: tuple[Path, ...]) -> Node:
         """chain: the files that led to this one, each extending the next."""
-        node = read_file(path)
-        self._num_files += 1
-        if self._num_files > _MAX_FILES:
-            raise fail(node.origin, f"more than {_MAX_FILES} files extend one another: use fewer")
-        entries = dict(node.mapping or {})
-        bases = _bases(entries.pop(EXTENDS, None))
-        merged = Node({k: v for k, v in entries.items() if not self._is_empty_section(k, v)}, node.origin)
-        for base in reversed(bases):
-            merged = merge(self._extended(base, (*chain, path)), merged)
+        nonlocal num_files
+        num_files += 1
+        root = read_file(path)
+        if num_files > _MAX_FILES:
+            raise fail(root.origin, f"more than {_MAX_FILES} files extend one another: use fewer")
+        entries = {key: node for key, node in root.entries.items() if node.content is not None or key not in sections}
+        extends = entries.pop(EXTENDS, Node((), root.origin))
+        merged, chain = Node(entries, root.origin), (*chain, path)
+        for base in reversed(extends.content if isinstance(extends.content, tuple) else (extends,)):
+            merged = merge(read(_path_of(base, chain), chain), merged)
         return merged
 
-    def _is_empty_section(self, key: str, node: Node) -> bool:
-        return node.content is None and key in self._sections
-
-    def _extended(self, base: Node, chain: tuple[Path, ...]) -> Node:
-        path = Path(os.path.normpath(chain[-1].parent / str(base.content)))
-        names = " -> ".join(str(file) for file in (*chain, path))
-        if os.path.realpath(path) in map(os.path.realpath, chain):
-            raise fail(base.origin, f"files extend one another in a circle: {names}")
-        if not path.is_file():
-            raise fail(base.origin, f"the file {path} to extend does not exist: {names}")
-        return self.read(path, chain)
+    return read(path, ())
 
 
-def _bases(node: Node | None) -> tuple[Node, ...]:
-    if node is None:
-        return ()
-    bases = node.content if isinstance(node.content, tuple) else (node,)
-    for base in bases:
-        if not isinstance(base.content, str) or not base.content:
-            raise fail(base.origin, f"{EXTENDS} is {found(base)}: expected a file, or a list of files")
-    return bases
+def _path_of(base: Node, chain: tuple[Path, ...]) -> Path:
+    """The path of the file that the last of `chain` extends."""
+    if not isinstance(base.content, str) or not base.content:
+        raise fail(base.origin, f"{EXTENDS} is {found(base)}: expected a file, or a list of files")
+    path = Path(os.path.normpath(chain[-1].parent / base.content))
+    names = " -> ".join(str(file) for file in (*chain, path))
+    if os.path.realpath(path) in map(os.path.realpath, chain):
+        raise fail(base.origin, f"files extend one another in a circle: {names}")
+    if not path.is_file():
+        raise fail(base.origin, f"the file {path} to extend does not exist: {names}")
+    return path
+
+
+def merge(base: Node, over: Node) -> Node:
+    """`over` on top of `base`. Mappings merge key by key; lists and scalars replace."""
+    if not isinstance(base.content, dict) or not isinstance(over.content, dict):
+        return over
+    before, after = _selection(base), _selection(over)
+    if before and after and before != after:
+        return over
+    below = base.entries
+    above = {key: merge(below[key], node) if key in below else node for key, node in over.entries.items()}
+    return Node(below | above, over.origin)
+
+
+def _selection(node: Node) -> tuple[str, Content] | None:
+    return next(((key, node.entries[key].content) for key in _SELECTORS if key in node.entries), None)
 
 
 def with_overrides(root: Node, overrides: Sequence[str]) -> Node:
@@ -85,11 +92,11 @@ def with_overrides(root: Node, overrides: Sequence[str]) -> Node:
 
 def substitute(root: Node, environment: Mapping[str, str]) -> Node:
     """The tree without its `variables` section, every reference replaced by its value."""
-    entries = dict(root.mapping or {})
-    declared = entries.pop(VARIABLES, None)
-    if declared is not None and declared.mapping is None:
+    entries = dict(root.entries)
+    declared = entries.pop(VARIABLES, Node({}, root.origin))
+    if not isinstance(declared.content, dict):
         raise fail(declared.origin, f"{VARIABLES} is {found(declared)}: expected a mapping of names to values")
-    substitution = _Substitution({} if declared is None else declared.mapping or {}, environment)
+    substitution = _Substitution(declared.entries, environment)
     substituted = substitution.of(Node(entries, root.origin))
     if substitution.problems:
         raise ConfigError(substitution.problems)
@@ -103,7 +110,7 @@ class _Substitution:
         self._values: dict[str, Node] = {}
         self._open: list[str] = []  # the variables being substituted, outermost first
         self.problems = [
-            Problem(node.origin, f"{name!r} is not allowed as a variable name: use letters, digits and _, and not env")
+            (node.origin, f"{name!r} is not allowed as a variable name: use letters, digits and _, and not env")
             for name, node in variables.items()
             if not _NAME.fullmatch(name) or name == _ENVIRONMENT
         ]
@@ -114,10 +121,8 @@ class _Substitution:
             return Node({key: self.of(value) for key, value in content.items()}, node.origin)
         if isinstance(content, tuple):
             return Node(tuple(map(self.of, content)), node.origin)
-        if not isinstance(content, str) or "${" not in content:
-            return node
         try:
-            return self._of_text(content, node.origin)
+            return self._of_text(content, node.origin) if isinstance(content, str) else node
         except ConfigError as error:
             self.problems += error.problems
             return node
@@ -126,14 +131,17 @@ class _Substitution:
         whole = _TOKEN.fullmatch(text)
         if whole and whole["inside"] is not None:
             return self._value(whole["inside"], origin)  # keeps its type
-        pieces, end, length = [], 0, 0
-        for token in _TOKEN.finditer(text):
-            pieces += [text[end : token.start()], self._as_text(token, origin)]
-            end = token.end()
-            length += len(pieces[-1])
+        length = 0
+
+        def replaced(token: re.Match[str]) -> str:
+            nonlocal length
+            piece = self._as_text(token, origin)
+            length += len(piece)
             if length > _MAX_TEXT:
                 raise fail(origin, f"variables expand this text to more than {_MAX_TEXT} characters: use fewer")
-        return Node("".join([*pieces, text[end:]]), origin)
+            return piece
+
+        return Node(_TOKEN.sub(replaced, text), origin)
 
     def _as_text(self, token: re.Match[str], origin: Origin) -> str:
         if token[0] == "$${":
@@ -153,7 +161,7 @@ class _Substitution:
         if not _NAME.fullmatch(name):
             raise fail(origin, f"${{{inside}}} is not a reference: write ${{name}}, ${{name:default}} or ${{env:NAME}}")
         if is_environment and name in self._environment:
-            return Node(scalar(checked_text(self._environment[name], origin), origin), origin)
+            return Node(scalar(self._environment[name], origin), origin)
         if not is_environment and name in self._variables:
             return self._variable(name, origin)
         if colon:
@@ -174,4 +182,5 @@ class _Substitution:
                 self._values[name] = self.of(self._variables[name])
             finally:
                 self._open.pop()
-        return self._values[name].at(replace(origin, variable=name, variable_origin=self._variables[name].origin))
+        place = replace(origin, variable=name, variable_origin=self._variables[name].origin)
+        return replace(self._values[name], origin=place)

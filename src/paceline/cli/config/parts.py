@@ -8,8 +8,8 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +19,15 @@ _DOTTED = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 _TARGET = re.compile(f"{_DOTTED}:{_DOTTED}")
 
 
-def target_problem(target: str) -> str | None:
-    """What is wrong with a target; None if it has the form `package.module:name`."""
-    if _TARGET.fullmatch(target):
-        return None
-    module, _, name = target.rpartition(".")
-    hint = f"; did you mean {module}:{name}?" if module and _TARGET.fullmatch(f"{module}:{name}") else ""
-    return f"is {target!r}: expected package.module:name{hint}"
+def is_target(value: Any) -> bool:
+    """Whether it is a text of the form `package.module:name`."""
+    return isinstance(value, str) and _TARGET.fullmatch(value) is not None
 
 
-@dataclass(frozen=True)
-class Site:
-    """Where a target is named. Modules are searched in the project's folder first."""
-
-    folder: Path
-    key: str
-    origin: Origin
-
-    def fail(self, message: str) -> ConfigError:
-        return fail(self.origin, f"{self.key}: {message}")
+def meant_target(value: Any) -> str:
+    """The end of a message about a value that is not a target."""
+    meant = ":".join(str(value).rsplit(".", 1))
+    return f"; did you mean {meant}?" if isinstance(value, str) and is_target(meant) else ""
 
 
 @dataclass(frozen=True)
@@ -45,11 +35,17 @@ class Part:
     """An object of a module, `package.module:name`, or the result of calling it.
 
     arguments: keyword arguments of the call, which may contain parts; None for the object itself.
+    folder: where modules are searched first, that of the project. key, origin: where the target is named.
     """
 
     target: str
     arguments: Mapping[str, Any] | None
-    site: Site = field(compare=False, repr=False)
+    folder: Path = field(compare=False, repr=False)
+    key: str = field(compare=False, repr=False)
+    origin: Origin = field(compare=False, repr=False)
+
+    def fail(self, message: str) -> ConfigError:
+        return fail(self.origin, f"{self.key}: {message}")
 
     def build(self, *positional: Any) -> Any:
         """The object, or the result of the call with `positional` before the file's arguments."""
@@ -61,11 +57,12 @@ class Part:
         try:
             return thing(*positional, **arguments)
         except Exception as error:
-            raise self.site.fail(f"{self.target} failed: {_described(error, self.site.folder)}") from error
+            raise self.fail(f"{self.target} failed: {_described(error, self.folder)}") from error
 
-    def as_function(self) -> Any:
+    def as_function(self) -> Callable[..., Any]:
         """The function for a part that is called by the run: the object itself, or `build`."""
-        return self.object() if self.arguments is None else self.build
+        function: Callable[..., Any] = self.object() if self.arguments is None else self.build
+        return function
 
     def object(self) -> Any:
         """The named object. Imports its module."""
@@ -75,7 +72,7 @@ class Part:
             if not hasattr(thing, name):
                 where = module_name if inspect.ismodule(thing) else getattr(thing, "__qualname__", type(thing).__name__)
                 names = [known for known in dir(thing) if not known.startswith("_")]
-                raise self.site.fail(f"{where} has no {name!r}: {nearest(name, names)}")
+                raise self.fail(f"{where} has no {name!r}: {nearest(name, names)}")
             thing = getattr(thing, name)
         return thing
 
@@ -86,42 +83,37 @@ class Part:
         if name not in _CALLED_WITH:
             return
         if _is_of_python(thing):  # `os:system` would execute any text it is called with
-            raise self.site.fail(
-                f"{self.target} belongs to Python itself: use a function or class of the project or a package"
-            )
+            use = "use a function or class of the project or a package"
+            raise self.fail(f"{self.target} belongs to Python itself: {use}")
         base = _BASES.get(name)
-        if inspect.isclass(thing) and base and not issubclass(thing, Part(base, None, self.site).object()):
-            raise self.site.fail(f"{self.target} is a class that is not derived from {base.replace(':', '.')}")
+        if inspect.isclass(thing) and base and not issubclass(thing, replace(self, target=base).object()):
+            raise self.fail(f"{self.target} is a class that is not derived from {base.replace(':', '.')}")
         returns_function = name in _FUNCTIONS and self.arguments is not None
         self._check_call(thing, () if returns_function else _CALLED_WITH[name])
 
     def _check_call(self, function: Any, positional: Sequence[str]) -> None:
         """Before the call, so that a TypeError inside the function is not mistaken for one of the call."""
+        if not callable(function):
+            raise self.fail(f"{self.target} is not callable: it is of type {type(function).__name__}")
         try:
-            parameters = inspect.signature(function).parameters.values()
-        except (TypeError, ValueError):  # not callable, or a C function without a signature
-            if callable(function):
-                return
-            raise self.site.fail(f"{self.target} is not callable: it is of type {type(function).__name__}") from None
-        given, kinds = self.arguments or {}, {p.kind for p in parameters}
-        names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        for taken in names[: len(positional)]:
-            by_name.pop(taken, None)
-        missing = [name for name, p in by_name.items() if p.default is p.empty and name not in given]
-        is_short = len(names) < len(positional) and inspect.Parameter.VAR_POSITIONAL not in kinds
-        if is_short or (missing and self.arguments is None):
-            signature = ", ".join(p.name for p in parameters)
-            call = f"with {', '.join(positional)}" if positional else "without arguments"
-            raise self.site.fail(f"{self.target}({signature}) cannot be called {call}: change its parameters")
-        for name in given:
-            if name not in by_name and inspect.Parameter.VAR_KEYWORD not in kinds:
-                raise self.site.fail(f"{self.target} has no argument {name!r}: {nearest(name, by_name)}")
-        if missing:
-            raise self.site.fail(f"{self.target} requires {', '.join(missing)}: add the values to `arguments`")
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # a C function
+            return
+        given, parameters = self.arguments or {}, list(signature.parameters.values())
+        try:
+            signature.bind(*positional, **given)
+        except TypeError as error:
+            names = [
+                p.name for p in parameters[len(positional) :] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            ]
+            unknown = [name for name in given if name not in names]
+            if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                raise self.fail(f"{self.target} has no argument {unknown[0]!r}: {nearest(unknown[0], names)}") from None
+            shown, call = ", ".join(signature.parameters), ", ".join([*positional, *given]) or "no arguments"
+            raise self.fail(f"{self.target}({shown}) cannot be called with {call}: {error}") from None
 
     def _module(self, name: str) -> Any:
-        folder = self.site.folder
+        folder = self.folder
         if str(folder) not in sys.path:  # and stays there: modules also import inside functions
             sys.path.insert(0, str(folder))
             importlib.invalidate_caches()
@@ -129,15 +121,15 @@ class Part:
             module = importlib.import_module(name)
         except Exception as error:
             if not isinstance(error, ModuleNotFoundError) or not f"{name}.".startswith(f"{error.name}."):
-                raise self.site.fail(f"importing {name} failed: {_described(error, folder)}") from error
+                raise self.fail(f"importing {name} failed: {_described(error, folder)}") from error
             known = nearest(str(error.name), [path.stem for path in folder.glob("*.py")])
-            raise self.site.fail(f"module {error.name!r} is neither in {folder} nor installed: {known}") from error
+            raise self.fail(f"module {error.name!r} is neither in {folder} nor installed: {known}") from error
         # A process has one module per name. It must not be that of another project, or of Python.
         package = name.partition(".")[0]
         imported = getattr(sys.modules[package], "__file__", None)
         for own in (folder / f"{package}.py", folder / package / "__init__.py"):
             if own.is_file() and imported is not None and own.resolve() != Path(imported).resolve():
-                raise self.site.fail(f"{package} is already imported from {imported}, not from {own}: rename it")
+                raise self.fail(f"{package} is already imported from {imported}, not from {own}: rename it")
         return module
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.cli.config.aliases import ACCEPTED_IN, translate_aliases
+from paceline.cli.config.aliases import translate_aliases
 from paceline.cli.config.checks import contradictions, resolved
-from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, Problem, fail
+from paceline.cli.config.errors import DEFAULT, ConfigError, Origin, fail
 from paceline.cli.config.layers import VARIABLES, read_layers, substitute, with_overrides
 from paceline.cli.config.parts import check_parts
 from paceline.cli.config.schema import ProjectSettings, top_sections
@@ -61,9 +61,7 @@ class Project:
         key = "trainer.micro_batches_per_worker"
         if self.settings.trainer.micro_batches_per_worker is None:
             return self
-        trainer = resolved(self.settings.trainer, num_workers)
-        if global_batch is not None:
-            trainer = replace(trainer, global_batch=global_batch)
+        trainer = resolved(self.settings.trainer, num_workers, global_batch)
         origins = {name: origin for name, origin in self.origins.items() if name != key}
         origins["trainer.global_batch"] = self.origin(key)
         project = Project(self.path, replace(self.settings, trainer=trainer), origins)
@@ -74,16 +72,13 @@ class Project:
         """Raise `ConfigError` for settings that contradict one another."""
         problems = []
         for key, message in contradictions(self.settings):
-            origin = self._nearest_origin(key)
-            problems.append(Problem(origin, f"{origin.alias or key} {message}"))
+            place = key
+            while place not in self.origins:  # then that of the section
+                place = place.rpartition(".")[0]
+            origin = self.origins[place]
+            problems.append((origin, f"{origin.alias or key} {message}"))
         if problems:
             raise ConfigError(problems)
-
-    def _nearest_origin(self, key: str) -> Origin:
-        """The place of a key, or of the section it belongs to."""
-        while key and key not in self.origins:
-            key = key.rpartition(".")[0]
-        return self.origins[key]
 
 
 def load_project(
@@ -102,10 +97,10 @@ def load_project(
     folder = path.absolute().parent  # the current folder may change before a part is built
     tree = with_overrides(read_layers(path, [*top_sections(), VARIABLES]), overrides)
     tree, problems = translate_aliases(substitute(tree, environment))
-    validation = Validation(tree, folder, ACCEPTED_IN)
-    problems += validation.problems
-    if problems or validation.settings is None:
+    validation = Validation(folder, problems)
+    settings = validation.validate(tree)
+    if settings is None:
         raise ConfigError(problems)
-    project = Project(folder / path.name, validation.settings, validation.origins)
+    project = Project(folder / path.name, settings, validation.origins)
     project.check()
     return project

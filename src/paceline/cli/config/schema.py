@@ -1,22 +1,25 @@
 """The settings of a project file. Error messages, `config show` and docs/project-files.md derive from them.
 
-A setting that `Trainer.setup` also takes is declared in `paceline.run.settings`; `Trainer` inherits it from there.
+A setting that Python users also have is declared in the library; the section inherits it from there.
 """
 
 from __future__ import annotations
 
+import os
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from paceline.checkpoint.compare import Level
 from paceline.cli.config.parts import Part
 from paceline.core.settings import Limits, setting
+from paceline.plan import cadence
+from paceline.run.saving import options
 from paceline.run.saving.options import Mode
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
+from paceline.sync.averaging import strategy
 
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -35,6 +38,9 @@ class Section:
     def __init_subclass__(cls, kind: str = "") -> None:
         cls.kind = kind
         dataclass(frozen=True)(cls)
+
+    def __post_init__(self) -> None:
+        """Values are validated when the library's object is made from the section."""
 
 
 class Tokens(Section, kind="tokens"):
@@ -97,25 +103,17 @@ class SpeedHint(Section):
     ratio: float = setting("how many times faster the other workers are", least=1)
 
 
-class Cadence(Section, kind="cadence"):
+class Cadence(Section, cadence.Cadence, kind="cadence"):
     """The number of micro-batches per step is adjusted so that the exchange stays cheap."""
 
-    anchor: int = setting("initial number of micro-batches of the slowest worker between exchanges", 10, least=1)
-    overhead_target: float = setting("cost of an exchange, as a fraction of compute time", 0.1, least=0.01, most=0.5)
-    max_anchor: int = setting("largest number of micro-batches between exchanges", 200, least=1)
-    max_batch_diff: int | None = setting("largest change of a worker's count at once", None, least=1)
-    speed_hint: SpeedHint | None = setting("which worker is slow, used until speeds are measured", None)
+    speed_hint: SpeedHint | None = setting("which worker is slow, used until speeds are measured", None)  # type: ignore[assignment]
 
 
-class Averaging(Section, kind="averaging"):
+class Averaging(Section, strategy.Averaging, kind="averaging"):
     """Workers take steps independently; their weights are averaged periodically."""
 
     every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
-    first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
-    overlap: bool = setting("continue training while the average is computed", False)
-    transfer: Literal["fp32", "bf16", "fp16"] = setting("data type of the transfer", "fp32")
-    outer: Part | None = setting("optimizer over the averaged weights, called with the parameters", None)
-    divergence_threshold: float | None = setting("drift above which averaging becomes more frequent", 0.05, above=0)
+    outer: Part | None = setting("optimizer over the averaged weights, called with the parameters", None)  # type: ignore[assignment]
 
 
 class EarlyStopping(Section):
@@ -155,7 +153,6 @@ class Training(Section):
 class Trainer(Runtime, Optimization, Balancing, Loading, Batching, Training):
     """The section `trainer`: the groups of `paceline.run.settings`, flat."""
 
-    skip_bad_samples: bool = setting("skip samples that cannot be read", False)
     timeline: bool = setting("record a timeline in the run's folder", True)  # type: ignore[assignment]
     # Not settings of a project file.
     collate_fn: ClassVar[None] = None  # type: ignore[misc]
@@ -168,29 +165,11 @@ class KeepBest(Section):
     mode: Mode = setting("min: lower is better; max: higher is better", "min")
 
 
-class Checkpoints(Section):
+class Checkpoints(Section, options.Checkpoints):
     save: bool = setting("save checkpoints", True)
-    folder: str | None = setting("folder of the checkpoints; in the run's folder if null", None)
-    every_steps: int | None = setting("steps between checkpoints", None, least=1)
-    every_minutes: float | None = setting("minutes between checkpoints; 10 without any interval", None, above=0)
-    every_epochs: int | None = setting("epochs between checkpoints", None, least=1)
-    final: bool = setting("save when the run ends", True)
-    keep_last: int | None = setting("number of newest checkpoints to keep; all if null", 3, least=1)
-    keep_best: KeepBest | None = setting("best checkpoints to keep as well", None)
-    keep_every: int | None = setting("keep every checkpoint whose step is a multiple of this", None, least=1)
-    snapshot_every: int | None = setting("steps between in-memory snapshots, used by restarts", None, least=1)
-    leave_out: tuple[str, ...] = setting("components not to save, such as optimizer", ())
-    on_error: Literal["stop", "continue"] = setting("what to do when a checkpoint cannot be written", "stop")
-    check_replicas: Level = setting("what to compare between workers before each save", "none")
-    disk: Literal["shared", "per node"] = setting("whether all workers see the same disk", "shared")
-    num_writers: int = setting("number of workers that write", 1, least=1)
-    handle_signals: bool = setting("save on SIGTERM and SIGINT before the run ends", True)
-    resume: Literal["auto"] | bool | str | None = setting(
-        "auto: the newest checkpoint, if any; true: the newest; null: refuse existing checkpoints; or a path", "auto"
-    )
+    folder: str | None = setting("folder of the checkpoints; in the run's folder if null", None)  # type: ignore[assignment]
+    keep_best: KeepBest | None = setting("best checkpoints to keep as well", None)  # type: ignore[assignment]
     init_from: str | None = setting("initial weights, if nothing is resumed", None)
-    allow: tuple[str, ...] = setting("settings that may differ from those of the checkpoint", ())
-    skip: tuple[str, ...] = setting("components of the checkpoint not to restore", ())
 
 
 class Logger(Section):
@@ -232,8 +211,16 @@ def settings_of(section: Any) -> dict[str, Setting]:
     hints, settings = get_type_hints(section), {}
     for f in fields(section):
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        settings[f.name] = Setting(hints[f.name], default, f.metadata["help"], f.metadata["limits"])
+        settings[f.name] = Setting(_in_files(hints[f.name]), default, f.metadata["help"], f.metadata["limits"])
     return settings
+
+
+def _in_files(hint: Any) -> Any:
+    """The type of a value in a file: without functions and paths that Python users may give, lists as tuples."""
+    kept = tuple(o for o in options_of(hint) if (get_origin(o) or o) not in (Callable, os.PathLike))
+    if len(kept) > 1:
+        return Union[kept]  # noqa: UP007
+    return tuple[get_args(hint)[0], ...] if get_origin(hint) is Sequence else kept[0]  # type: ignore[misc]
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:

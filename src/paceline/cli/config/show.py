@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
@@ -24,11 +25,7 @@ def show(project: Project) -> str:
 
     Loading the text gives the same settings.
     """
-    lines = []
-    for text, key in _lines(plain(project.settings), ""):
-        comment = f"  # {_place(project.origin(key), project)}" if key else ""
-        lines.append(f"{text:<{_COMMENT_COLUMN}}{comment}" if key else text)
-    return "\n".join(lines) + "\n"
+    return "".join(f"{line}\n" for line in _lines(plain(project.settings), project))
 
 
 def plain(value: Any, *, is_argument: bool = False) -> Any:
@@ -49,15 +46,15 @@ def plain(value: Any, *, is_argument: bool = False) -> Any:
     return value
 
 
-def _lines(entries: dict[str, Any], parent: str, indent: str = "") -> Iterator[tuple[str, str]]:
-    """Lines, each with the key whose origin it shows; "" for the first line of a section."""
+def _lines(entries: dict[str, Any], project: Project, parent: str = "", indent: str = "") -> Iterator[str]:
     for name, value in entries.items():
         key = dotted(parent, name)
         if isinstance(value, dict) and value:
-            yield f"{indent}{one_line(name)}:", ""
-            yield from _lines(value, key, f"{indent}  ")
+            yield f"{indent}{one_line(name)}:"
+            yield from _lines(value, project, key, f"{indent}  ")
         else:
-            yield f"{indent}{one_line(name)}: {one_line(_escaped(value))}", key
+            text = f"{indent}{one_line(name)}: {one_line(_escaped(value))}"
+            yield f"{text:<{_COMMENT_COLUMN}}  # {_place(project.origin(key), project.folder)}"
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -90,10 +87,8 @@ def _escaped(value: Any) -> Any:
     return value.replace("${", "$${") if isinstance(value, str) else value
 
 
-def _place(origin: Origin, project: Project) -> str:
-    place = origin.source
-    if origin.line:
-        place = f"{os.path.relpath(origin.source, project.folder)}:{origin.line}"
+def _place(origin: Origin, folder: Path) -> str:
+    place = f"{os.path.relpath(origin.source, folder)}:{origin.line}" if origin.line else origin.source
     if origin.variable_origin is not None:
-        place += f", ${{{origin.variable}}} of {_place(origin.variable_origin, project)}"
+        place += f", ${{{origin.variable}}} of {_place(origin.variable_origin, folder)}"
     return f"{place} ({origin.alias})" if origin.alias else place

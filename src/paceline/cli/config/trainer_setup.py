@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,16 +22,11 @@ from paceline.data.sources.tokens import TokenFile
 from paceline.plan.cadence import Cadence
 from paceline.run.config import Strategy
 from paceline.run.saving.options import Checkpoints
-from paceline.run.settings import Balancing, Batching, Loading, Optimization, Runtime
+from paceline.run.settings import GROUPS
 from paceline.sync.averaging.strategy import Averaging
 
-_GROUPS = {
-    "batching": Batching,
-    "loading": Loading,
-    "balancing": Balancing,
-    "optimization": Optimization,
-    "runtime": Runtime,
-}
+T = TypeVar("T")
+
 # Settings that are plain parameters of `Trainer.setup`.
 _PLAIN = ("global_batch", "micro_batch", "max_grad_norm", "shuffle", "seed", "exact", "precision")
 
@@ -51,39 +46,38 @@ def setup_arguments(
     if saving.save:
         folder = checkpoint_folder if saving.folder is None else project_folder / saving.folder
         arguments["checkpoints"] = checkpoints(saving, folder, project_folder)
-    own: dict[str, Any] = {"collate_fn": data.collate and data.collate.build(), "timeline": timeline}
-    for name, group in _GROUPS.items():
-        values = {f.name: own.get(f.name) if f.name in own else getattr(trainer, f.name) for f in fields(group)}
-        arguments[name] = group(**values)
-    return arguments
+    changes = {"collate_fn": data.collate and data.collate.build(), "timeline": timeline}
+    return arguments | {name: _make(group, trainer, **changes) for name, group in GROUPS.items()}
+
+
+def _make(kind: type[T], section: Any, **changes: Any) -> T:
+    """An object of the library with the values of a section, except for `changes`."""
+    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: changes[name] if name in changes else getattr(section, name) for name in names})
 
 
 def strategy(settings: schema.Gradients | schema.Cadence | schema.Averaging) -> Strategy:
-    if isinstance(settings, schema.Gradients):
-        return "gradients"
-    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
+    if isinstance(settings, schema.Averaging):
+        every = settings.every if isinstance(settings.every, int) else strategy(settings.every)
+        return _make(Averaging, settings, every=every, outer=settings.outer and settings.outer.as_function())
     if isinstance(settings, schema.Cadence):
         hint = settings.speed_hint
-        return Cadence(**values | {"speed_hint": hint and (hint.slow_rank, hint.ratio)})
-    if isinstance(settings.every, schema.Cadence):
-        values["every"] = strategy(settings.every)
-    return Averaging(**values | {"outer": settings.outer and settings.outer.as_function()})
+        return _make(Cadence, settings, speed_hint=hint and (hint.slow_rank, hint.ratio))
+    return "gradients"
 
 
 def checkpoints(settings: schema.Checkpoints, folder: Path, project_folder: Path) -> Checkpoints:
     best, resume = settings.keep_best, settings.resume
-    values = {f.name: getattr(settings, f.name) for f in fields(Checkpoints)}
-    values |= {"folder": folder, "keep_best": best and (best.metric, best.count, best.mode)}
     if isinstance(resume, str) and resume != "auto":
-        values["resume"] = project_folder / resume
-    return Checkpoints(**values)
+        resume = project_folder / resume
+    keep_best = best and (best.metric, best.count, best.mode)
+    return _make(Checkpoints, settings, folder=folder, keep_best=keep_best, resume=resume)
 
 
 def optimizer(settings: ProjectSettings) -> Callable[..., Any]:
     """A function from parameters to an optimizer: the section's, or AdamW with the trainer's learning rate."""
     if settings.optimizer is not None:
-        made: Callable[..., Any] = settings.optimizer.as_function()
-        return made
+        return settings.optimizer.as_function()
     trainer = settings.trainer
     assert trainer.learning_rate is not None, "checked on load"
     return partial(torch.optim.AdamW, lr=trainer.learning_rate, weight_decay=trainer.weight_decay or 0.0)
@@ -95,20 +89,11 @@ def scheduler(settings: ProjectSettings, steps_per_epoch: int | None) -> Callabl
     steps_per_epoch: None if unknown. It is only used if neither schedule_steps nor max_steps is given.
     """
     if settings.scheduler is not None:
-        return partial(_made_scheduler, settings.scheduler)
+        return settings.scheduler.as_function()
     trainer = settings.trainer
     if trainer.schedule in (None, "constant") and not trainer.warmup_steps:
         return None
     return partial(LambdaLR, lr_lambda=_rate(trainer, horizon(trainer, steps_per_epoch)))
-
-
-def _made_scheduler(part: Part, optimizer: Any) -> Any:
-    made = part.as_function()(optimizer)
-    for each in made if isinstance(made, list | tuple) else [made]:
-        if not callable(getattr(each, "step", None)) or not callable(getattr(each, "state_dict", None)):
-            kind = type(each).__name__
-            raise part.site.fail(f"{part.target} returned a {kind}: return a scheduler of torch.optim.lr_scheduler")
-    return made
 
 
 def horizon(trainer: schema.Trainer, steps_per_epoch: int | None) -> int | None:
@@ -149,12 +134,10 @@ def build_data(data: schema.Source, folder: Path) -> Any:
         case Part():
             return data.build()
         case schema.Tokens():
-            paths, targets, vocab_size = _in(folder, data.paths), data.targets, data.vocab_size
-            return TokenFile(paths, data.length, data.dtype, data.stride, targets=targets, vocab_size=vocab_size)
+            return TokenFile(**vars(data) | {"paths": _in(folder, data.paths)})
         case schema.Arrow():
-            transform = None if data.transform is None else data.transform.build()
-            paths, max_bytes = _in(folder, data.paths), data.max_decoded_bytes
-            return ArrowSource(paths, data.columns, transform, max_decoded_bytes=max_bytes)
+            transform = data.transform and data.transform.build()
+            return ArrowSource(**vars(data) | {"paths": _in(folder, data.paths), "transform": transform})
         case schema.Images():
             mean, std = data.mean or IMAGENET_MEAN, data.std or IMAGENET_STD
             return ImageFolder(folder / data.root, data.size, data.augment, data.classes, mean, std)

@@ -1,9 +1,9 @@
-"""From a tree of values to typed settings. pydantic checks types, limits and keys; the places are ours."""
+"""From a tree of values to typed settings. pydantic checks types, limits and unions; keys and places are ours."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -11,134 +11,88 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pydantic
 
+from paceline.cli.config.aliases import ACCEPTED_IN
 from paceline.cli.config.errors import Origin, Problem, nearest
-from paceline.cli.config.parts import Part, Site, target_problem
+from paceline.cli.config.parts import Part, is_target, meant_target
 from paceline.cli.config.schema import ProjectSettings, describe, is_section, options_of, settings_of, top_sections
 from paceline.cli.config.yaml_tree import Node, dotted, found
 from paceline.core.settings import Limits
 
-_INTEGER_LIMIT = 2**63
+_INT64 = 2**63
 
 
-class _Text(str):
-    """A text of the file with its place, in case it names a part."""
-
-    site: Site
-
-
+@dataclass
 class Validation:
-    """Validates a tree. settings: None if there are problems. origins: the place of every given value by dotted key.
+    """What is known of a tree after `validate`. origins: the place of every given value by dotted key."""
 
-    aliases: names that a section accepts in addition to those of its settings.
-    """
+    folder: Path
+    problems: list[Problem] = field(default_factory=list)
+    origins: dict[str, Origin] = field(default_factory=dict)
 
-    def __init__(self, tree: Node, folder: Path, aliases: Mapping[str, Sequence[str]]) -> None:
-        self.problems: list[Problem] = []
-        self.origins: dict[str, Origin] = {"": tree.origin}
-        self.settings: ProjectSettings | None = None
-        self._folder = folder
-        self._aliases = aliases
-        data = self._mapping(tree.mapping or {}, "")
+    def validate(self, tree: Node) -> ProjectSettings | None:
+        """None if there are problems."""
         try:
-            self.settings = _adapter().validate_python(data)
-        except pydantic.ValidationError as error:
-            for each in error.errors(include_url=False, include_input=False, include_context=False):
-                self._explain(each["loc"], tree)
+            settings = _adapter().validate_python(self._with_keys(tree, ""), context=self)
+        except pydantic.ValidationError:
+            return None
+        return None if self.problems else settings
 
-    def _data(self, node: Node, key: str, *, is_argument: bool) -> Any:
-        """The tree as plain data, except that a mapping with `factory` or `reference` becomes a part."""
+    def _with_keys(self, node: Node, key: str) -> Node:
         self.origins[key] = node.origin
         content = node.content
         if isinstance(content, dict):
-            if "factory" in content or "reference" in content:
-                return self._part(content, key)
-            return self._mapping(content, key, is_argument=is_argument)
-        if isinstance(content, tuple):
-            return [self._data(child, f"{key}[{i}]", is_argument=is_argument) for i, child in enumerate(content)]
-        if isinstance(content, str) and not is_argument:
-            content = _Text(content)
-            content.site = Site(self._folder, key, node.origin)
-        return content
+            content = {name: self._with_keys(child, dotted(key, name)) for name, child in content.items()}
+        elif isinstance(content, tuple):
+            content = tuple(self._with_keys(child, f"{key}[{i}]") for i, child in enumerate(content))
+        return Node(content, node.origin, key)
 
-    def _mapping(self, entries: Mapping[str, Node], key: str, *, is_argument: bool = False) -> dict[str, Any]:
-        return {
-            name: self._data(child, dotted(key, name), is_argument=is_argument or name == "arguments")
-            for name, child in entries.items()
-        }
+    def problem(self, node: Node, message: str) -> None:
+        self.problems.append((node.origin, f"{node.origin.alias or node.key} {message}"))
 
-    def _part(self, entries: Mapping[str, Node], key: str) -> Part:
-        known = ("factory", "arguments") if "factory" in entries else ("reference",)
-        for name, child in entries.items():
-            self.origins[dotted(key, name)] = child.origin
+    def argument(self, node: Node) -> Any:
+        """Plain data, except that a mapping with `factory` or `reference` becomes a part."""
+        if isinstance(node.content, tuple):
+            return [self.argument(item) for item in node.content]
+        if not isinstance(node.content, dict):
+            return node.content
+        if "factory" in node.entries or "reference" in node.entries:
+            return self.part(node)
+        return {name: self.argument(item) for name, item in node.entries.items()}
+
+    def part(self, node: Node) -> Part:
+        """Of a target, or of a mapping with `factory` or `reference`."""
+        if is_target(node.content):
+            return Part(str(node.content), None, self.folder, node.key, node.origin)
+        if "factory" not in node.entries and "reference" not in node.entries:
+            raise ValueError
+        known = ("factory", "arguments") if "factory" in node.entries else ("reference",)
+        for name, item in node.entries.items():
             if name not in known:
-                self._problem(child, dotted(key, name), f"is an unknown setting: {nearest(name, known)}")
-        target, path = entries[known[0]], dotted(key, known[0])
-        if not isinstance(target.content, str):
-            self._problem(target, path, f"is {found(target)}: expected package.module:name")
-        elif wrong := target_problem(target.content):
-            self._problem(target, path, wrong)
-        site = Site(self._folder, path, target.origin)
+                self.problem(item, f"is an unknown setting: {nearest(name, known)}")
+        target = node.entries[known[0]]
+        if not is_target(target.content):
+            self.problem(target, f"is {found(target)}: expected package.module:name{meant_target(target.content)}")
+        part = Part(str(target.content), None, self.folder, target.key, target.origin)
         if known == ("reference",):
-            return Part(str(target.content), None, site)
-        given, path = entries.get("arguments"), dotted(key, "arguments")
-        if given is not None and given.content is not None and given.mapping is None:
-            self._problem(given, path, f"is {found(given)}: expected a mapping or null")
-        arguments = (given.mapping if given is not None else None) or {}
-        return Part(str(target.content), self._mapping(arguments, path, is_argument=True), site)
+            return part
+        given = node.entries.get("arguments", Node({}, node.origin))
+        if not isinstance(given.content, dict | None):
+            self.problem(given, f"is {found(given)}: expected a mapping or null")
+        return replace(part, arguments={name: self.argument(item) for name, item in given.entries.items()})
 
-    def _problem(self, node: Node, key: str, message: str) -> None:
-        self.problems.append(Problem(node.origin, f"{node.origin.alias or key} {message}"))
-
-    def _explain(self, location: tuple[int | str, ...], tree: Node) -> None:
-        """Follow pydantic's path, which also names the chosen member of each union, to the value and its type."""
-        node, key, hint, limits = tree, "", ProjectSettings, Limits()
-        for part in location:
-            options = options_of(hint)
-            if len(options) > 1:
-                hint = options[int(part)]
-            elif isinstance(part, int):
-                assert isinstance(node.content, tuple)
-                node, key, hint = node.content[part], f"{key}[{part}]", get_args(hint)[0]
-            else:
-                setting, child, path = settings_of(hint).get(part), (node.mapping or {}).get(part), dotted(key, part)
-                if setting is None:
-                    assert child is not None
-                    self._problem(child, path, f"is an unknown setting: {self._meant(part, key, settings_of(hint))}")
-                    return
-                if child is None:
-                    expected = f"{setting.help} (expected {describe(setting.type, setting.limits)})"
-                    self.problems.append(Problem(node.origin, f"{path} is missing: {expected}"))
-                    return
-                node, key, hint, limits = child, path, setting.type, setting.limits
-        self._mismatch(node, key, hint, limits)
-
-    def _meant(self, name: str, section: str, settings: Sequence[str] | Mapping[str, Any]) -> str:
-        """The setting or alias of this name in another section, or the nearest name in this one."""
-        sections = {key: settings_of(section) for key, section in top_sections().items()}
-        homes = {
-            inner: f"{key}.{inner}" for group in (sections, self._aliases) for key in group for inner in group[key]
-        }
-        homes |= {key: key for key in settings_of(ProjectSettings)}
-        known = (*settings, *self._aliases.get(section, ()))
-        return f"did you mean {homes[name]}?" if name in homes else nearest(name, known)
-
-    def _mismatch(self, node: Node, key: str, hint: Any, limits: Limits) -> None:
+    def mismatch(self, node: Node, hint: Any, limits: Limits) -> None:
         """Report a value that its type does not allow."""
         options, content = options_of(hint), node.content
         kinds = [option.kind for option in options if is_section(option) and option.kind]
-        given = (node.mapping or {}).get("kind")
-        if given is not None and kinds:
-            text = given.content if isinstance(given.content, str) else ""
-            self._problem(given, dotted(key, "kind"), f"is {found(given)}: {nearest(text, kinds)}")
-        elif isinstance(content, int) and abs(content) >= _INTEGER_LIMIT and {int, float}.intersection(options):
-            self._problem(node, key, f"is {found(node)}: expected a number of at most 63 bits")
+        if kinds and (given := node.entries.get("kind")):
+            self.problem(given, f"is {found(given)}: {nearest(str(given.content), kinds)}")
+        elif isinstance(content, int) and abs(content) >= _INT64 and int in options:
+            self.problem(node, f"is {found(node)}: expected a number of at most 63 bits")
         else:
             names = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)] + kinds
             near = get_close_matches(content, names, n=1) if isinstance(content, str) else []
-            meant = f"; did you mean {near[0]}?" if near else ""
-            if Part in options and isinstance(content, str):
-                meant = meant or (target_problem(content) or "").partition("module:name")[2]
-            self._problem(node, key, f"is {found(node)}: expected {describe(hint, limits)}{meant}")
+            meant = f"; did you mean {near[0]}?" if near else meant_target(content) if Part in options else ""
+            self.problem(node, f"is {found(node)}: expected {describe(hint, limits)}{meant}")
 
 
 @cache
@@ -146,29 +100,47 @@ def _adapter() -> pydantic.TypeAdapter[ProjectSettings]:
     return pydantic.TypeAdapter(_type(ProjectSettings, Limits()))
 
 
+# In the functions below, info.context is the Validation.
+
+
 def _type(hint: Any, limits: Limits) -> Any:
-    """The pydantic type for a declared one."""
-    options = options_of(hint)
-    if len(options) > 1:
-        members = [Annotated[_type(option, limits), pydantic.Tag(str(i))] for i, option in enumerate(options)]
-        by_form = pydantic.Discriminator(lambda value: _member(options, value))
-        return Annotated[Union[tuple(members)], by_form]  # noqa: UP007
+    """The pydantic type for a declared one. It takes a node, and reports a problem unless one inside of it did."""
+
+    def validate(node: Node, handler: Any, info: Any) -> Any:
+        num_problems = len(info.context.problems)
+        try:
+            return handler(node)
+        except pydantic.ValidationError:
+            if len(info.context.problems) == num_problems:
+                info.context.mismatch(node, hint, limits)
+            raise
+
+    options: Any = tuple(_option(option, limits) for option in options_of(hint))
+    mode = [pydantic.Field(union_mode="left_to_right")] if len(options) > 1 else []
+    return Annotated[Union[options], *mode, pydantic.WrapValidator(validate)]  # noqa: UP007
+
+
+def _option(hint: Any, limits: Limits) -> Any:
+    """The type for one member of a union, or for a type that is not a union."""
     if is_section(hint):
         return _section(hint)
     if hint is Part:
-        return Annotated[pydantic.InstanceOf[Part], pydantic.BeforeValidator(_part)]
+        return Annotated[Any, pydantic.PlainValidator(lambda node, info: info.context.part(node))]
+    content = pydantic.BeforeValidator(lambda node: node.content)
     if get_origin(hint) is tuple:
-        return tuple[_type(get_args(hint)[0], limits), ...]  # type: ignore[misc]
-    if hint is int or hint is float:
-        bounds = pydantic.Field(
-            ge=limits.least,
-            gt=limits.above,
-            le=limits.most,
-            lt=limits.below,
-            allow_inf_nan=False if hint is float and limits.finite else None,
-        )
-        return Annotated[hint, pydantic.Strict(), bounds, pydantic.BeforeValidator(_in_range)]
-    return Annotated[hint, pydantic.Strict()] if hint in (bool, str) else hint
+        return Annotated[tuple[_type(get_args(hint)[0], limits), ...], content]  # type: ignore[misc]
+    if get_origin(hint) is Mapping:
+        argument = pydantic.PlainValidator(lambda node, info: info.context.argument(node))
+        return Annotated[dict[str, Annotated[Any, argument]], content]
+    if hint not in (int, float):
+        return Annotated[hint, pydantic.Strict(), content] if hint in (bool, str) else Annotated[hint, content]
+
+    def in_limits(number: float) -> float:
+        if not limits.allow(number) or (hint is int and abs(number) >= _INT64):
+            raise ValueError
+        return number
+
+    return Annotated[hint, pydantic.Strict(), content, pydantic.AfterValidator(in_limits)]
 
 
 def _section(section: Any) -> Any:
@@ -176,41 +148,29 @@ def _section(section: Any) -> Any:
     declared: Any = {
         name: (_type(s.type, s.limits), ... if s.default is MISSING else s.default) for name, s in settings.items()
     }
-    model = pydantic.create_model(section.__name__, __config__=pydantic.ConfigDict(extra="forbid"), **declared)
-    made = pydantic.AfterValidator(lambda valid: section(**{name: getattr(valid, name) for name in settings}))
-    return Annotated[model, made, pydantic.BeforeValidator(_without_kind)] if section.kind else Annotated[model, made]
+
+    def validate(node: Node, handler: Any, info: Any) -> Any:
+        kind = node.entries["kind"].content if "kind" in node.entries else ""
+        if (kind if isinstance(node.content, dict) else node.content or None) != section.kind:
+            raise ValueError  # the name of a kind alone means the kind with its defaults
+        for name, setting in settings.items():
+            if setting.default is MISSING and name not in node.entries:
+                expected = f"{setting.help} (expected {describe(setting.type, setting.limits)})"
+                info.context.problems.append((node.origin, f"{dotted(node.key, name)} is missing: {expected}"))
+        try:
+            return section(**dict(handler({name: item for name, item in node.entries.items() if name in settings})))
+        finally:
+            for name, item in node.entries.items():
+                if name not in settings and name != "kind":
+                    info.context.problem(item, f"is an unknown setting: {_meant(name, node.key, settings)}")
+
+    return Annotated[pydantic.create_model(section.__name__, **declared), pydantic.WrapValidator(validate)]
 
 
-def _without_kind(value: Any) -> Any:
-    """The name of a kind alone means the kind with its defaults."""
-    return {name: item for name, item in value.items() if name != "kind"} if isinstance(value, dict) else {}
-
-
-def _member(options: tuple[Any, ...], value: Any) -> str | None:
-    """The tag of the union's member that a value has the form of."""
-    return next((str(i) for i, option in enumerate(options) if _has_form(value, option)), None)
-
-
-def _has_form(value: Any, option: Any) -> bool:
-    if is_section(option):
-        return bool((value.get("kind", "") if isinstance(value, dict) else value) == option.kind)
-    if get_origin(option) is Literal:
-        return isinstance(value, str) and value in get_args(option)
-    if option is Part:
-        return isinstance(_part(value), Part)
-    if form := {tuple: list, Mapping: dict, str: str}.get(get_origin(option) or option):
-        return isinstance(value, form)
-    return type(value) is option or (option is float and type(value) is int)
-
-
-def _part(value: Any) -> Any:
-    """A text of the form `package.module:name` as a part."""
-    if isinstance(value, _Text) and target_problem(value) is None:
-        return Part(str(value), None, value.site)
-    return value
-
-
-def _in_range(value: Any) -> Any:
-    if isinstance(value, int) and abs(value) >= _INTEGER_LIMIT:
-        raise ValueError
-    return value
+def _meant(name: str, section: str, settings: Mapping[str, Any]) -> str:
+    """The setting or alias of this name in another section, or the nearest name in this one."""
+    sections = [(key, settings_of(kind)) for key, kind in top_sections().items()]
+    elsewhere = {inner: f"{key}.{inner}" for key, names in (*sections, *ACCEPTED_IN.items()) for inner in names}
+    elsewhere |= {key: key for key in settings_of(ProjectSettings)}
+    known = (*settings, *ACCEPTED_IN.get(section, ()))
+    return f"did you mean {elsewhere[name]}?" if name in elsewhere else nearest(name, known)

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.reader import checkpoint_at
 from paceline.cli.commands import CommandError, add_command, find_runs
 from paceline.cli.config import ConfigError, Project, load_project, show
-from paceline.cli.config.errors import Problem
-from paceline.cli.train.dry_run import dry_run
+from paceline.cli.train.dry_run import dry_run, nearest_existing
 from paceline.cli.train.user_errors import ProjectError, UserFacingError, user_facing
 from paceline.cli.train.worker import RunRequest, train
 from paceline.core.errors import WorkerError
@@ -75,80 +74,68 @@ def run(options: argparse.Namespace) -> int:
         options.overrides.insert(0, str(options.resume))  # `--resume key=value` names no run
         options.resume = NEWEST
     try:
-        project = load_project(options.config, _overrides(options))
-        _choose_devices(project.settings.devices)
-        num_workers = project.settings.workers or _num_devices(project.settings.devices)
-        _check_paths(project)
+        project = _load(options)
+        chosen = project.settings.devices
+        num_devices = len(chosen) if isinstance(chosen, tuple) else 1 if chosen == "cpu" else device_count()
+        num_workers = project.settings.workers or num_devices
         request = _request(options, project, num_workers)
     except (CommandError, ValueError) as error:
-        _report(error)
-        return 2
+        return _report(error, 2)
     except OSError as error:
-        _report(f"cannot create the run's folder: {error.filename}: {error.strerror}")
-        return 2
-    if options.dry_run:
-        try:
+        return _report(f"cannot create the run's folder: {error.filename}: {error.strerror}", 2)
+    try:
+        if options.dry_run:
             return dry_run(request.project, num_workers)
-        except UserFacingError as error:
-            _report(error)
-            return 2
-    return _train(request, num_workers, has_new_folder=options.resume is None and options.run_folder is None)
+        return _train(request, num_workers)
+    except KeyboardInterrupt:
+        return 130
+    except Stopped:
+        return STOPPED_EXIT_CODE
+    except (WorkerError, UserFacingError, CheckpointError) as error:
+        reason = user_facing(error)
+        if not isinstance(reason, ProjectError):
+            return _report(reason or error, 1)
+        if not (options.dry_run or options.resume or options.run_folder or is_worker()):
+            shutil.rmtree(request.files.root, ignore_errors=True)  # or a later --resume would take it for the newest
+        return _report(reason, 2)
 
 
-def _overrides(options: argparse.Namespace) -> list[str]:
-    overrides = list(options.overrides)
+def _load(options: argparse.Namespace) -> Project:
+    overrides, devices = list(options.overrides), options.devices
     if options.workers is not None:
         overrides.append(f"workers={options.workers}")
-    if options.devices is not None:
-        given = options.devices
-        if given != "cpu" and not re.fullmatch(r"\d+(,\d+)*", given):
-            raise ValueError(f"-d {given}: give GPU numbers, such as 0,1, or cpu")
-        overrides.append("devices=cpu" if given == "cpu" else f"devices=[{given}]")
-    return overrides
-
-
-def _choose_devices(chosen: Sequence[int] | str | None) -> None:
-    """For this process and its workers: CUDA reads the variable when it is first used."""
-    if chosen is not None and not is_worker():
+    if devices is not None:
+        if devices != "cpu" and not re.fullmatch(r"\d+(,\d+)*", devices):
+            raise ValueError(f"-d {devices}: give GPU numbers, such as 0,1, or cpu")
+        overrides.append("devices=cpu" if devices == "cpu" else f"devices=[{devices}]")
+    project = load_project(options.config, overrides)
+    chosen = project.settings.devices
+    if chosen is not None and not is_worker():  # also for the workers; CUDA reads the variable when it is first used
         os.environ["CUDA_VISIBLE_DEVICES"] = "" if chosen == "cpu" else ",".join(map(str, chosen))
-
-
-def _num_devices(chosen: Sequence[int] | str | None) -> int:
-    if isinstance(chosen, tuple):
-        return len(chosen)
-    return 1 if chosen == "cpu" else device_count()
-
-
-def _check_paths(project: Project) -> None:
-    """Raise `ConfigError` for missing checkpoints and GPUs, and for folders that cannot be created."""
-    problems = [Problem(project.origin(key), f"{key}: {message}") for key, message in _path_problems(project)]
+    problems = [(project.origin(key), f"{key}: {message}") for key, message in _path_problems(project)]
     if problems:
         raise ConfigError(problems)
+    return project
 
 
 def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
+    """Missing checkpoints and GPUs, and folders that cannot be created."""
     settings, saving = project.settings, project.settings.checkpoints
     starts = {}
     if saving.save and isinstance(saving.resume, str) and saving.resume != "auto":
         starts["checkpoints.resume"] = project.folder / saving.resume
-    if saving.init_from is not None:
-        path = project.folder / saving.init_from
-        if not path.exists():
-            yield "checkpoints.init_from", f"no weights at {path}: give a checkpoint, or a file of weights"
-        elif path.is_dir():
-            starts["checkpoints.init_from"] = path
+    if saving.init_from is not None and not (path := project.folder / saving.init_from).is_file():
+        starts["checkpoints.init_from"] = path
     for key, path in starts.items():
         try:
             checkpoint_at(path)
         except CheckpointError as error:
-            yield key, str(error)
+            yield key, str(error) if path.exists() else f"nothing at {path}: check the path"
     folders = {"output": Path(settings.output)}
     if saving.save and saving.folder is not None:
         folders["checkpoints.folder"] = project.folder / saving.folder
     for key, folder in folders.items():
-        existing = folder.absolute()
-        while not existing.exists():
-            existing = existing.parent
+        existing = nearest_existing(folder)
         if not existing.is_dir():
             yield key, f"cannot create the folder {folder}, because {existing} is a file: choose another"
     if isinstance(settings.devices, tuple):
@@ -170,7 +157,10 @@ def _request(options: argparse.Namespace, project: Project, num_workers: int) ->
     if options.dry_run:
         files = RunFiles(output)
     elif options.run_folder is not None:
-        files = run_files.prepare_run_folder(_checked_run_folder(options.run_folder))
+        if RunFiles(options.run_folder).is_run:
+            hint = f"choose another, or resume it with --resume {options.run_folder}"
+            raise ValueError(f"--run-folder {options.run_folder} contains a run: {hint}")
+        files = run_files.prepare_run_folder(options.run_folder)
     elif is_worker():  # all processes of the world must use the same folder
         world = os.environ.get("TORCHELASTIC_RUN_ID", "world")
         files = run_files.prepare_run_folder(output / f"{project.path.stem}_{world}")
@@ -198,14 +188,6 @@ def _to_resume(named: str, output: Path, config_name: str) -> tuple[RunFiles, Pa
     return run_files.prepare_run_folder(files.root), None
 
 
-def _checked_run_folder(folder: Path) -> Path:
-    if "\0" in str(folder):
-        raise ValueError(f"--run-folder {folder}: a path must not contain a null byte")
-    if RunFiles(folder).is_run:
-        raise ValueError(f"--run-folder {folder} contains a run: choose another, or resume it with --resume {folder}")
-    return folder
-
-
 def _first_global_batch(files: RunFiles) -> int | None:
     """The global batch of the run's first start, if it depended on the number of workers."""
     try:
@@ -214,7 +196,7 @@ def _first_global_batch(files: RunFiles) -> int | None:
         return None
 
 
-def _train(request: RunRequest, num_workers: int, *, has_new_folder: bool) -> int:
+def _train(request: RunRequest, num_workers: int) -> int:
     files, project = request.files, request.project
     if not is_worker():
         with attempt(files.config):
@@ -223,30 +205,15 @@ def _train(request: RunRequest, num_workers: int, *, has_new_folder: bool) -> in
             run_files.write_json(files.environment, describe_environment(project.folder))
         if not request.quiet:
             print(f"run {formats.one_line(str(files.root))}", flush=True)
-    try:
-        with run_files.running(files):
-            max_restarts = project.settings.max_restarts
-            launch(train, num_workers, args=(request,), max_restarts=max_restarts, logs=files.ranks)
-    except KeyboardInterrupt:
-        return 130
-    except Stopped:
-        return STOPPED_EXIT_CODE
-    except (WorkerError, UserFacingError) as error:
-        reason = user_facing(error)
-        _report(reason or error)
-        if not isinstance(reason, ProjectError):
-            return 1
-        if has_new_folder and not is_worker():  # otherwise a later --resume would take it for the newest run
-            shutil.rmtree(files.root, ignore_errors=True)
-        return 2
-    except CheckpointError as error:
-        _report(error)
-        return 1
+    with run_files.running(files):
+        max_restarts = project.settings.max_restarts
+        launch(train, num_workers, args=(request,), max_restarts=max_restarts, logs=files.ranks)
     if not request.quiet:
         with attempt("the summary"):
             print(f"\n{text(summarize(files))}", flush=True)
     return 0
 
 
-def _report(text: object) -> None:
+def _report(text: object, code: int) -> int:
     print(f"paceline train: {formats.printable(str(text))}", file=sys.stderr)
+    return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 
 from paceline.api.trainer import Trainer
+from paceline.cli import commands as cli
 from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitor import total_steps
 from paceline.cli.train.user_errors import reporting_project_errors
-from paceline.cli.train.worker import loss_function, make_trainer
+from paceline.cli.train.worker import loss_function, make_trainer, num_samples
 from paceline.core.world import devices
 from paceline.observe import formats
 from paceline.plan.shares import shares
@@ -40,19 +42,16 @@ def dry_run(project: Project, num_workers: int) -> int:
             loss, seconds = _try(trainer, settings)
         model: Any = trainer.unwrapped_model
         count = sum(parameter.numel() for parameter in model.parameters())
-        lines = {
+        fields = {
             "project": str(project.path),
             "model": f"{type(model).__name__}, {formats.rate(count)} parameters",
             "data": sizes,
-            "step": _step(trainer, settings),
-            "workers": _workers(num_workers, settings),
+            **dict(_step(trainer, settings, num_workers, seconds)),
             "memory": _memory(trainer),
             "disk": _disk(trainer, settings),
             "loss": f"{loss:.4g} on the first micro-batch",
-            "time": _time(trainer, settings, num_workers, seconds),
         }
-    for name, text in lines.items():
-        print(f"{name:<9} {text}")
+    cli.print_fields(fields)
     return 0
 
 
@@ -86,38 +85,33 @@ def _try(trainer: Trainer, settings: ProjectSettings) -> tuple[float, float]:
 
 
 def _size(data: Any) -> str:
-    try:
-        return f"{len(data[0] if isinstance(data, tuple) else data)} samples"
-    except TypeError:
-        return "a stream"
+    count = num_samples(data)
+    return "a stream" if count is None else f"{count} samples"
 
 
-def _micro_batches(settings: ProjectSettings) -> int | None:
-    """Micro-batches per step; None if the strategy determines it."""
-    trainer = settings.trainer
-    return trainer.global_batch and trainer.global_batch // (trainer.micro_batch or trainer.global_batch)
-
-
-def _step(trainer: Trainer, settings: ProjectSettings) -> str:
+def _step(
+    trainer: Trainer, settings: ProjectSettings, num_workers: int, micro_batch_s: float
+) -> Iterator[tuple[str, str]]:
     global_batch, micro_batch = settings.trainer.global_batch, settings.trainer.micro_batch
-    if global_batch is None:
-        return f"micro-batches of {micro_batch} samples; the strategy determines their number"
-    text = f"{global_batch} samples in {_micro_batches(settings)} micro-batches of {micro_batch or global_batch}"
-    if trainer.steps_per_epoch is not None:
-        text += f"; {trainer.steps_per_epoch} steps per epoch"
-    total = total_steps(trainer, settings)
-    return text if total is None else f"{text}; {total} steps in total"
-
-
-def _workers(num_workers: int, settings: ProjectSettings) -> str:
     found = devices()
     is_cuda = found[0].type == "cuda"
-    text = f"{num_workers} on {f'{len(found)} x {torch.cuda.get_device_name(found[0])}' if is_cuda else 'CPU'}"
-    if (count := _micro_batches(settings)) is not None:
-        given = settings.trainer.shares
-        divided = shares(count, given if isinstance(given, tuple) else (1.0,) * num_workers)
-        text += f"; initial micro-batches per step: {':'.join(map(str, divided))}"
-    return text
+    workers = f"{num_workers} on {f'{len(found)} x {torch.cuda.get_device_name(found[0])}' if is_cuda else 'CPU'}"
+    time = f"{1e3 * micro_batch_s:.3g} ms per micro-batch"
+    if global_batch is None:
+        step = f"micro-batches of {micro_batch} samples; the strategy determines their number"
+    else:
+        count, total = global_batch // (micro_batch or global_batch), total_steps(trainer, settings)
+        step = f"{global_batch} samples in {count} micro-batches of {micro_batch or global_batch}"
+        if trainer.steps_per_epoch is not None:
+            step += f"; {trainer.steps_per_epoch} steps per epoch"
+        equal, given = (1.0,) * num_workers, settings.trainer.shares
+        divided = shares(count, given if isinstance(given, tuple) else equal)
+        workers += f"; initial micro-batches per step: {':'.join(map(str, divided))}"
+        if total is not None:
+            step += f"; {total} steps in total"
+            expected = formats.duration(total * max(shares(count, equal)) * micro_batch_s)
+            time += f"; about {expected} for the run, if all workers are this fast"
+    yield from (("step", step), ("workers", workers), ("time", time))
 
 
 def _memory(trainer: Trainer) -> str:
@@ -133,26 +127,13 @@ def _disk(trainer: Trainer, settings: ProjectSettings) -> str:
     if not saving.save:
         return "the run is not saved"
     size = 3 * sum(p.nbytes for p in trainer.model.parameters())  # Adam keeps two numbers per parameter
-    folder = Path(settings.output).absolute()
-    while not folder.exists():
-        folder = folder.parent
+    folder = nearest_existing(Path(settings.output))
     free = shutil.disk_usage(folder).free
     kept = "all are kept" if saving.keep_last is None else f"{saving.keep_last} are kept"
     warning = "" if size * (saving.keep_last or 1) < free else "  NOT ENOUGH"
-    return f"about {_bytes(size)} per checkpoint with Adam, {kept}; {_bytes(free)} free in {folder}{warning}"
+    return f"about {cli.size(size)} per checkpoint with Adam, {kept}; {cli.size(free)} free in {folder}{warning}"
 
 
-def _time(trainer: Trainer, settings: ProjectSettings, num_workers: int, seconds: float) -> str:
-    text, total, count = (
-        f"{1e3 * seconds:.3g} ms per micro-batch",
-        total_steps(trainer, settings),
-        _micro_batches(settings),
-    )
-    if total is None or count is None:
-        return text
-    expected = total * max(shares(count, (1.0,) * num_workers)) * seconds
-    return f"{text}; about {formats.duration(expected)} for the run, if all workers are this fast"
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest of its parents that exists."""
+    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())

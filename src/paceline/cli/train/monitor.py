@@ -7,17 +7,16 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
 from paceline.cli.commands import CommandError
-from paceline.cli.config import Project
 from paceline.cli.config.parts import Part
 from paceline.cli.config.schema import Logger, ProjectSettings
 from paceline.cli.config.show import plain
@@ -31,6 +30,9 @@ from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.run.control import ControlServer, end_at_once, socket_path
 from paceline.run.step.loop import StepRecord
 
+if TYPE_CHECKING:
+    from paceline.cli.train.worker import RunRequest
+
 # With more workers, their shares are left out of the lines of metrics.
 MAX_WORKERS_LOGGED = 64
 # Records are read after at most this many steps. By then, their numbers have arrived from a GPU.
@@ -38,12 +40,10 @@ MAX_UNREAD_STEPS = 64
 
 
 class Monitor:
-    """A context manager that closes its outputs, however the run ends."""
+    """Shows and records a run. outputs: closes what the monitor opens, however the run ends."""
 
-    def __init__(
-        self, trainer: Trainer, project: Project, files: RunFiles, terminal: str | None, *, quiet: bool
-    ) -> None:
-        settings = project.settings
+    def __init__(self, trainer: Trainer, request: RunRequest, outputs: ExitStack) -> None:
+        settings, files = request.project.settings, request.files
         self._trainer = trainer
         self._files = files
         self._log_every = settings.trainer.log_every
@@ -55,23 +55,26 @@ class Monitor:
         self._rates: Rates | None = None
         self._loss: tuple[float, int] | None = None
         self._origin: tuple[float, int] | None = None
-        step = trainer.position.step
-        self._total = total = total_steps(trainer, settings)
-        with ExitStack() as stack:
-            stream = stack.enter_context(_opened(terminal))
-            self._progress = stack.enter_context(Progress(total, start_step=step, stream=stream, quiet=quiet))
-            self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
-            stack.callback(self._metrics.close)
-            events = EventLog(files.events)
-            stack.callback(events.close)
-            made = [_logger(each, settings, files, step) for each in settings.loggers]
-            self.loggers = Loggers([logger for logger in made if logger is not None])
-            stack.callback(self.loggers.close)
-            self._outputs = stack.pop_all()
+        self._total = total_steps(trainer, settings)
+        step, stream = trainer.position.step, outputs.enter_context(_opened(request.terminal))
+        self._progress = Progress(self._total, start_step=step, stream=stream, quiet=request.quiet)
+        outputs.enter_context(self._progress)
+        self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
+        outputs.callback(self._metrics.close)
+        events = outputs.enter_context(closing(EventLog(files.events)))
+        made = [_logger(each, settings, files, step) for each in settings.loggers]
+        self.loggers = outputs.enter_context(closing(Loggers([logger for logger in made if logger is not None])))
         trainer.listen(events.write)
         with attempt(files.status):
-            note_total_steps(files, total)
-        self._open_control()
+            note_total_steps(files, self._total)
+        save, stop = partial(self._ask, trainer.request_save), partial(self._ask, trainer.request_stop)
+        abort = partial(end_at_once, trainer.world.rank)
+        try:
+            control = ControlServer(socket_path(files.root), self._status, save, stop, abort)
+        except Exception as error:
+            self.note(f"`paceline runs` cannot reach this run: {describe(error)}")
+        else:
+            outputs.enter_context(control)
         if trainer.resumed_from is not None:
             self.note(f"resumed after step {step}, from {trainer.resumed_from}")
 
@@ -119,12 +122,6 @@ class Monitor:
         if result is not None:
             self.note(result)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._outputs.close()
-
     def _read_steps(self, count: int) -> None:
         """Add the oldest records to the rates."""
         for _ in range(count):
@@ -151,18 +148,6 @@ class Monitor:
     def _write(self, step: int, values: dict[str, Any]) -> None:
         self._metrics.use(lambda metrics: metrics.log(step, values))
         self.loggers.log(step, values)
-
-    def _open_control(self) -> None:
-        """Let `paceline runs` reach the run; without it, the run continues."""
-        trainer = self._trainer
-        save, stop = partial(self._ask, trainer.request_save), partial(self._ask, trainer.request_stop)
-        abort = partial(end_at_once, trainer.world.rank)
-        try:
-            control = ControlServer(socket_path(self._files.root), self._status, save, stop, abort)
-        except Exception as error:
-            self.note(f"`paceline runs` cannot reach this run: {describe(error)}")
-        else:
-            self._outputs.enter_context(control)
 
     # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
 
@@ -200,8 +185,7 @@ class Monitor:
         path = self._files.plots / "training.png"
         try:
             check_output(path)
-            panels = make_panels([self._files])
-            write(draw(panels, self._files.root.name), path)
+            write(draw(make_panels([self._files]), self._files.root.name), path)
         except CommandError as error:
             self.note(f"no plot: {error}")
         except Exception as error:
@@ -220,15 +204,14 @@ def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:
 @contextmanager
 def _opened(terminal: str | None) -> Iterator[TextIO]:
     """The terminal with this name, if it can be opened; otherwise this process's output."""
-    try:
+    file = None
+    with suppress(OSError):
         file = None if terminal is None else Path(terminal).open("w")  # noqa: SIM115
-    except OSError:
-        file = None
     try:
         yield file or sys.stdout
     finally:
-        if file is not None:
-            with suppress(OSError):  # buffered progress that cannot be written
+        with suppress(OSError):  # buffered progress that cannot be written
+            if file is not None:
                 file.close()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import paceline
 from paceline.checkpoint.errors import CheckpointError
-from paceline.core.errors import WorkerError
+from paceline.core.errors import PacelineError, WorkerError
 from paceline.run.saving.resuming import NoProgressError
 
 _PACKAGE = Path(paceline.__file__).parent
@@ -43,12 +43,13 @@ def reporting_project_errors() -> Iterator[None]:
         raise
 
 
-def user_facing(error: WorkerError | UserFacingError) -> UserFacingError | None:
+def user_facing(error: PacelineError) -> UserFacingError | None:
     """The user-facing error of a worker in this or another process; None if the traceback is needed."""
     if isinstance(error, UserFacingError):
         return error
+    text = error.traceback_text if isinstance(error, WorkerError) else ""
     for kind in (ProjectError, UserFacingError):
-        _, found, message = error.traceback_text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
+        _, found, message = text.rpartition(f"\n{kind.__module__}.{kind.__qualname__}: ")
         if found:
             return kind(message.rstrip())
     return None

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline.api.early_stopping import EarlyStopping
 from paceline.api.trainer import Trainer
-from paceline.cli.config import Project, trainer_setup
+from paceline.cli.config import Project, schema, trainer_setup
 from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitor import Monitor
@@ -46,20 +46,22 @@ def train(request: RunRequest) -> None:
     settings = request.project.settings
     with ExitStack() as stack:
         with reporting_project_errors():
-            trainer, monitor, evaluation = _prepare(request, stack)
+            trainer, monitor, evaluate_last = _prepare(request, stack)
         loss_of = loss_function(settings)
         step = trainer.step_with(lambda batch: loss_of(trainer.model, batch))
         for epoch in trainer.epochs(settings.trainer.epochs, max_steps=settings.trainer.max_steps):
             for batch in epoch:
                 step(batch)
-        if evaluation is not None:
-            evaluation.finish()
+        evaluate_last()
         if monitor is not None:
             monitor.finish(_result_of_after(trainer, settings))
 
 
-def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | None, Evaluation | None]:
-    """Import and build everything that the run needs; `stack` closes it. Only rank 0 has a monitor."""
+def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | None, Callable[[], None]]:
+    """Import and build everything that the run needs; `stack` closes it. Only rank 0 has a monitor.
+
+    Returns the trainer, the monitor, and a function to call after the last step.
+    """
     project, files, settings = request.project, request.files, request.project.settings
     project.check_parts()
     _check_backend(project)
@@ -68,20 +70,19 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     timeline = files.timeline if settings.trainer.timeline else None
     arguments = trainer_setup.setup_arguments(settings, project.folder, files.checkpoints, timeline)
     saving = arguments.get("checkpoints")
-    if saving is not None and request.checkpoint is not None:
-        arguments["checkpoints"] = replace(saving, resume=request.checkpoint)
-    elif saving is not None and request.is_resumed and saving.resume is None:
-        arguments["checkpoints"] = replace(saving, resume="auto")
+    if saving is not None and (request.checkpoint or (request.is_resumed and saving.resume is None)):
+        arguments["checkpoints"] = replace(saving, resume=request.checkpoint or "auto")
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
     monitor = None
     if trainer.is_main:
-        monitor = stack.enter_context(Monitor(trainer, project, files, request.terminal, quiet=request.quiet))
+        monitor = Monitor(trainer, request, stack)
         trainer.every(1, monitor.after_step)
     if settings.loggers and settings.checkpoints.save:
         trainer.register("loggers", Loggers([]) if monitor is None else monitor.loggers, "global")
     _stop_on_divergence(trainer, settings)
-    evaluation = None if evaluation_data is None else Evaluation(trainer, settings, evaluation_data, monitor)
-    return trainer, monitor, evaluation
+    if settings.data.evaluation is None:
+        return trainer, monitor, lambda: None
+    return trainer, monitor, _evaluate_periodically(trainer, settings, evaluation_data, monitor)
 
 
 def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]) -> Trainer:
@@ -108,32 +109,33 @@ def _model_factory(settings: ProjectSettings) -> Callable[[], Any]:
     def factory() -> Any:
         model = build()
         if settings.trainer.gradient_checkpointing:
-            enable = getattr(model, "gradient_checkpointing_enable", None)
-            if enable is None:
+            if not hasattr(model, "gradient_checkpointing_enable"):
                 raise ValueError(
                     "trainer.gradient_checkpointing requires a model with gradient_checkpointing_enable(), which "
                     f"{type(model).__name__} lacks: call torch.utils.checkpoint in the model, and remove the setting"
                 )
-            enable()
+            model.gradient_checkpointing_enable()
         return torch.compile(model) if settings.trainer.compile else model
 
-    return factory if settings.trainer.gradient_checkpointing or settings.trainer.compile else build
+    return factory
 
 
 def loss_function(settings: ProjectSettings) -> Callable[[Any, Any], torch.Tensor]:
-    if settings.loss is not None:
-        loss: Callable[[Any, Any], torch.Tensor] = settings.loss.as_function()
-        return loss
-    return lambda model, batch: model(batch)
+    return (lambda model, batch: model(batch)) if settings.loss is None else settings.loss.as_function()
+
+
+def num_samples(data: Any) -> int | None:
+    """None for a stream."""
+    samples = data.dataset if isinstance(data, DataLoader) else data
+    samples = samples[0] if isinstance(samples, tuple) else samples  # a tuple holds columns
+    return len(samples) if isinstance(samples, Sized) else None
 
 
 def _steps_per_epoch(data: Any, settings: ProjectSettings) -> int | None:
     """For schedules that end with the last epoch; None if unknown."""
-    samples = data.dataset if isinstance(data, DataLoader) else data
-    global_batch = settings.trainer.global_batch
-    if global_batch is None or not isinstance(samples, Sized):
+    count, global_batch = num_samples(data), settings.trainer.global_batch
+    if global_batch is None or count is None:
         return None
-    count = len(samples[0] if isinstance(samples, tuple) else samples)  # a tuple holds columns
     return count // global_batch if settings.trainer.drop_last else -(-count // global_batch)
 
 
@@ -155,50 +157,48 @@ def _stop_on_divergence(trainer: Trainer, settings: ProjectSettings) -> None:
     trainer.every(settings.trainer.log_every, check)
 
 
-class Evaluation:
-    """Evaluates periodically on all workers: for metrics, the best checkpoints and early stopping."""
+def _evaluate_periodically(
+    trainer: Trainer, settings: ProjectSettings, data: Any, monitor: Monitor | None
+) -> Callable[[], None]:
+    """Evaluate on all workers, for metrics, the best checkpoints and early stopping.
 
-    def __init__(self, trainer: Trainer, settings: ProjectSettings, data: Any, monitor: Monitor | None) -> None:
-        self._trainer = trainer
-        self._data = data
-        self._monitor = monitor
-        self._last_step = trainer.position.step
-        self._function = settings.metrics.as_function() if settings.metrics is not None else loss_function(settings)
-        self._collate = settings.data.collate and settings.data.collate.build()
-        self._best = settings.checkpoints.keep_best if settings.checkpoints.save else None
-        self._stopping = stopping = settings.trainer.early_stopping
-        self._rule = None if stopping is None else EarlyStopping(stopping.patience, stopping.min_delta, stopping.mode)
-        if self._rule is not None and settings.checkpoints.save:
-            trainer.register("early_stopping", self._rule)
-        if settings.trainer.eval_every is not None:
-            trainer.every(settings.trainer.eval_every, lambda _: self._evaluate())
-        else:
-            trainer.every_epoch(1, lambda _: self._evaluate())
+    The returned function evaluates the last step, unless that was done.
+    """
+    function = loss_function(settings) if settings.metrics is None else settings.metrics.as_function()
+    collate = settings.data.collate and settings.data.collate.build()
+    best = settings.checkpoints.keep_best if settings.checkpoints.save else None
+    stopping = settings.trainer.early_stopping or schema.EarlyStopping()
+    rule = EarlyStopping(stopping.patience, stopping.min_delta, stopping.mode)
+    if settings.trainer.early_stopping is not None and settings.checkpoints.save:
+        trainer.register("early_stopping", rule)
+    last_step = trainer.position.step
 
-    def finish(self) -> None:
-        """Evaluate the last step, unless that was done."""
-        if self._trainer.position.step > self._last_step:
-            self._evaluate()
+    def in_precision(model: Any, batch: Any) -> Any:
+        with trainer.autocast():
+            return function(model, batch)
 
-    def _evaluate(self) -> None:
-        self._last_step = self._trainer.position.step
-        found = self._trainer.evaluate(self._data, self._in_precision, collate_fn=self._collate)
+    def evaluate(_: Any = None) -> None:
+        nonlocal last_step
+        last_step = trainer.position.step
+        found = trainer.evaluate(data, in_precision, collate_fn=collate)
         values = found if isinstance(found, dict) else {"loss": found}
-        if self._monitor is not None:
-            self._monitor.after_evaluation(self._last_step, values)
-        if self._best is not None:
-            value = _metric(values, self._best.metric, "checkpoints.keep_best.metric")
-            self._trainer.save({self._best.metric: value})
-        if self._rule is not None and self._stopping is not None:
-            name, patience = self._stopping.metric, self._stopping.patience
-            if self._rule.is_over(_metric(values, name, "trainer.early_stopping.metric")):
-                if self._monitor is not None:
-                    self._monitor.note(f"{name} did not improve in {patience} evaluations: the run ends here")
-                self._trainer.end()
+        if monitor is not None:
+            monitor.after_evaluation(last_step, values)
+        if best is not None:
+            trainer.save({best.metric: _metric(values, best.metric, "checkpoints.keep_best.metric")})
+        if settings.trainer.early_stopping is None:
+            return
+        if rule.is_over(_metric(values, stopping.metric, "trainer.early_stopping.metric")):
+            if monitor is not None:
+                count = f"{stopping.patience} evaluations"
+                monitor.note(f"{stopping.metric} did not improve in {count}: the run ends here")
+            trainer.end()
 
-    def _in_precision(self, model: Any, batch: Any) -> Any:
-        with self._trainer.autocast():
-            return self._function(model, batch)
+    if settings.trainer.eval_every is None:
+        trainer.every_epoch(1, evaluate)
+    else:
+        trainer.every(settings.trainer.eval_every, evaluate)
+    return lambda: evaluate() if trainer.position.step > last_step else None
 
 
 def _metric(values: dict[str, float], name: str, key: str) -> float:

@@ -33,13 +33,13 @@ class Checkpoints:
         checkpoint, and later steps in the folder are moved aside; None, the folder must have no checkpoint.
     """
 
-    folder: str | os.PathLike[str]
+    folder: str | os.PathLike[str] = setting("folder of the checkpoints")
     every_steps: int | None = setting("steps between checkpoints", None, least=1)
     every_minutes: float | None = setting("minutes between checkpoints; 10 without any interval", None, above=0)
     every_epochs: int | None = setting("epochs between checkpoints", None, least=1)
     final: bool = setting("save when the run ends", True)
     keep_last: int | None = setting("number of newest checkpoints to keep", 3, least=1)
-    keep_best: Best | None = None
+    keep_best: Best | None = setting("best checkpoints to keep as well", None)
     keep_every: int | None = setting("keep every checkpoint whose step is a multiple of this", None, least=1)
     snapshot_every: int | None = setting(
         "steps between snapshots in memory (/dev/shm of each node), from which workers restarted on the same machine "
@@ -59,7 +59,9 @@ class Checkpoints:
         least=1,
     )
     handle_signals: bool = setting("on SIGTERM and SIGINT finish the step, save, and end the run", True)
-    resume: Resume = "auto"
+    resume: Resume = setting(
+        "auto: the newest checkpoint, if any; true: the newest; null: refuse existing checkpoints; or a path", "auto"
+    )
     allow: Sequence[str] = setting('settings that may differ from those of the checkpoint, such as "global_batch"', ())
     skip: Sequence[str] = setting('components of the checkpoint that are not restored, such as "optimizer"', ())
 

@@ -4,6 +4,8 @@ Nothing is exchanged between two averages, so a slow link costs little. In retur
 the result depends on the number of workers (local SGD). A worker's step uses its own share of the global batch.
 """
 
+# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
+
 from __future__ import annotations
 
 import logging
@@ -18,6 +20,7 @@ from paceline.comm.base import Communicator
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
+from paceline.core.settings import setting
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
@@ -49,12 +52,14 @@ class Averaging:
         disables the guard.
     """
 
-    every: int | Cadence = 32
-    first_step: int = 0
-    overlap: bool = False
-    transfer: Literal["fp32", "bf16", "fp16"] = "fp32"
-    outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None
-    divergence_threshold: float | None = 0.05
+    every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
+    first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
+    overlap: bool = setting("continue training while the average is computed", False)
+    transfer: Literal["fp32", "bf16", "fp16"] = setting("data type of the transfer", "fp32")
+    outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = setting(
+        "optimizer over the averaged weights, called with the parameters", None
+    )
+    divergence_threshold: float | None = setting("drift above which averaging becomes more frequent", 0.05, above=0)
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, Cadence) and (type(self.every) is not int or self.every < 1):
