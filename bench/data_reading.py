@@ -51,7 +51,7 @@ def fed(task: overhead.Task) -> Contestant:
     from paceline.comm.single import SingleCommunicator
     from paceline.core.world import World
     from paceline.data.feeds.make_feed import DataSettings, as_data, make_feed
-    from paceline.plan.steps import Position, Steps
+    from paceline.plan.epoch import Position, Steps
     from paceline.run.step.planner import FixedPlanner
 
     model = overhead.make_model()
@@ -120,7 +120,7 @@ def ours(paths: list[str]) -> Iterator[torch.Tensor]:
 
 def shuffled(num_samples: int) -> Iterator[Any]:
     """The numbers of every whole micro-batch, epoch after epoch: what a run computes, and what HF is given too."""
-    from paceline.plan.order import EpochOrder
+    from paceline.plan.epoch import EpochOrder
 
     for epoch in itertools.count():
         order = EpochOrder(num_samples, seed=0, epoch=epoch)

@@ -38,7 +38,7 @@ from bench.gpu_models import gpt2, resnet18, tiny_mlp
 from bench.harness import Contestant, Result, Unavailable, alternate, circumstances, isolated, missing_package
 from bench.hugging_face import tell_steps, training_alone
 from bench.parts import Goal, Parts, to_limit
-from paceline.plan.order import EpochOrder
+from paceline.plan.epoch import EpochOrder
 
 BARE, OURS, EXACT = "bare loop", "paceline", "paceline exact"
 ENDLESS = 10**9

@@ -23,9 +23,8 @@ from paceline.comm import connect
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.world import World
-from paceline.plan.order import EpochOrder
+from paceline.plan.epoch import EpochOrder, Steps
 from paceline.plan.shares import ranges, shares
-from paceline.plan.steps import Steps
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.exchange import MeanGradients
 

@@ -2,7 +2,7 @@
 
 from paceline.core.events import Event
 from paceline.observe.timeline.timeline import Timeline
-from paceline.plan.steps import Position
+from paceline.plan.epoch import Position
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.report import Report
 

@@ -204,7 +204,7 @@ def left_by_request() -> tuple[int, int, str]:
 
 def test_request_stop_works_without_checkpoints(pool: WorkerPool) -> None:
     step, position, _ = left_by_request()
-    assert step == position == 5  # the wish travels with the next step
+    assert step == position == 5  # the request travels with the next step
     first, second = pool.run(left_by_request, 2)
     assert first == second
     assert first[:2] == (5, 5)

@@ -36,8 +36,8 @@ from paceline.data.adopt import LoadingOptions, adopt
 from paceline.data.epochs import Ordered, epochs_of
 from paceline.data.feeds.make_feed import DataSettings, make_feed
 from paceline.data.sources.base import Columns, as_source
+from paceline.plan.epoch import Position, Steps
 from paceline.plan.shares import ranges
-from paceline.plan.steps import Position, Steps
 
 X, Y = vectors(50)
 

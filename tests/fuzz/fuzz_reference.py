@@ -17,7 +17,7 @@ from fuzz_programs import Program
 from torch import nn
 
 from paceline.core.seeding import Purpose, derive_seed
-from paceline.plan.order import EpochOrder
+from paceline.plan.epoch import EpochOrder
 
 
 def train(program: Program) -> dict[str, Any]:

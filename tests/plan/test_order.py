@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan import order
-from paceline.plan.order import EpochOrder
+from paceline.plan import epoch as order
+from paceline.plan.epoch import EpochOrder
 
 LIMIT = order._MAX_SORTED
 

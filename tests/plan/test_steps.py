@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.steps import Position, Steps
+from paceline.plan.epoch import Position, Steps
 
 
 @pytest.mark.parametrize(

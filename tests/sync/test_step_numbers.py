@@ -45,7 +45,7 @@ def test_everybody_reads_what_each_has_written(dtype: torch.dtype) -> None:
     assert numbers.weights == [8, 9, 0]
     assert numbers.losses == [0.5, 1.5, 0]
     assert numbers.timings == [message.timing for message in MESSAGES]
-    assert numbers.wishes == [0, 2]
+    assert numbers.requests == [0, 2]
     assert numbers.digests == [message.digest for message in MESSAGES]
     assert numbers.learning_rates == [(0.1, -1), None]
     assert numbers.used == [1, 2, 0, 1]
@@ -59,7 +59,7 @@ def test_everybody_reads_what_each_has_written(dtype: torch.dtype) -> None:
     [
         (WorkerMessage(digest=7), True),
         (WorkerMessage(digest=8), False),
-        (WorkerMessage(digest=7, wish=1.0), False),
+        (WorkerMessage(digest=7, request=1.0), False),
         (WorkerMessage(digest=7, learning_rate=(0.0, 0)), False),
     ],
 )

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.api.trainer import Trainer
 from paceline.comm.messages import gather
 from paceline.core.world import World
-from paceline.plan.steps import Position
+from paceline.plan.epoch import Position
 from paceline.run.epoch_metrics import EpochMetrics, Tally
 from paceline.run.evaluation.evaluate import preserved_modes
 from paceline.run.launching.background import Channel

@@ -23,7 +23,7 @@ from paceline.core.events import Event
 from paceline.core.world import World
 from paceline.data.adopt import LoadingOptions, adopt
 from paceline.plan.cadence import Cadence
-from paceline.plan.steps import Position
+from paceline.plan.epoch import Position
 from paceline.run.assemble import WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.config import RunConfig, Strategy
@@ -54,6 +54,7 @@ class Trainer:
         self.run = run
         self.model = run.model
         self._loop = run.loop
+        self._needs_function = run.config.runtime.capture == "on"
         self._is_head = is_head
 
     @classmethod
@@ -327,7 +328,7 @@ class Trainer:
 
         A bare `loss.backward()` is legal too, except with fp16; the loss is then not recorded.
         """
-        if self.run.config.runtime.capture == "on":
+        if self._needs_function:
             raise MisuseError('capture="on" needs the loss as a function: use trainer.step_with, or capture="auto"')
         if self._loop.is_closed:
             self.run.check_open()
@@ -337,7 +338,7 @@ class Trainer:
                 "gradient penalty call torch.autograd.grad(loss, inputs, create_graph=True), add the penalty to the "
                 "loss and pass the sum to trainer.backward"
             )
-        self._loop.backward(loss, retain_graph=retain_graph)
+        self._loop.backward(loss, retain_graph)
 
     def step(self) -> StepRecord | None:
         """End this micro-batch. If it was this worker's last of the step, complete the step and return its record.

@@ -11,7 +11,7 @@ import torch
 from paceline.core.errors import MisuseError
 from paceline.data.epochs import seeded_epoch
 from paceline.data.sources.base import Columns, Pair
-from paceline.plan.steps import Steps
+from paceline.plan.epoch import Steps
 
 
 class ArrayLoader:

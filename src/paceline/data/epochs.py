@@ -23,8 +23,7 @@ from paceline.data.errors import UserCode
 from paceline.data.feeds.sharded import Epoch, Epochs
 from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.sources.base import Indices, Source
-from paceline.plan.order import EpochOrder
-from paceline.plan.steps import Steps
+from paceline.plan.epoch import EpochOrder, Steps
 
 
 @dataclass(frozen=True)

@@ -174,7 +174,9 @@ class Balancer:
     @property
     def speeds(self) -> tuple[float, ...]:
         """Micro-batches per second by which the next step is divided; the hints as long as nobody was measured."""
-        speeds = [1 / time.level if time else 0.0 for time in self._times]
+        speeds = []
+        for time in self._times:
+            speeds.append(1 / time.level if time else 0.0)
         if not all(speeds):
             # Hints are relative: those still in use are put on the scale of the measured workers.
             of_measured = math.fsum(hint for hint, speed in zip(self._hints, speeds, strict=True) if speed)
@@ -185,7 +187,9 @@ class Balancer:
     def shares(self, num_micro_batches: int) -> tuple[int, ...]:
         """The next step's shares, for any number of micro-batches; asking changes nothing."""
         speeds = self.speeds
-        delays = tuple([delay.level if delay else 0.0 for delay in self._delays])
+        delays = []
+        for delay in self._delays:
+            delays.append(delay.level if delay else 0.0)
         counts = shares(num_micro_batches, speeds, delays)
         turn, position = divmod(self._num_steps, _TURN)
         return _with_idle(counts, speeds, turn) if position == _TURN - 1 else counts

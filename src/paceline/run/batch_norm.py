@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.plan.steps import Steps
+from paceline.plan.epoch import Steps
 
 
 def batch_norm_in_training(model: Any) -> str | None:

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from paceline.core.settings import check, setting
 from paceline.plan.cadence import Cadence
-from paceline.plan.steps import Steps
+from paceline.plan.epoch import Steps
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
 from paceline.sync.averaging.strategy import Averaging
 

@@ -14,7 +14,7 @@ from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.observe.timeline.recorder import Recorder
-from paceline.plan.steps import Steps
+from paceline.plan.epoch import Steps
 from paceline.run.capture.step import Stepping
 from paceline.run.config import RunConfig
 from paceline.run.saving.checkpointer import Checkpointer

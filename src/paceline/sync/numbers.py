@@ -24,13 +24,13 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.floating[Any]]]
 class WorkerMessage(NamedTuple):
     """What a worker sends with a step besides its gradients.
 
-    wish: what it asks all workers to do after this step, 0 for nothing. digest: of everything that must be equal on all
-    workers, such as hyper-parameters; below 2**48. learning_rate: (rate, group) to be set by all workers, group -1 for
-    all groups.
+    request: what it asks all workers to do after this step, 0 for nothing. digest: of everything that must be equal on
+    all workers, such as hyper-parameters; below 2**48. learning_rate: (rate, group) to be set by all workers, group -1
+    for all groups.
     """
 
     timing: Timing = NOT_MEASURED
-    wish: float = 0.0
+    request: float = 0.0
     digest: int = 0
     learning_rate: tuple[float, int] | None = None
 
@@ -41,9 +41,9 @@ SILENCE = WorkerMessage()
 LEFT = 3.0
 
 
-def check_nobody_left(wishes: Sequence[float]) -> None:
-    if LEFT in wishes:
-        raise left_error([rank for rank, wish in enumerate(wishes) if wish == LEFT])
+def check_nobody_left(requests: Sequence[float]) -> None:
+    if LEFT in requests:
+        raise left_error([rank for rank, request in enumerate(requests) if request == LEFT])
 
 
 def left_error(ranks: Sequence[int]) -> MisuseError:
@@ -88,7 +88,7 @@ class Numbers(Protocol):
         """By rank."""
 
     @property
-    def wishes(self) -> Sequence[float]:
+    def requests(self) -> Sequence[float]:
         """By rank: what the worker asks all workers to do after this step; 0 for nothing."""
 
     @property
@@ -159,7 +159,7 @@ class OneLoss:
         self.total_weight = weight
         self.weights = [weight]
         self.timings: Sequence[Timing] = (message.timing,)
-        self.wishes: Sequence[float] = (message.wish,)
+        self.requests: Sequence[float] = (message.request,)
         self.learning_rates: Sequence[tuple[float, int] | None] = (message.learning_rate,)
         self._is_told = loss is not None
         # Without weight the loss is a mean over nothing, possibly 0/0.
@@ -170,7 +170,7 @@ class OneLoss:
         else:
             self._source = loss
         is_known = isinstance(self._source, list) and math.isfinite(self._source[0])
-        self.is_ordinary = is_known and not message.wish
+        self.is_ordinary = is_known and not message.request
 
     @property
     def has_arrived(self) -> bool:
@@ -214,7 +214,7 @@ class LocalNumbers:
         own: StepNumbers | OneLoss,
         first: int,
         timings: Sequence[Timing],
-        wishes: Sequence[float],
+        requests: Sequence[float],
         mean: RoundMean,
         *,
         is_loss_known: bool,
@@ -223,7 +223,7 @@ class LocalNumbers:
         self._first = first
         self._is_loss_known = is_loss_known
         self.timings = timings
-        self.wishes = wishes
+        self.requests = requests
         self.mean = mean
 
     @property

@@ -244,7 +244,7 @@ class StepNumbers:
         return list(map(Timing, values[::_MESSAGE], values[1::_MESSAGE], values[2::_MESSAGE]))
 
     @property
-    def wishes(self) -> Sequence[float]:
+    def requests(self) -> Sequence[float]:
         return self._values("messages")[_REQUEST::_MESSAGE]
 
     @property

@@ -31,8 +31,8 @@ class GradientExchange(Protocol):
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         """is_last: this worker's last micro-batch of the step, so that the exchange may start during backward."""
 
-    def backward(self, run: Callable[[], None]) -> None:
-        """Call `run()`, a backward of the open micro-batch. A backward() called directly by the user counts too."""
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        """Run a backward of the open micro-batch. A backward() called directly by the user counts too."""
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None: ...
 

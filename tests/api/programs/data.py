@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 import paceline as pl
 from paceline.core.seeding import Purpose, derive_seed
-from paceline.plan.order import EpochOrder
+from paceline.plan.epoch import EpochOrder
 from programs.program import (
     EQUAL,
     GLOBAL_BATCH,

@@ -21,8 +21,8 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.feeds.make_feed import DataSettings, make_feed
 from paceline.data.sources.streams import IterableStream, StreamReader, StreamRequest, shuffled
+from paceline.plan.epoch import Position, Steps
 from paceline.plan.shares import ranges
-from paceline.plan.steps import Position, Steps
 
 X, Y = vectors(50)
 

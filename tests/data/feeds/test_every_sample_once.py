@@ -36,9 +36,8 @@ from paceline.data.sources.arrow import ArrowSource
 from paceline.data.sources.base import as_source
 from paceline.data.sources.skip_bad import SkipBad
 from paceline.data.sources.tokens import TokenFile
-from paceline.plan.order import EpochOrder
+from paceline.plan.epoch import EpochOrder, Position, Steps
 from paceline.plan.shares import Plan, ranges, shares
-from paceline.plan.steps import Position, Steps
 
 NUM_EPOCHS = 2
 SEED = 5

@@ -16,8 +16,8 @@ from paceline.data.epochs import epochs_of
 from paceline.data.feeds.base import DataSettings
 from paceline.data.feeds.sharded import ShardedFeed, weight_of
 from paceline.data.sources.base import Columns, as_source
+from paceline.plan.epoch import Position, Steps
 from paceline.plan.shares import Plan
-from paceline.plan.steps import Position, Steps
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -21,7 +21,7 @@ from worker_pool import WorkerPool, WorkersFailed
 import paceline as pl
 from paceline.checkpoint.errors import CheckpointError
 from paceline.data.sources.tokens import TokenFile
-from paceline.plan.steps import Position
+from paceline.plan.epoch import Position
 from paceline.run.saving.identity import differences
 
 X, Y = images(90)

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.cli.config import schema, trainer_setup
 from paceline.cli.config.errors import nearest
 from paceline.cli.config.schema import ProjectSettings, settings_of
-from paceline.plan.steps import Steps
+from paceline.plan.epoch import Steps
 from paceline.run.config import RunConfig
 from paceline.run.saving.resuming import OWN
 from paceline.run.settings import Balancing, Batching

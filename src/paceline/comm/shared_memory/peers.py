@@ -157,13 +157,14 @@ class LocalPeers:
                     # Read before `is_ready`: what a peer did before it was lost counts, and a later signal prevents
                     # the sleep.
                     signal, lost = segment.signal.value, self.lost()
-                    missing = [rank for rank, each in segments.items() if not is_ready(each)]
                     if is_ready(segment):
                         break
-                    self._raise_if_lost(missing, lost, call)
-                    if monotonic() > deadline:
-                        what = f"waited timeout_s={self.timeout_s:g} s in {call}"
-                        raise CommunicationTimeout(f"rank {self.world.rank} {what}: ranks {missing} {omission}")
+                    if lost or monotonic() > deadline:
+                        missing = [rank for rank, each in segments.items() if not is_ready(each)]
+                        self._raise_if_lost(missing, lost, call)
+                        if missing and monotonic() > deadline:
+                            what = f"waited timeout_s={self.timeout_s:g} s in {call}"
+                            raise CommunicationTimeout(f"rank {self.world.rank} {what}: ranks {missing} {omission}")
                     segment.signal.sleep(signal, NAP_S)
             # Spinning pays only where waits are short: not beside other programs, nor under a CPU quota.
             was_short = perf_counter() - started < self._max_spin_s
@@ -184,8 +185,11 @@ class LocalPeers:
         poll = select.poll()
         for fd in self._pidfds.values():
             poll.register(fd, select.POLLIN)
-        ended = {fd for fd, _ in poll.poll(0)}
-        found = {rank: "died" for rank, fd in self._pidfds.items() if fd in ended}
+        ended = dict(poll.poll(0))
+        found = {}
+        for rank, fd in self._pidfds.items():
+            if fd in ended:
+                found[rank] = "died"
         for rank, segment in zip(self.ranks, self.segments, strict=True):
             if segment.state != State.OPEN:
                 found[rank] = "closed its communicator" if segment.state == State.CLOSED else "stopped after an error"

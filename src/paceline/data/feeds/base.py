@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from paceline.plan.epoch import Position
 from paceline.plan.shares import Plan
-from paceline.plan.steps import Position
 
 FeedKind: TypeAlias = Literal["sharded", "dispatched"]
 

@@ -25,8 +25,8 @@ from paceline.data.feeds.readers import ReaderProcesses, ReaderThread, ReaderTim
 from paceline.data.feeds.sharded import Delivery, Epoch, Epochs
 from paceline.data.sources.base import Read, reads_in_thread
 from paceline.data.sources.streams import StreamReader
+from paceline.plan.epoch import Position
 from paceline.plan.shares import Plan, ranges
-from paceline.plan.steps import Position
 
 # Steps that are planned and read ahead if a thread or reader processes can do it.
 STEPS_AHEAD = 2

@@ -17,7 +17,7 @@ from paceline.data.feeds.coordinated import Connect, CoordinatedFeed
 from paceline.data.feeds.sharded import Epochs, ShardedFeed, reader_of
 from paceline.data.sources.base import Columns, Source, as_source
 from paceline.data.sources.streams import IterableStream, StreamEpoch, StreamReader
-from paceline.plan.steps import Steps
+from paceline.plan.epoch import Steps
 
 
 def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source | IterableStream:

@@ -15,9 +15,8 @@ from paceline.data.feeds.base import DataSettings, PlanStep, Step
 from paceline.data.feeds.device import DeviceCopier
 from paceline.data.feeds.readers import Prefetcher, ReaderProcesses, ReaderThread
 from paceline.data.sources.base import CountedSource, Read, ReportsSkipped, Source, counts_samples, reads_in_thread
-from paceline.plan.order import Indices
+from paceline.plan.epoch import Indices, Position, Steps
 from paceline.plan.shares import Plan
-from paceline.plan.steps import Position, Steps
 
 
 @dataclass(slots=True, unsafe_hash=True)

@@ -22,7 +22,7 @@ from paceline.data.fingerprint import Facts, facts_of_several
 from paceline.data.sources.base import Read
 from paceline.data.sources.batches import num_samples_of
 from paceline.data.sources.collate import as_pair, collate, counted, join
-from paceline.plan.steps import Position, Steps
+from paceline.plan.epoch import Position, Steps
 
 
 @runtime_checkable

@@ -19,8 +19,8 @@ from paceline.data.epochs import seeded_epoch
 from paceline.data.feeds.device import DeviceCopier
 from paceline.data.feeds.sharded import reader_of, weight_of
 from paceline.data.sources.base import Read
+from paceline.plan.epoch import Steps
 from paceline.plan.shares import ranges, shares
-from paceline.plan.steps import Steps
 from paceline.run.evaluation.collect import gather
 
 # The name of a result that is one number.

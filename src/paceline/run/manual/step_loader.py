@@ -20,8 +20,8 @@ from paceline.data.feeds.make_feed import DataSettings, make_feed
 from paceline.data.sources.base import Columns
 from paceline.data.sources.batches import Batches, PerWorker
 from paceline.data.sources.streams import IterableStream
+from paceline.plan.epoch import Position, Steps
 from paceline.plan.shares import Plan
-from paceline.plan.steps import Position, Steps
 
 
 class DeviceFeed:

@@ -27,7 +27,7 @@ from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
 from paceline.observe.timeline.recorder import Recorder
-from paceline.plan.steps import Position
+from paceline.plan.epoch import Position
 from paceline.run.saving.options import DEFAULT_MINUTES, Checkpoints
 from paceline.run.saving.resuming import OWN, Resumption, load_weights
 from paceline.run.saving.state import HasState, has_state, random_state, replica_states
@@ -174,7 +174,7 @@ class Checkpointer:
 
     def _agree(self, numbers: Numbers) -> None:
         # A single worker knows its own request: reading it from a GPU would wait.
-        requests = numbers.wishes if self._world.size > 1 else (self.requested,)
+        requests = numbers.requests if self._world.size > 1 else (self.requested,)
         check_nobody_left(requests)
         self._agreed = max(self._agreed, Decision(int(max(requests))))
         self.is_active |= self._agreed > Decision.CONTINUE

@@ -12,7 +12,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0
 from paceline.data.fingerprint import facts_of
-from paceline.plan.steps import Position, Steps
+from paceline.plan.epoch import Position, Steps
 from paceline.run.config import RunConfig
 from paceline.run.settings import GROUPS
 from paceline.run.step.replica import Replica

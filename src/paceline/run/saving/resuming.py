@@ -18,7 +18,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.errors import PacelineError
 from paceline.core.rank_variables import is_worker
-from paceline.plan.steps import Position
+from paceline.plan.epoch import Position
 from paceline.run.saving.identity import differences
 from paceline.run.saving.options import Checkpoints, Resume
 from paceline.run.saving.state import (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.plan.steps import Position
+from paceline.plan.epoch import Position
 from paceline.run.saving.state import listed, model_differences, python_state, shown
 from paceline.run.step.build import only_or_all
 from paceline.run.step.replica import Replica

@@ -7,11 +7,8 @@ hyper-parameters and trained parameters, and now and then a digest of all weight
 
 from __future__ import annotations
 
-import hashlib
 import json
-import operator
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -20,7 +17,7 @@ from paceline.comm.messages import gather
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError, NonFiniteError, PacelineError
 from paceline.plan.shares import Plan, owner
-from paceline.run.step.replica import Replica
+from paceline.run.step.replica import Replica, plain_value
 from paceline.sync.numbers import LocalNumbers, Numbers
 
 REPLICA_CHECK_STEPS = 100
@@ -30,7 +27,6 @@ MAX_COST = 1e-3
 TOLERANCE = 1e-3
 # Estimated cost of a comparison, per parameter and per byte.
 _PARAMETER_S, _BYTE_S = 20e-6, 0.5e-9
-_PLAIN = (bool, int, float, str, type(None))
 
 
 class Agreement:
@@ -40,28 +36,7 @@ class Agreement:
         self._replica = replica
         self._communicator = communicator
         self._is_alone = communicator.world.size == 1
-        self._values: list[Any] = []
-        self._trained: tuple[str, ...] = ()
-        self._digest = 0
         self._reader = DeferredReader[Numbers](self._compare, is_ready=lambda numbers: numbers.has_arrived)
-
-    def digest(self) -> int:
-        """The digest of this worker."""
-        if self._is_alone:
-            return 0
-        values: list[Any] = []
-        for optimizer in self._replica.optimizers:
-            for group in optimizer.param_groups:
-                values += group.values()
-        trained = self._replica.trained_names
-        if trained is not self._trained or not _are_unchanged(values, self._values):
-            self._values, self._trained = values, trained
-            shapes = [f"{tuple(p.shape)} {p.dtype}" for p in self._replica.parameters.values()]
-            groups = [g for optimizer in self._replica.optimizers for g in optimizer.param_groups]
-            plain = [[_plain(value) for key, value in group.items() if key != "params"] for group in groups]
-            text = json.dumps([trained, shapes, plain])
-            self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
-        return self._digest
 
     def check(self, numbers: Numbers, *, now: bool) -> None:
         """Raise on all workers if they differ. On a GPU: once the numbers have arrived, or `now`."""
@@ -107,25 +82,8 @@ class Agreement:
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
                     if key != "params":
-                        fields[f"{key!r} in group {number} of {type(optimizer).__name__}"] = str(_plain(value))
+                        fields[f"{key!r} in group {number} of {type(optimizer).__name__}"] = str(plain_value(value))
         return fields
-
-
-def _are_unchanged(values: list[Any], before: list[Any]) -> bool:
-    if len(values) != len(before) or not all(map(operator.is_, values, before)):
-        return False
-    return torch.Tensor not in map(type, values)  # a tensor may change in place
-
-
-def _plain(value: Any) -> Any:
-    """The value if its text is the same in all processes; otherwise the name of its type."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, torch.Tensor) and value.is_cpu:
-        return value.tolist()
-    return type(value).__name__
 
 
 class FiniteWatch:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +23,8 @@ from paceline.core.timing import Timing
 from paceline.data.feeds.base import Feed, Step
 from paceline.data.feeds.sharded import passes
 from paceline.observe.timeline.recorder import Recorder
+from paceline.plan.epoch import Position
 from paceline.plan.shares import Plan, sizes
-from paceline.plan.steps import Position
 from paceline.run.config import RunConfig
 from paceline.run.report import Report
 from paceline.run.saving.stopping import Stopped
@@ -136,8 +135,9 @@ class Loop:
         self._gc_policy.begin_epoch()
         begun_at: Position | None = None
         try:
-            while self.position.epoch == epoch and not self.is_over:
-                self._save_or_stop()
+            while self.position.epoch == epoch and (self.max_steps is None or self.position.step < self.max_steps):
+                if self._checkpointer.is_active:
+                    self._save_or_stop()
                 if self.position.step % gc_policy.EVERY_STEPS == 0:
                     self._gc_policy.collect()
                 mine = self._begin_step()
@@ -166,8 +166,6 @@ class Loop:
                 self.abandon()
 
     def _save_or_stop(self) -> None:
-        if not self._checkpointer.is_active:
-            return
         decision = self._checkpointer.decide(self)
         if decision is Decision.SAVE:
             self._checkpointer.save_due(self)
@@ -234,7 +232,8 @@ class Loop:
         self._is_open, self._is_last = False, True
         while self.position.epoch == self._left_epoch and not self.is_over:
             if not is_under_way:
-                self._save_or_stop()
+                if self._checkpointer.is_active:
+                    self._save_or_stop()
                 mine = self._begin_step()
                 if mine is None:
                     break
@@ -242,7 +241,7 @@ class Loop:
                     self._exchange.begin_micro_batch(mine[-1], 0, is_last=True)
                     self._exchange.end_micro_batch(None)
             is_under_way = False
-            self._exchange.send(WorkerMessage(wish=LEFT, digest=self._agreement.digest()))
+            self._exchange.send(WorkerMessage(request=LEFT, digest=self.replica.digest()))
             if (numbers := self._exchange.finish()) is not None:
                 self._checkpointer.observe(numbers)  # an error, as soon as all have read it
                 self._exchange.complete()
@@ -250,7 +249,7 @@ class Loop:
         self._exchange.synchronize()
         raise left_error([self._world.rank])
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Run backward for this micro-batch's loss, a mean over its samples. Gradients of several calls add up."""
         if not self._is_open:
             raise MisuseError("backward() was called outside of a micro-batch: call it inside `for batch in epoch`")
@@ -260,7 +259,7 @@ class Loop:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
             scaled = loss if self._loss_scale is None else loss * self._loss_scale.value
-            self._exchange.backward(partial(scaled.backward, retain_graph=retain_graph))
+            self._exchange.backward(scaled, retain_graph)
         except torch.OutOfMemoryError as error:
             self.explain(error)
             raise
@@ -425,7 +424,8 @@ class Loop:
         position = self.position
         plan, num_samples = self._step.plan, self._step.num_samples
         timing = self._stopwatch.send(len(plan[self._world.rank]))
-        message = WorkerMessage(timing, self._checkpointer.requested, self._agreement.digest(), self._requested_rate)
+        digest = self.replica.digest() if self._world.size > 1 else 0
+        message = WorkerMessage(timing, self._checkpointer.requested, digest, self._requested_rate)
         self._exchange.send(message)
         early: list[Number | None] = []  # the norm, if the update was queued early
         update_unless = self._update_unless(early) if self._may_update_early else None
@@ -452,7 +452,8 @@ class Loop:
         for on_gradients in self._gradient_hooks:
             self._run_hook(on_gradients, self.replica.parameters)
         norm = early[0] if early else self.update.clip() if self._has_norm else None
-        if self._is_step_valid(numbers, norm):
+        is_ordinary = numbers.is_ordinary and norm is None
+        if is_ordinary or self._is_step_valid(numbers, norm):
             if not early:
                 self.update.step()
             if self._average is not None:
@@ -569,8 +570,7 @@ class Loop:
             is_finite = math.isfinite(norm.item()) and all(map(math.isfinite, numbers.losses))
             self._loss_scale.update(is_finite=is_finite)
             return is_finite
-        if not numbers.is_ordinary:
-            self._watch.check(step, self._step.plan, numbers)
+        self._watch.check(step, self._step.plan, numbers)
         if isinstance(norm, torch.Tensor) and norm.is_cpu and not math.isfinite(norm.item()):
             raise NonFiniteError(
                 f"the gradient's norm is {norm.item()} at step {step} although every loss is finite: the weights are "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -64,6 +67,7 @@ class Replica:
             fuse(self.optimizers)
         self._num_parameters = _count_parameters(self.optimizers)
         self._is_stepping = False
+        self._digest, self._digested, self._digested_names = 0, list[Any](), tuple[str, ...]()
         self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
         seen = only_or_all(self.optimizers)
         self.schedulers: list[Any] = (
@@ -88,6 +92,22 @@ class Replica:
                 each["lr"].fill_(rate)
             else:
                 each["lr"] = rate
+
+    def digest(self) -> int:
+        """Of everything that must be equal on all workers: hyper-parameters and trained parameters. Below 2**48."""
+        values: list[Any] = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                values += group.values()
+        is_same = len(values) == len(self._digested) and all(map(operator.is_, values, self._digested))
+        if self._digested_names is not self.trained_names or not is_same or torch.Tensor in map(type, values):
+            self._digested, self._digested_names = values, self.trained_names  # a tensor may change in place
+            shapes = [f"{tuple(p.shape)} {p.dtype}" for p in self.parameters.values()]
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            plain = [[plain_value(value) for key, value in group.items() if key != "params"] for group in groups]
+            text = json.dumps([self.trained_names, shapes, plain])
+            self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+        return self._digest
 
     def step_optimizers(self) -> None:
         self._is_stepping = True
@@ -208,6 +228,17 @@ class Replica:
                 raise ValueError(f"parameter {name!r} is on {parameter.device}, this worker drives {device}")
             if not parameter.is_floating_point():
                 raise ValueError(f"parameter {name!r} is {parameter.dtype}: only real floating point can be averaged")
+
+
+def plain_value(value: Any) -> Any:
+    """The value if its text is the same in all processes; otherwise the name of its type."""
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    if isinstance(value, tuple | list):
+        return [plain_value(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.is_cpu:
+        return value.tolist()
+    return type(value).__name__
 
 
 def _count_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> int:

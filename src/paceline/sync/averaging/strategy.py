@@ -110,8 +110,8 @@ class AveragedReplicas:
         self._newest: LocalNumbers | None = None  # of the last finished step
         self._losses = DeferredReader(self._add_loss, is_ready=lambda numbers: numbers.has_arrived)  # of this round
         self._timing = NOT_MEASURED
-        self._wish = 0.0
-        # Timings and wishes by rank, reported in the step after an average.
+        self._request = 0.0
+        # Timings and requests by rank, reported in the step after an average.
         self._nothing_reported = ((NOT_MEASURED,) * self._world.size, (0.0,) * self._world.size)
         self._reported: tuple[Sequence[Timing], Sequence[float]] = self._nothing_reported
 
@@ -129,8 +129,8 @@ class AveragedReplicas:
         self._micro_batch_weight = weight
         self._local.begin_micro_batch(number - self._mine.start, weight, is_last=is_last)
 
-    def backward(self, run: Callable[[], None]) -> None:
-        self._local.backward(run)
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        self._local.backward(loss, retain_graph)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         if loss is None and self._micro_batch_weight:
@@ -151,18 +151,18 @@ class AveragedReplicas:
         )
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
-        self._wish = message.wish
+        self._request = message.request
         if message.timing.micro_batch:
             self._timing = message.timing
         if self._mine:
             self._local.send(message)
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> LocalNumbers:
-        (timings, wishes), self._reported = self._reported, self._nothing_reported
+        (timings, requests), self._reported = self._reported, self._nothing_reported
         own = self._local.finish() if self._mine else OneLoss(None, 0.0)
         assert isinstance(own, StepNumbers | OneLoss)
         first, is_loss_known = self._mine.start, self._is_loss_known
-        self._newest = LocalNumbers(own, first, timings, wishes, self._mean, is_loss_known=is_loss_known)
+        self._newest = LocalNumbers(own, first, timings, requests, self._mean, is_loss_known=is_loss_known)
         return self._newest
 
     def complete(self) -> None:
@@ -210,7 +210,7 @@ class AveragedReplicas:
             self._finish_average()
         self._losses.flush()
         self._round.micro_batch_s, self._round.rest_s = self._timing.micro_batch, self._timing.rest
-        self._round.wish = self._wish
+        self._round.request = self._request
         self._average.start(self._round)
         self._round = WorkerRound()
         if is_final or not self._is_overlapping:
@@ -218,9 +218,9 @@ class AveragedReplicas:
 
     def _finish_average(self) -> None:
         rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
-        wishes, num_steps = [each.wish for each in rounds], int(rounds[0].num_steps)
-        check_nobody_left(wishes)
-        self._reported = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], wishes
+        requests, num_steps = [each.request for each in rounds], int(rounds[0].num_steps)
+        check_nobody_left(requests)
+        self._reported = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], requests
         loss_weight = sum(each.loss_weight for each in rounds)
         loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
         self._mean = RoundMean(loss, sum(each.weight for each in rounds) / max(num_steps, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class DirectGradients:
         """A graph has run the whole step, from the batch to the new weights. Its gradients are not visible."""
         self._replayed = loss
 
-    def backward(self, run: Callable[[], None]) -> None:
-        self._watch.run(run)
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        self._watch.backward(loss, retain_graph)
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         if self._replayed is None:

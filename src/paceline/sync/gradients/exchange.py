@@ -150,8 +150,8 @@ class MeanGradients:
             self._fired = [0] * len(self._names)
         self._is_open = True
 
-    def backward(self, run: Callable[[], None]) -> None:
-        self._watch.run(run)
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        self._watch.backward(loss, retain_graph)
 
     def has_gradient(self) -> bool:
         for parameter in self._parameters:  # noqa: SIM110 - faster than any()
@@ -197,8 +197,8 @@ class MeanGradients:
             self._note_peaks()
         changed = self._buffers.changed_unmanaged() if self._has_buffers else ()
         self._writer.write(message, self._used, changed, num_untold=self._num_untold)
-        while len(self._pending) < len(self._sums):
-            self._send_next()
+        for sums in self._sums[len(self._pending) :]:
+            self._pending.append(self._communicator.all_reduce(sums.flat))
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> StepNumbers | None:
         for pending in self._pending:
@@ -335,10 +335,7 @@ class MeanGradients:
             gradients = list(map(_gradient, sums.layout.parameters))
             self._refuse(sums.layout.first, gradients)
             self._add(sums, gradients)
-            self._send_next()
-
-    def _send_next(self) -> None:
-        self._pending.append(self._communicator.all_reduce(self._sums[len(self._pending)].flat))
+            self._pending.append(self._communicator.all_reduce(sums.flat))
 
     # Grids
 

@@ -55,13 +55,13 @@ class GradientWatch:
         if self._by_hooks:
             self._by_hooks.clear()
 
-    def run(self, backward: Callable[[], None]) -> None:
-        """Call `backward()` for the trainer, and remember the gradients that it leaves."""
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        """Run the trainer's backward, and remember the gradients that it leaves."""
         if self._hooks:
             self.close()
         if self._seen:
             self.check()
-        backward()
+        loss.backward(retain_graph=retain_graph)
         parameters = self._parameters
         if self._num_whole_left:
             self._num_whole_left -= 1
