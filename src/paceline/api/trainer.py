@@ -47,12 +47,11 @@ if TYPE_CHECKING:
 class Trainer:
     """A training run whose loop is yours. Make one with `Trainer.setup`.
 
-    model: the module that was passed in or built, on this worker's device. run: the run's parts.
+    run: the run's parts.
     """
 
     def __init__(self, run: Run, *, is_head: bool = False) -> None:
         self.run = run
-        self.model = run.model
         self._loop = run.loop
         self._needs_function = run.config.runtime.capture == "on"
         self._is_head = is_head
@@ -233,6 +232,11 @@ class Trainer:
         from paceline.api.builder import Builder
 
         return Builder(model_factory, optim_factory, train_fn)
+
+    @property
+    def model(self) -> Any:
+        """The module that was passed in or built, on this worker's device."""
+        return self._loop.replica.model
 
     @property
     def unwrapped_model(self) -> Any:

@@ -55,12 +55,12 @@ class Purpose(enum.IntEnum):
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:
     """A 63-bit seed for one use, from the run's seed and the numbers that identify the use."""
-    state = _stream(seed, purpose)
+    state = _stream(seed, int(purpose))  # an enum is hashed by Python code
     for number in numbers:
         state = mix64(state ^ (number & MASK))
     return state >> 1
 
 
 @lru_cache(maxsize=64)
-def _stream(seed: int, purpose: Purpose) -> int:
-    return mix64(mix64(seed & MASK) ^ int(purpose))
+def _stream(seed: int, purpose: int) -> int:
+    return mix64(mix64(seed & MASK) ^ purpose)

@@ -127,8 +127,8 @@ TOGETHER = {
         "p.yaml:3:78: trainer.warmup_steps is too large: warmup_steps=5 must be < 5, the steps of the schedule"
     ),
     "trainer: {epochs: 1, global_batch: 8, learning_rate: 1}\ncheckpoints: {leave_out: [model]}": (
-        "p.yaml:4:1: checkpoints is inconsistent: leave_out=('model',): give a list of names, without "
-        "'model' and 'engine', which every checkpoint needs"
+        "p.yaml:4:1: checkpoints is inconsistent: leave_out=('model',): choose other names, every "
+        "checkpoint needs 'model' and 'engine'"
     ),
     "trainer: {epochs: 1, global_batch: 8, learning_rate: 1, save_strategy: no}\ncheckpoints: {resume: true}": (
         "p.yaml:4:15: checkpoints.resume has no effect: checkpoints.save is false"

@@ -71,7 +71,9 @@ class Checkpoints:
             if isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}={getattr(self, name)!r}: give a list of names")
         if {"model", "engine"}.intersection(self.leave_out):
-            raise ValueError(f"leave_out={self.leave_out!r}: every checkpoint needs 'model' and 'engine'")
+            raise ValueError(
+                f"leave_out={self.leave_out!r}: choose other names, every checkpoint needs 'model' and 'engine'"
+            )
         best: Any = self.keep_best
         is_tuple = isinstance(best, tuple) and [*map(type, best[:2])] == [str, int]
         if best is not None and not (is_tuple and best[1] > 0 and best[2:] in ((), ("min",), ("max",))):
