@@ -157,10 +157,7 @@ class OneLoss:
 
     def __init__(self, loss: torch.Tensor | Arriving | None, weight: float, message: WorkerMessage = SILENCE) -> None:
         self.total_weight = weight
-        self.weights = [weight]
-        self.timings: Sequence[Timing] = (message.timing,)
-        self.requests: Sequence[float] = (message.request,)
-        self.learning_rates: Sequence[tuple[float, int] | None] = (message.learning_rate,)
+        self._message = message
         self._is_told = loss is not None
         # Without weight the loss is a mean over nothing, possibly 0/0.
         if loss is None or not weight:
@@ -175,6 +172,22 @@ class OneLoss:
     @property
     def has_arrived(self) -> bool:
         return isinstance(self._source, list) or self._source.has_arrived
+
+    @property
+    def weights(self) -> list[float]:
+        return [self.total_weight]
+
+    @property
+    def timings(self) -> Sequence[Timing]:
+        return (self._message.timing,)
+
+    @property
+    def requests(self) -> Sequence[float]:
+        return (self._message.request,)
+
+    @property
+    def learning_rates(self) -> Sequence[tuple[float, int] | None]:
+        return (self._message.learning_rate,)
 
     @property
     def losses(self) -> list[float]:

@@ -46,7 +46,7 @@ from paceline.sync.strategy import GradientExchange, UpdateUnless
 if TYPE_CHECKING:
     from paceline.run.saving.checkpointer import Checkpointer
 
-# On a GPU, measure one of this many steps if no plan depends on it.
+# Measure one of this many steps if no plan depends on it.
 SELDOM_MEASURED = 16
 NO_STEP = Step((), 0, None, is_cut=False)  # before the first
 

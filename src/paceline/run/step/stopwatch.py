@@ -28,22 +28,29 @@ STEPS_PER_READ = 32
 
 
 class HostStopwatch:
-    """For devices whose operations are synchronous."""
+    """For devices whose operations are synchronous. One of `interval` steps is measured."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, interval: int = 1) -> None:
         self._record = None if isinstance(recorder, NoTimeline) else recorder.step
+        self._interval = interval if self._record is None else 1
+        self._num_begun = 0
+        self._is_measured = True
         self._moments: list[float] = []
         self._in_passes = self._sync = self._rest = 0.0
-        self._is_first = True
 
     def begin_step(self) -> None:
+        self._is_measured = self._num_begun < 2 * self._interval or self._num_begun % self._interval == 0
+        self._num_begun += 1
         self._moments = [perf_counter()]
 
     def mark(self) -> None:
-        self._moments.append(perf_counter())
+        if self._is_measured:
+            self._moments.append(perf_counter())
 
     def send(self, num_micro_batches: int) -> Timing:
         """The exchange begins. Returns the time of this step's micro-batches and the rest of the step before."""
+        if not self._is_measured:
+            return NOT_MEASURED
         moments = self._moments
         moments.append(perf_counter())
         in_passes = 0.0
@@ -53,11 +60,11 @@ class HostStopwatch:
         return Timing(in_passes / num_micro_batches if num_micro_batches else 0.0, self._sync, self._rest)
 
     def completed(self, step: int) -> None:
+        if not self._is_measured:
+            return
         moments = self._moments
         moments.append(perf_counter())
-        if self._is_first:  # includes one-time work: optimizer state, connections
-            self._is_first = False
-        else:
+        if self._num_begun > 1:  # the first includes one-time work: optimizer state, connections
             sent, received, ended, _ = moments[-4:]
             self._sync = received - sent
             self._rest = sent - moments[0] - self._in_passes + ended - received
@@ -165,8 +172,8 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 
 
 def stopwatch_for(device: torch.device, recorder: Recorder, interval: int = 1) -> HostStopwatch | CudaStopwatch:
-    """interval: on a GPU, measure one of this many steps; a timeline measures every step."""
-    return CudaStopwatch(recorder, interval) if device.type == "cuda" else HostStopwatch(recorder)
+    """interval: measure one of this many steps; a timeline measures every step."""
+    return (CudaStopwatch if device.type == "cuda" else HostStopwatch)(recorder, interval)
 
 
 class Account:
