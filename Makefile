@@ -28,8 +28,12 @@ help: ## this list
 train: $(ENVIRONMENT) ## train a small transformer on generated stories, with two workers (about two minutes)
 	$(RUN)/paceline train examples/tiny_stories/2workers.yaml $(ARGS)
 
+# A test that fails beside others runs again alone: where other programs keep the cores busy, processes that the tests
+# start may come too late.
 test: lint ## lint, then every test, example and code block of the docs
-	$(RUN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(RUN)/python -m pytest --cache-clear -n $(JOBS) --dist worksteal $(ARGS) || { \
+		[ $$? -eq 1 ] && echo "make: running the failed tests again, one at a time" && \
+		$(RUN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); }
 
 soak: $(ENVIRONMENT) ## a thousand random programs against plain PyTorch, and long matrices (some ten minutes)
 	$(RUN)/python -m pytest -m soak -n $(JOBS) --dist worksteal $(ARGS)

@@ -54,6 +54,16 @@ def test_a_thread_writes_while_the_run_goes_on_and_is_gone_afterwards(tmp_path: 
     assert not any(thread.name == "paceline-timeline" for thread in threading.enumerate())
 
 
+@pytest.mark.parametrize("first", ['{"session": {"version": 1, "rank": 0}}\n', ""])
+def test_a_file_of_an_earlier_version_is_moved_aside(tmp_path: Path, first: str) -> None:
+    (tmp_path / "rank-0.jsonl").write_text(first)
+    recorder = TimelineRecorder(tmp_path, World(), Events())
+    recorder.step(1, [perf_counter()] * 9)
+    recorder.close()
+    assert [lane.rank for lane in Timeline.load(tmp_path).lanes] == [0]
+    assert (tmp_path / "rank-0.jsonl.old").exists() is bool(first)
+
+
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot be written to .* choose another folder"):

@@ -129,8 +129,8 @@ class Columns:
         lengths = [*map(len, self._tensors)]
         if len(set(lengths)) > 1:
             raise ValueError(f"the columns of data have {lengths} rows: all columns need the same number of rows")
-        # `index_select` takes half the time of indexing, but would undo channels_last. NumPy's `take` is faster still, but
-        # its memory is not aligned to 64 bytes, and kernels may then round differently.
+        # `index_select` takes half the time of indexing, but would undo channels_last. NumPy's `take` is faster still,
+        # but its memory is not aligned to 64 bytes, and kernels may then round differently.
         self._gathers = [partial(t.index_select, 0) if t.is_contiguous() else t.__getitem__ for t in self._tensors]
         self._is_on_host = all(tensor.is_cpu for tensor in self._tensors)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import json
 import os
 import sys
 import threading
@@ -153,6 +154,8 @@ class TimelineRecorder(Recorder):
     def _open(self, folder: Path) -> LineWriter | None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and not _has_this_version(self._path):
+                self._path.rename(self._path.with_suffix(".jsonl.old"))
             return LineWriter(self._path)
         except OSError as error:
             if error.errno not in _TEMPORARY:
@@ -233,3 +236,13 @@ def _host_memory() -> float:
     lines = Path("/proc/meminfo").read_text().splitlines()
     kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in lines[:3]}
     return 1024 * (kilobytes["MemTotal"] - kilobytes["MemAvailable"])
+
+
+def _has_this_version(path: Path) -> bool:
+    """Whether a file can be appended to: an earlier Paceline may have written it."""
+    with path.open() as file:
+        first = file.readline()
+    try:
+        return bool(json.loads(first)["session"]["version"] == VERSION)
+    except (ValueError, KeyError, TypeError):  # empty, or a line that was cut off
+        return True
