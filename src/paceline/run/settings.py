@@ -119,11 +119,6 @@ GROUPS: dict[str, type] = {
 }
 
 
-def group_of(name: str) -> str | None:
-    """The group that a setting belongs to."""
-    return next((group for group, kind in GROUPS.items() if name in {f.name for f in fields(kind)}), None)
-
-
 def check_unused(group: Any, used: Collection[str], by: str) -> None:
     """Refuse settings of a group that an entry point would ignore."""
     for declared in fields(group):

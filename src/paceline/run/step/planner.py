@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.core.deferred import DeferredReader
 from paceline.core.waiting import split_sync
@@ -22,23 +22,25 @@ LOOK_EVERY_S = 0.01
 MAX_UNSEEN = 100  # steps in a row that are not used
 
 
-class Planner(Protocol):
+class Planner:
     """Computes the same plan on every worker: it uses only numbers that all of them have."""
 
     def plan(self, num_left: int) -> Plan:
         """The micro-batches of the next step, by rank. num_left: micro-batches left in the epoch."""
+        raise NotImplementedError
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
         """Learn from a completed step's numbers. Called for every step, in order."""
 
     def state_dict(self) -> dict[str, Any]:
         """What was learned about the workers, for checkpoints."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned in a world of the same size."""
 
 
-class FixedPlanner:
+class FixedPlanner(Planner):
     """The same proportions in every step."""
 
     def __init__(self, step_size: int, speeds: Sequence[float]) -> None:
@@ -49,17 +51,8 @@ class FixedPlanner:
     def plan(self, num_left: int) -> Plan:
         return self._whole if num_left >= self._step_size else ranges(shares(num_left, self._speeds))
 
-    def observe(self, plan: Plan, numbers: Numbers) -> None:
-        return
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        return
-
-
-class MeasuringPlanner:
+class MeasuringPlanner(Planner):
     """Shares that follow the workers' measured speeds."""
 
     def __init__(self, step_size: int, balancer: Balancer) -> None:
@@ -95,7 +88,7 @@ class MeasuringPlanner:
             self._plans = {}
 
 
-class CadencePlanner:
+class CadencePlanner(Planner):
     """El Che's steps: large enough to keep the exchange cheap."""
 
     def __init__(self, el_che: ElChe, max_step_size: int) -> None:
@@ -121,7 +114,7 @@ class CadencePlanner:
             self._el_che = ElChe.from_dict(state["el_che"])
 
 
-class LaggedPlanner:
+class LaggedPlanner(Planner):
     """Passes numbers to a planner `lag` steps late, when they have arrived from the device."""
 
     def __init__(self, planner: Planner, lag: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import repeat
 from operator import is_not
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,25 +20,8 @@ from paceline.sync.gradients.rounding import RoundedAddition
 SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
 
 
-class Sums(Protocol):
-    """The sums of one bucket. `flat` is exchanged; its end, `tail`, holds other numbers."""
-
-    layout: BucketLayout
-    flat: torch.Tensor
-    tail: torch.Tensor
-
-    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
-        """sums += weight * gradients; `first` overwrites the sums of the previous step."""
-
-    def clear(self) -> None:
-        """Set the sums to zero."""
-
-    def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
-        """The sums over all workers, divided by `divisor` if given, in the parameters' dtype."""
-
-
 class PlainSums:
-    """Sums in the parameters' own precision, float32 at least.
+    """Sums in the parameters' own precision, float32 at least. `flat` is exchanged; its end, `tail`, has other numbers.
 
     is_one_term: exact mode with one micro-batch per step. Turns -0.0 into 0.0, as adding the zeros of other workers
     does.
@@ -58,6 +41,7 @@ class PlainSums:
         self._small = self._payload.numpy() if is_small else None
 
     def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
+        """sums += weight * gradients; `first` overwrites the sums of the previous step."""
         views, present = _present(self._views, gradients, clear_missing=first)
         if not present:
             return
@@ -80,6 +64,7 @@ class PlainSums:
         self._payload.zero_()
 
     def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
+        """The sums over all workers, divided by `divisor` if given, in the parameters' dtype."""
         if divisor is not None:
             self._payload.div_(divisor)
         if self._is_one_term:
