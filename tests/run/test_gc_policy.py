@@ -108,7 +108,7 @@ def test_workers_collect_between_the_same_steps(pool: WorkerPool) -> None:
     def work() -> list[tuple[int, bool]]:
         with pytest.MonkeyPatch.context() as patch:  # the pool's workers are shared
             patch.setattr(gc_policy, "EVERY_STEPS", EVERY)
-            return where_collected("between steps", micro_batch=1)
+            return where_collected("between steps", micro_batch=1, shares="equal")
 
     # A worker in which no object became old has nothing to collect.
     for places in pool.run(work, 2):
