@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gatherings import CPU, buffers, join_all, sharing, sum_in_rank_order, terms, together
+from waiting import wait_until
 from worker_pool import WorkerPool
 
 from paceline.comm import connect
@@ -497,8 +498,12 @@ def test_if_one_worker_cannot_share_memory_all_raise(monkeypatch: pytest.MonkeyP
     [text] = set(map(str, errors))
     assert re.fullmatch(r"rank \d: \[Errno 28\] No space left on device", text)
     del errors
-    gc.collect()  # the errors' frames hold what was opened
-    assert open_files() == files
+
+    def is_released() -> bool:
+        gc.collect()  # the errors' frames hold what was opened, until the threads have ended
+        return open_files() == files
+
+    wait_until(is_released)
 
 
 def test_memory_that_cannot_be_had_is_an_error_with_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class ProcessGroupCommunicator:
             self._open(self._rendezvous.store)
         except RuntimeError as error:
             self.close()
-            raise self._translate(error, "connecting") from None
+            raise self._translate(error, "connecting", timeout_s) from None
 
     def _open(self, store: Any) -> None:
         world, timeout = self.world, timedelta(seconds=self.timeout_s)
@@ -110,13 +111,15 @@ class ProcessGroupCommunicator:
         try:
             work = getattr(self._group, method)(*args)
         except RuntimeError as error:
-            raise self._translate(error, operation) from None
+            raise self._translate(error, operation, 0.0) from None
         return _PendingWork(work, operation, self)
 
-    def _translate(self, error: RuntimeError, operation: str) -> CommunicationError:
+    def _translate(self, error: RuntimeError, operation: str, waited_s: float) -> CommunicationError:
         """torch.distributed reports timeouts and lost peers as plain RuntimeErrors."""
         text, rank = str(error), self.world.rank
-        if ("imed out" in text or "imeout" in text) and not self._is_aborted:
+        # Gloo also names the timeout by which a peer has aborted.
+        is_late = waited_s > 0.9 * self.timeout_s
+        if ("imed out" in text or "imeout" in text) and is_late and not self._is_aborted:
             return CommunicationTimeout(
                 f"rank {rank} waited timeout_s={self.timeout_s:g} s in {operation}, and not all {self.world.size} "
                 "workers arrived: the others hang, or need more time than timeout_s"
@@ -129,12 +132,14 @@ class _PendingWork:
         self._work = work
         self._operation = operation
         self._communicator = communicator
+        self._started_at = monotonic()
 
     def wait(self) -> None:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._communicator._translate(error, self._operation) from None
+            waited_s = monotonic() - self._started_at
+            raise self._communicator._translate(error, self._operation, waited_s) from None
 
 
 def default_backend(world: World) -> str:
