@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from image_models import convolution, linear, pooling
 from models import SmallResNet, digest
 from torch import nn
 from torch.nn import functional
@@ -18,18 +19,6 @@ import paceline as pl
 GENERATOR = torch.Generator().manual_seed(0)
 IMAGES = torch.randn(12, 3, 8, 8, generator=GENERATOR)
 LABELS = torch.randint(0, 5, (12,), generator=GENERATOR)
-
-
-def linear() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
-
-
-def convolution() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(216, 5))
-
-
-def pooling() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.MaxPool2d(2), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(6, 5))
 
 
 def normalised() -> nn.Module:

@@ -72,6 +72,14 @@ def test_a_step_is_ordinary_if_all_agree_and_nobody_requests_anything(
     assert exchanged([first, second]).is_ordinary is is_ordinary
 
 
+@pytest.mark.parametrize("message", [WorkerMessage(request=1.0), WorkerMessage(learning_rate=(0.0, 0))])
+def test_a_request_that_all_workers_make_is_not_ordinary_either(message: WorkerMessage) -> None:
+    workers = tails()
+    for tail in workers:
+        tail.write(message, [True] * 4, ())
+    assert not exchanged(workers).is_ordinary
+
+
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_a_step_with_a_number_that_is_not_finite_is_not_ordinary(number: float, what: str) -> None:

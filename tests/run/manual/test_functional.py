@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from grouping import grouped
+from image_models import convolution, linear, pooling
 from models import SmallResNet, SmallTransformer, digest, images, mlp, tokens, vectors
 from step_by_step import IMAGES, LABELS, Stream, X, Y, adam, everything, one_step, prepare, sgd
 from torch import nn
@@ -21,18 +22,6 @@ from paceline.run.manual.functional import topk_accuracy
 from paceline.run.manual.training_state import report_missing_peer_access as report
 
 # Replicas equal one model.
-
-
-def linear() -> nn.Module:
-    return nn.Sequential(nn.Flatten(), nn.Linear(192, 5))
-
-
-def convolution() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Flatten(), nn.Linear(216, 5))
-
-
-def pooling() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.MaxPool2d(2), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(6, 5))
 
 
 def normalised() -> nn.Module:
