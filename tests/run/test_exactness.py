@@ -6,8 +6,13 @@ from functools import cache
 
 import pytest
 import torch
+from models import digest, mlp, vectors
 from scenarios import SCENARIOS, Outcome, train
+from torch.nn import functional
 from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.sync.gradients.rounding import CPU_PEAKS
 
 # Splits of a full step of eight micro-batches; the tail's three are split in the same proportion.
 SPLITS = [[4, 4], [6, 2], [1, 5, 2]]
@@ -44,3 +49,21 @@ def test_plain_mode_agrees_to_rounding(name: str, pool: WorkerPool) -> None:
 def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     difference = (actual.double() - expected.double()).norm()
     return float(difference / expected.double().norm().clamp(min=1e-12))
+
+
+def many_micro_batches() -> str:
+    x, y = vectors(60)
+    with pl.Trainer.setup(
+        mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=(x, y), global_batch=20, micro_batch=1, exact=True
+    ) as trainer:
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        return digest(trainer.model.state_dict())
+
+
+def test_more_micro_batches_than_peaks_are_computed_at_a_time(pool: WorkerPool) -> None:
+    assert CPU_PEAKS < 20
+    alone = many_micro_batches()
+    assert pool.run(many_micro_batches, 2) == [alone] * 2
