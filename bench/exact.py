@@ -31,6 +31,8 @@ from bench.harness import Contestant, Result, Unavailable, alternate, isolated
 from bench.models import LanguageModel, mlp
 from bench.parts import Goal, Parts, to_limit
 from bench.workers import gloo_group, run_workers
+from paceline.core.world import World
+from paceline.run.determinism import process_settings
 
 BARE, PLAIN, EXACT, DETERMINISTIC = "bare loop", "plain", "exact", "plain, deterministic kernels"
 WARMUP_STEPS = 4
@@ -147,10 +149,11 @@ def paceline(work: Work, rank: int, **settings: Any) -> Iterator[None]:  # noqa:
 
 def deterministic(work: Work, rank: int) -> Iterator[None]:
     """Plain mode under the kernels that exact mode asks for."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    return paceline(work, rank)
+    settings = process_settings(World(), exact=True, threads=1)
+    try:
+        yield from paceline(work, rank)
+    finally:
+        settings.close()
 
 
 def contestant(work: Work, rank: int, make_loop: Callable[[Work, int], Iterator[None]]) -> Contestant:
@@ -185,7 +188,7 @@ def measure(case: Case, num_turns: int) -> dict[str, list[float]]:
     with gloo_group():
         work, rank = work_of(case), distributed.get_rank()
         contestants = {
-            name: gpu._with_own_attention(isolated(partial(contestant, work, rank, loop)))
+            name: isolated(partial(contestant, work, rank, loop))
             for name, loop in loops.items()
         }
         measured = alternate(contestants, num_turns)

@@ -20,7 +20,6 @@ import itertools
 import logging
 import math
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -341,7 +340,7 @@ class Metered:
 
     def __post_init__(self) -> None:
         outside = _allocated()
-        self._turn = _with_own_attention(isolated(self.build))
+        self._turn = isolated(self.build)
         self._turn()
         gc.collect()
         self._own_bytes = _allocated() - outside
@@ -358,21 +357,6 @@ class Metered:
 
 def _allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
-def _with_own_attention(turn: Contestant) -> Contestant:
-    """Exact mode switches a kind of attention off: only for itself."""
-    own = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(True)
-
-    def switched() -> float:
-        torch.backends.cuda.enable_cudnn_sdp(own)
-        try:
-            return turn()
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(True)
-
-    return switched
 
 
 # The parts
@@ -486,8 +470,6 @@ PARTS = {
 def measure(name: str, num_turns: int, peers: Sequence[str], *, quick: bool) -> Result:
     part = PARTS[name]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once: exact mode needs it, for all alike
-    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.manual_seed(0)
     work = part.make_work(device, quick=quick)
     asked = peers if part.has_peers else ()

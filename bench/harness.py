@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -58,14 +59,19 @@ class TorchSettings:
     deterministic: bool
     warn_only: bool
     fill_uninitialized_memory: bool
+    cudnn_attention: bool
+    pads_compiled_products: bool
 
     @classmethod
     def current(cls) -> TorchSettings:
+        compiler = sys.modules.get("torch._inductor.config")  # its import takes seconds
         return cls(
             torch.get_num_threads(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            getattr(compiler, "force_shape_pad", False),
         )
 
     def apply(self) -> None:
@@ -74,6 +80,8 @@ class TorchSettings:
         torch.set_num_threads(self.num_threads)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = self.fill_uninitialized_memory  # type: ignore[attr-defined]
+        torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)
+        torch._inductor.config.force_shape_pad = self.pads_compiled_products
 
 
 def isolated(build: Callable[[], Contestant]) -> Contestant:
