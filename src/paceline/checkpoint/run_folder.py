@@ -27,7 +27,7 @@ from paceline.checkpoint.errors import CheckpointError, LockedError
 from paceline.checkpoint.files import replacing, write_file
 from paceline.checkpoint.folders import clean_up, complete_steps, move_aside, step_folder, step_of
 from paceline.comm.base import Communicator
-from paceline.comm.messages import decided_by_rank_0, gather
+from paceline.comm.messages import decided_by_rank_0, gather, wait_for_all
 from paceline.core.private_folder import private_folder, why_not_private
 from paceline.core.world import World
 
@@ -107,13 +107,12 @@ class RunFolder:
     def __init__(
         self, root: Path, communicator: Communicator, *, shared_disk: bool = True, with_memory: bool = False
     ) -> None:
-        world = communicator.world
         self.root = root
         self._communicator = communicator
+        self._shared_disk = shared_disk
         self._has_memory = with_memory
-        self._owns_root = world.rank == writer_ranks(world, shared_disk=shared_disk)[0]
-        self._owns_memory = world.local_rank == 0
         self._locks = ExitStack()
+        self._assign_roles()
         with ExitStack() as undo:
             undo.callback(self.close)
             with raising_on_all_workers(communicator):
@@ -123,6 +122,22 @@ class RunFolder:
                 if self._owns_memory:
                     self._clean_memory()
             undo.pop_all()
+
+    def _assign_roles(self) -> None:
+        world = self._communicator.world
+        self._owns_root = world.rank == writer_ranks(world, shared_disk=self._shared_disk)[0]
+        self._owns_memory = world.local_rank == 0
+
+    def reconnect(self) -> None:
+        """The communicator has other workers now, none of which is writing. The lock of a lost owner is free."""
+        had_lock = self._owns_root
+        self._assign_roles()
+        wait_for_all(self._communicator)
+        with raising_on_all_workers(self._communicator):
+            if self._owns_root and not had_lock:
+                self._open()
+            elif self._owns_root:
+                clean_up(self.root)
 
     def _open(self) -> str:
         try:

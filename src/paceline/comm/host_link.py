@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from paceline.comm.rendezvous import Rendezvous
+from paceline.comm.rendezvous import MeetingPoint, Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
 
@@ -32,8 +32,11 @@ class HostLink:
 
     is_trusted = True  # the kernel has confirmed that the peers are processes of this user
 
-    def __init__(self, world: World, timeout_s: float | None, join_timeout_s: float) -> None:
+    def __init__(
+        self, world: World, timeout_s: float | None, join_timeout_s: float, at: MeetingPoint | None = None
+    ) -> None:
         self.world = world
+        self._at = at
         self._timeout_s = timeout_s
         self._peers: dict[int, socket.socket] = {}
         try:
@@ -89,7 +92,7 @@ class HostLink:
                 listeners[rank] = stack.enter_context(socket.socket(socket.AF_UNIX))
                 listeners[rank].bind(f"\0{name}-{rank}")
                 listeners[rank].listen()
-            Rendezvous(self.world, limit_s, name)
+            Rendezvous(self.world, limit_s, name, self._at)
             for rank, listener in listeners.items():
                 while rank not in self._peers:
                     listener.settimeout(max(0.001, deadline_s - monotonic()))
@@ -100,7 +103,7 @@ class HostLink:
                         connection.close()
 
     def _connect(self, limit_s: float) -> None:
-        name = Rendezvous(self.world, limit_s).offers[0]
+        name = Rendezvous(self.world, limit_s, at=self._at).offers[0]
         connection = self._peers[0] = socket.socket(socket.AF_UNIX)
         connection.settimeout(limit_s)
         connection.connect(f"\0{name}-{self.world.rank}")

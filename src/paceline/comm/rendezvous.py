@@ -15,6 +15,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from time import monotonic, sleep
@@ -35,24 +36,33 @@ MIN_POLL_S, MAX_POLL_S = 0.0002, 0.02
 _has_joined = False  # whether this process has completed a rendezvous
 
 
+@dataclass(frozen=True)
+class MeetingPoint:
+    """A store through which workers find each other. `check` may raise while they wait."""
+
+    store: Any
+    check: Callable[[], None] = lambda: None
+
+
 class Rendezvous:
     """A completed rendezvous. All workers of the world construct it together.
 
     `offers` are the JSON values that the workers passed as `offer`, by rank. `store` belongs to this rendezvous only;
     keep the `Rendezvous` alive while it is in use. Construction waits `timeout_s`; the first one in a process waits at
-    least JOIN_TIMEOUT_S. `run_store` replaces the store that the environment names.
+    least JOIN_TIMEOUT_S. `at` replaces the store that the environment names.
     """
 
-    def __init__(self, world: World, timeout_s: float, offer: Any = None, run_store: Any = None) -> None:
+    def __init__(self, world: World, timeout_s: float, offer: Any = None, at: MeetingPoint | None = None) -> None:
         global _has_joined
         self._world = world
         self._timeout_s = timeout_s
         self._answered: dict[int, bytes] = {}
         self._num_rounds = 0
+        self._check = at.check if at is not None else lambda: None
         is_first = not _has_joined and not dist.is_initialized()
         with self._limited(max(timeout_s, JOIN_TIMEOUT_S) if is_first else timeout_s):
             # Referenced here because torch does not keep a store alive that is written in Python.
-            self._run_store = _run_store(world) if run_store is None else run_store
+            self._run_store = _run_store(world) if at is None else at.store
             name = secrets.token_hex(8) if world.is_main else self._arrive()
             self.store: Any = dist.PrefixStore(name, self._run_store)  # type: ignore[attr-defined]
             self.offers = self._gather(offer, lambda: self._answer_arrivals(name))
@@ -97,6 +107,7 @@ class Rendezvous:
                     f"ranks {missing} did not join"
                 )
             on_poll()
+            self._check()
             sleep(poll_s)
             poll_s = min(1.3 * poll_s, MAX_POLL_S)
 

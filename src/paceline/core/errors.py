@@ -50,3 +50,11 @@ class WorkerError(PacelineError):
         super().__init__(message)
         self.rank = rank
         self.traceback_text = traceback_text
+
+
+class GenerationEnded(BaseException):
+    """A worker was lost and the others go on without it: the step is abandoned and begun again.
+
+    Never reaches the user. Not an `Exception`, so that code of the user between two parts of the engine, such as a
+    hook, does not catch it.
+    """

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 # The file of the rendezvous store for workers of one host, in the launcher's private folder.
 STORE_VARIABLE = "PACELINE_STORE"
+# Of workers that may be lost while the others go on: the file with the newest generation, and the number of the member.
+GENERATION_VARIABLE = "PACELINE_GENERATION"
+MEMBER_VARIABLE = "PACELINE_MEMBER"
 
 
 def is_worker(environment: Mapping[str, str] | None = None) -> bool:

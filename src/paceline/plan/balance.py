@@ -194,6 +194,17 @@ class Balancer:
         turn, position = divmod(self._num_steps, _TURN)
         return _with_idle(counts, speeds, turn) if position == _TURN - 1 else counts
 
+    def regrouped(self, previous_ranks: Sequence[int | None]) -> Balancer:
+        """The balancer of other workers. previous_ranks: by rank, None for a worker that nothing is known about."""
+        usual = math.fsum(self._hints) / len(self._hints)
+        balancer = Balancer(
+            len(previous_ranks), [usual if rank is None else self._hints[rank] for rank in previous_ranks]
+        )
+        balancer._num_steps = self._num_steps
+        balancer._times = [None if rank is None else self._times[rank] for rank in previous_ranks]
+        balancer._delays = [None if rank is None else self._delays[rank] for rank in previous_ranks]
+        return balancer
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "hints": list(self._hints),

@@ -206,6 +206,22 @@ class ElChe:
         self._anchor = self._ceiling = max(1, math.floor(self._anchor * factor))
         self._batch_counts = self._proportional_counts()
 
+    def regrouped(self, previous_ranks: Sequence[int | None]) -> ElChe:
+        """For other workers. previous_ranks: by rank, None for a worker that nothing is known about."""
+        regrouped = ElChe(
+            len(previous_ranks),
+            self._initial_anchor,
+            overhead_target=self._overhead_target,
+            max_anchor=self._max_anchor,
+            max_batch_diff=self._max_batch_diff,
+        )
+        usual = sum(self._hinted) / len(self._hinted)
+        regrouped._hinted = tuple(usual if rank is None else self._hinted[rank] for rank in previous_ranks)
+        regrouped._anchor, regrouped._ceiling = self._anchor, self._ceiling
+        regrouped._ms_per_batch = tuple(None if rank is None else self._ms_per_batch[rank] for rank in previous_ranks)
+        regrouped._batch_counts = regrouped._proportional_counts()
+        return regrouped
+
     def to_dict(self) -> dict[str, Any]:
         """Knobs and state; to resume with another knob, replace its entry."""
         return {

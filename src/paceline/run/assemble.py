@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +14,12 @@ import torch
 
 from paceline.checkpoint.manifest import Pattern
 from paceline.comm import connect
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, Link
 from paceline.comm.single import SingleCommunicator
 from paceline.core.events import Events
 from paceline.core.world import World
 from paceline.data.epochs import NumberedData
-from paceline.data.feeds.make_feed import DataSettings, make_feed
+from paceline.data.feeds.make_feed import DataSettings, make_feed, make_link
 from paceline.data.sources.streams import IterableStream
 from paceline.observe.timeline.recorder import NoTimeline, TimelineRecorder
 from paceline.plan.cadence import Cadence
@@ -27,6 +28,9 @@ from paceline.run.capture.graphs import graphs_for
 from paceline.run.capture.step import Stepping
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
+from paceline.run.membership.communicator import ElasticCommunicator
+from paceline.run.membership.member import Member
+from paceline.run.membership.rejoining import Rejoining
 from paceline.run.run import Run
 from paceline.run.saving.checkpointer import Checkpointer, RunParts
 from paceline.run.saving.identity import data_facts, identity
@@ -73,7 +77,7 @@ def assemble(
             torch.cuda.set_device(world.device)
             _check_device(world.device)
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
-        communicator = connect(world, config.runtime.backend, config.runtime.timeout_s)
+        communicator = _connect(config, world)
         stack.callback(communicator.close)
         replica = Replica(
             model,
@@ -113,7 +117,9 @@ def assemble(
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
         planner = planner_for(config, world, config.max_micro_batches(world.size))
-        feed = make_feed(data, _data_settings(config, world, weight_fn), steps, planner.plan, communicator)
+        settings = _data_settings(config, world, weight_fn)
+        link = partial(_link, communicator) if isinstance(communicator, ElasticCommunicator) else make_link
+        feed = make_feed(data, settings, steps, planner.plan, communicator, link)
         stack.callback(feed.close)
         gc_policy = GcPolicy(config.runtime.garbage_collection)
         stack.callback(gc_policy.close)
@@ -121,6 +127,8 @@ def assemble(
             config, communicator, replica, exchange, feed, planner, events, checkpointer, average, recorder, gc_policy
         )
         checkpointer.load_loop(loop)
+        if isinstance(communicator, ElasticCommunicator):
+            loop.recover_with(Rejoining(communicator, loop, checkpointer, average, events))
         stepping = Stepping(loop, exchange, events, graphs, config)
         is_counted = not isinstance(data, IterableStream)
         return Run(
@@ -138,6 +146,18 @@ def assemble(
             weight_fn=weight_fn,
             cleanup=stack.pop_all(),
         )
+
+
+def _connect(config: RunConfig, world: World) -> Communicator:
+    backend, timeout_s = config.runtime.backend, config.runtime.timeout_s
+    member = Member.from_environment()
+    if member is None or isinstance(config.strategy, Averaging) or world.size == 1:
+        return connect(world, backend, timeout_s)
+    return ElasticCommunicator(member, world, backend, timeout_s)
+
+
+def _link(communicator: ElasticCommunicator, world: World, timeout_s: float, join_timeout_s: float) -> Link:
+    return make_link(world, timeout_s, join_timeout_s, communicator.meeting_point)
 
 
 def _check_device(device: torch.device) -> None:

@@ -6,7 +6,8 @@ Where workers exchange these numbers is step_numbers.py; here are the interface 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -202,6 +203,40 @@ class OneLoss:
     @property
     def loss(self) -> float:
         return self.losses[0] if self.total_weight and self._is_told else math.nan
+
+
+@dataclass(frozen=True)
+class KnownNumbers:
+    """The numbers of a step that another worker completed."""
+
+    losses: list[float]
+    loss: float
+    total_weight: float
+    timings: Sequence[Timing]
+    has_arrived: ClassVar[bool] = True
+    is_ordinary: ClassVar[bool] = True  # whoever completed the step has acted on them
+    requests: ClassVar[Sequence[float]] = ()
+    digests: ClassVar[Sequence[int]] = ()
+    learning_rates: ClassVar[Sequence[tuple[float, int] | None]] = ()
+
+    @classmethod
+    def of(cls, numbers: Numbers) -> KnownNumbers:
+        return cls(numbers.losses, numbers.loss, numbers.total_weight, numbers.timings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "losses": list(self.losses),
+            "loss": self.loss,
+            "total_weight": float(self.total_weight),
+            "timings": [tuple(map(float, timing)) for timing in self.timings],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KnownNumbers:
+        return cls(**{**values, "timings": [Timing(*timing) for timing in values["timings"]]})
+
+    def non_finite(self) -> None:
+        return None
 
 
 class RoundMean(NamedTuple):

@@ -54,5 +54,8 @@ class Feed(Protocol):
     def after_step(self, position: Position) -> Position:
         """The position after the step that was begun last."""
 
+    def reconnect(self) -> None:
+        """The communicator has other workers now: all of them call this together, and begin a step next."""
+
     def close(self) -> None:
         """Stop reading ahead and release readers."""

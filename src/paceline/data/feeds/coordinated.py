@@ -79,24 +79,29 @@ class CoordinatedFeed:
         self._epochs = epochs
         self._settings = settings
         self._plan_step = plan_step
-        self._world = world = communicator.world
-        self._timeout_s = timeout_s = communicator.timeout_s
-        self._deliver = Delivery(data, world.device, settings.weight_fn)
-        in_background = settings.readers > 0 or reads_in_thread(data)
-        self._num_ahead = STEPS_AHEAD if in_background else 0
-        limit_s = NO_TIMEOUT_S if in_background else timeout_s
+        self._communicator = communicator
+        self._connect = connect
+        self._timeout_s = communicator.timeout_s
+        self._deliver = Delivery(data, communicator.world.device, settings.weight_fn)
+        self._in_background = settings.readers > 0 or reads_in_thread(data)
+        self._num_ahead = STEPS_AHEAD if self._in_background else 0
+        self._open()
+
+    def _open(self) -> None:
+        self._world = world = self._communicator.world
+        limit_s = NO_TIMEOUT_S if self._in_background else self._timeout_s
         self._processes: ReaderProcesses | None = None
         self._link: _WatchedLink | None = None
         self._submit: Callable[[_PlannedStep], Callable[[], _StepData]] = partial(partial, self._load)
         with ExitStack() as cleanup:
-            if settings.readers:
-                self._processes = ReaderProcesses(read, settings.readers, limit_s)
+            if self._settings.readers:
+                self._processes = ReaderProcesses(self._read, self._settings.readers, limit_s)
                 cleanup.callback(self._processes.close)
             if world.size > 1:
-                self._link = _WatchedLink(connect(world, limit_s, timeout_s))
+                self._link = _WatchedLink(self._connect(world, limit_s, self._timeout_s))
                 cleanup.callback(self._link.close)
-            if in_background:
-                thread = ReaderThread(self._load, timeout_s, abort=self._abort, explain=self._explain_timeout)
+            if self._in_background:
+                thread = ReaderThread(self._load, self._timeout_s, abort=self._abort, explain=self._explain_timeout)
                 self._submit = thread.submit
                 cleanup.callback(thread.close)
             self._cleanup = cleanup.pop_all()
@@ -128,6 +133,11 @@ class CoordinatedFeed:
     def after_step(self, position: Position) -> Position:
         assert self._current is not None
         return self._current[0].after
+
+    def reconnect(self) -> None:
+        # What was read ahead was planned for other workers, and a stream's readers are ahead of the position.
+        self.close()
+        self._open()
 
     def close(self) -> None:
         self._in_flight.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
@@ -19,6 +19,9 @@ from paceline.data.sources.base import Columns, Source, as_source
 from paceline.data.sources.streams import IterableStream, StreamEpoch, StreamReader
 from paceline.plan.epoch import Steps
 
+if TYPE_CHECKING:
+    from paceline.comm.rendezvous import MeetingPoint
+
 
 def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source | IterableStream:
     """The source or stream for what the user passed as `data`."""
@@ -28,17 +31,17 @@ def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: i
     return IterableStream(data, seed) if is_iterable_only else as_source(data, collate_fn=collate_fn, seed=seed)
 
 
-def make_link(world: World, timeout_s: float, join_timeout_s: float) -> Link:
+def make_link(world: World, timeout_s: float, join_timeout_s: float, at: MeetingPoint | None = None) -> Link:
     """A link between the workers of a world, beside the step's exchange."""
     # Imported on demand: a world of one worker does not need torch.distributed.
     if world.local_size == world.size:
         from paceline.comm.host_link import HostLink
 
-        return HostLink(world, timeout_s, join_timeout_s)
+        return HostLink(world, timeout_s, join_timeout_s, at)
     from paceline.comm.process_group import ProcessGroupCommunicator
     from paceline.comm.rendezvous import Rendezvous
 
-    return ProcessGroupCommunicator(world, "gloo", timeout_s, Rendezvous(world, join_timeout_s))
+    return ProcessGroupCommunicator(world, "gloo", timeout_s, Rendezvous(world, join_timeout_s, at=at))
 
 
 def make_feed(

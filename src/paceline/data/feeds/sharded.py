@@ -110,6 +110,7 @@ class ShardedFeed:
     ) -> None:
         self._epochs = epochs
         self._plan_step = plan_step
+        self._communicator = communicator
         self._rank = communicator.world.rank
         self._at_once = settings.at_once
         self._read = reader_of(source, is_weighed=settings.weight_fn is not None)
@@ -142,6 +143,9 @@ class ShardedFeed:
     def after_step(self, position: Position) -> Position:
         assert self._epoch is not None, "begin_step comes first"
         return self._epoch.after(position, self._plan[-1].stop)
+
+    def reconnect(self) -> None:
+        self._rank = self._communicator.world.rank
 
     def close(self) -> None:
         if self._prefetcher is not None:

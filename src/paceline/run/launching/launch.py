@@ -40,6 +40,7 @@ def launch(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
+    min_workers: int | None = None,
     logs: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Call `fn(*args, **kwargs)` on `num_workers` workers of this machine and return rank 0's result.
@@ -56,10 +57,14 @@ def launch(
     called again, and a trainer in it continues from its newest checkpoint. Under torchrun its own --max-restarts
     applies.
 
+    With `min_workers` a worker that dies (killed, out of memory, crashed) leaves the run, and the others go on without
+    a restart, as long as this many are left: they begin the step again, with all its samples, and in exact mode the
+    weights are what they would have been. An exception in `fn` still ends the run. See docs/elastic.md.
+
     With `logs` the standard output and error of rank R, even of a single worker, are appended to `rank-R.out` and
     `rank-R.err` in that folder, and rank 0's are also shown here.
     """
-    options = Launch(workers_to_start(num_workers), max_restarts, logs)
+    options = Launch(workers_to_start(num_workers), max_restarts, logs, min_workers=min_workers)
     if options.runs_here:
         return fn(*args, **(kwargs or {}))
     return launch_workers(fn, args, kwargs or {}, options)
@@ -89,8 +94,18 @@ class Launch:
     max_restarts: int = 0
     logs: str | os.PathLike[str] | None = None
     nodes: Nodes = SINGLE_NODE
+    min_workers: int | None = None  # to go on with when others die; None: they end with the first that dies
 
     def __post_init__(self) -> None:
+        if self.min_workers is not None:
+            if type(self.min_workers) is not int or self.min_workers < 1:
+                raise ValueError(f"min_workers={self.min_workers!r}: choose an integer >= 1")
+            if self.nodes.num > 1:
+                raise ValueError("min_workers requires a single node: workers of several nodes are restarted together")
+            if not is_worker() and self.min_workers > self.num_workers:
+                raise ValueError(
+                    f"min_workers={self.min_workers} is more than num_workers={self.num_workers}: choose at most that"
+                )
         if type(self.max_restarts) is not int or self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts!r}: choose an integer >= 0")
         if self.logs is not None and Path(self.logs).exists() and not Path(self.logs).is_dir():
@@ -164,7 +179,15 @@ def _run_workers(
         ForkServer(folder / worker.START_FILE, _environment(folder, count, nodes)) as server,  # first: it takes longest
         closing(NodeRendezvous(nodes, count, folder.name, common)) as rendezvous,
         follow_output(logs, shows_rank_0=rendezvous.first_rank == 0) as copy_output,
-        Agent(folder, server, rendezvous, options.max_restarts, logs, lambda: copy_output() or on_poll()) as agent,
+        Agent(
+            folder,
+            server,
+            rendezvous,
+            options.max_restarts,
+            logs,
+            lambda: copy_output() or on_poll(),
+            options.min_workers if count > 1 else None,
+        ) as agent,
     ):
         try:
             failure = agent.run()

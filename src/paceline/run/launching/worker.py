@@ -3,7 +3,8 @@
 It prints nothing itself: it writes how it ended to the folder of the launch, where its agent reads it.
 
 That folder contains `start.json`, `call.pkl` and `secret` from the launcher, `result.pkl` from rank 0, and for the N-th
-start of the workers a folder `start-N` with `store`, the rendezvous of the workers of one host, and for each rank R
+start of the workers a folder `start-N` with `store`, the rendezvous of the workers of one host, `generation`, who takes
+part now (if workers may be lost; each has its own `store-G`), and for each rank R
 `stack-R` (process id, then Python stacks on STACK_SIGNAL and after a crash), `heard-R` (the worker has received SIGTERM
 and is saving), `report-R` (how it ended). Each node has its own folder.
 """
@@ -33,6 +34,7 @@ START_FILE = "start.json"
 CALL_FILE = "call.pkl"
 RESULT_FILE = "result.pkl"
 STORE_FILE = "store"
+GENERATION_FILE = "generation"
 SECRET_FILE = "secret"
 STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
@@ -86,7 +88,7 @@ def main(shared: Path, start: dict[str, Any]) -> NoReturn:
     for name, lines in start["sources"].items():  # notebook cells: tracebacks show their lines
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     try:
-        _run(start["script"], shared, rank)
+        _run(start["script"], shared)
         # As at the end of a Python program: wait for the user's threads, and run exit handlers.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -106,7 +108,7 @@ def _answer_stack_requests(folder: Path, rank: int) -> None:
     file.flush()
 
 
-def _run(script: str | None, folder: Path, rank: int) -> None:
+def _run(script: str | None, folder: Path) -> None:
     result = None
     try:
         if script is not None:
@@ -120,7 +122,7 @@ def _run(script: str | None, folder: Path, rank: int) -> None:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-    if rank == 0 and script is None:
+    if os.environ["RANK"] == "0" and script is None:  # now: ranks change when a worker is lost
         from paceline.run.launching.payload import save_result
 
         save_result(folder / RESULT_FILE, result)

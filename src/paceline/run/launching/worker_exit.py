@@ -36,6 +36,7 @@ class ExitKind(StrEnum):
     INTERRUPTED = "interrupted"
     STOPPED = "stopped"  # on request, after saving
     TERMINATED = "terminated"  # by a SIGTERM from elsewhere
+    LEFT = "left"  # it died, and the others go on
     ENDED = "ended"  # by its agent, because of another worker's failure
     DONE = "done"
 
@@ -54,7 +55,7 @@ class WorkerExit:
 
     @property
     def is_failure(self) -> bool:
-        return self.kind not in (ExitKind.ENDED, ExitKind.DONE)
+        return self.kind not in (ExitKind.LEFT, ExitKind.ENDED, ExitKind.DONE)
 
     def with_notes(self, *notes: str) -> WorkerExit:
         return replace(self, message="\n\n".join(filter(None, [self.message, *notes])))

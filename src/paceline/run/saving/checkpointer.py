@@ -19,10 +19,11 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import new_token, step_folder, step_of
 from paceline.checkpoint.manifest import Manifest, Pattern
 from paceline.checkpoint.policy import Decision, Retention
+from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.writer import AsyncWriter, Component
 from paceline.comm.base import Communicator
-from paceline.comm.messages import decided_by_rank_0, wait_for_all
+from paceline.comm.messages import decided_by_rank_0, gather, wait_for_all
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
@@ -94,25 +95,58 @@ class Checkpointer:
         root = Path(settings.folder).absolute()
         self._folder = RunFolder(root, run.communicator, shared_disk=shared_disk, with_memory=has_snapshots)
         stack.callback(lambda: self._folder.close(is_abandoned=self._has_saved and not self._is_finished))
-        token = decided_by_rank_0(new_token, run.communicator)
         self._resumption = Resumption(settings, init_from, self._folder, run.communicator, run.replica, run.identity)
         self.resumed_from = self._resumption.folder
         self._schedule(self._resumption.position)
         stack.callback(self._close_writers)
-        make_writer = partial(
-            AsyncWriter, world=self._world, token=token, record=partial(run.timeline.during, "writing")
-        )
-        keep, num_shards = settings.retention, settings.num_writers
-        self._writers.append(make_writer(root, shared_disk=shared_disk, num_shards=num_shards, retention=keep))
         if has_snapshots:
             self._folder.make_memory()
-            keep = Retention(last=1)
-            self._writers.append(make_writer(self._folder.memory, shared_disk=False, retention=keep, flush=False))
+        self._open_writers(settings)
         if settings.handle_signals:
             self._signals = StopSignals(lambda: self.request(Decision.STOP))
             stack.callback(self._signals.close)
 
+    def _open_writers(self, settings: Checkpoints) -> None:
+        run, shared_disk = self._run, settings.disk == "shared"
+        token = decided_by_rank_0(new_token, run.communicator)
+        make_writer = partial(
+            AsyncWriter, world=self._world, token=token, record=partial(run.timeline.during, "writing")
+        )
+        keep, num_shards = settings.retention, settings.num_writers
+        self._writers.append(
+            make_writer(self._folder.root, shared_disk=shared_disk, num_shards=num_shards, retention=keep)
+        )
+        if settings.snapshot_every is not None:
+            keep = Retention(last=1)
+            self._writers.append(make_writer(self._folder.memory, shared_disk=False, retention=keep, flush=False))
+
+    def reconnect(self) -> None:
+        """Save with the workers of the new world, which call this together. An unfinished checkpoint is due again."""
+        communicator = self._run.communicator
+        self._world = communicator.world
+        self._reader.clear()
+        # A worker that took over the state of another one may not know what was agreed in that step.
+        self._agreed = Decision(max(int(own) for own in gather(str(int(self._agreed)), communicator)))
+        self.is_active |= self._agreed > Decision.CONTINUE
+        if self._settings is not None:
+            self._close_writers()
+            self._writers.clear()
+            self._folder.reconnect()
+            self._open_writers(self._settings)
+            self._schedule(Position.from_dict(decided_by_rank_0(self._newest_position, communicator)))
+            self._is_prepared = False
+
+    def _newest_position(self) -> dict[str, int]:
+        """Of the newest complete checkpoint on the disk."""
+        newest = max(self._folder.found(), key=lambda path: step_of(path) or 0, default=None)
+        return Position().to_dict() if newest is None else dict(Checkpoint(newest).manifest.position)
+
     # What is saved
+
+    @property
+    def registered(self) -> Mapping[str, HasState]:
+        """The user's own state, by name."""
+        return {name: thing for name, (thing, _) in self._registered.items()}
 
     @property
     def components(self) -> Mapping[str, Pattern]:

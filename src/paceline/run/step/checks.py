@@ -35,12 +35,11 @@ class Agreement:
     def __init__(self, replica: Replica, communicator: Communicator) -> None:
         self._replica = replica
         self._communicator = communicator
-        self._is_alone = communicator.world.size == 1
         self._reader = DeferredReader[Numbers](self._compare, is_ready=lambda numbers: numbers.has_arrived)
 
     def check(self, numbers: Numbers, *, now: bool) -> None:
         """Raise on all workers if they differ. On a GPU: once the numbers have arrived, or `now`."""
-        if self._is_alone or isinstance(numbers, LocalNumbers):
+        if self._communicator.world.size == 1 or isinstance(numbers, LocalNumbers):
             return
         self._reader.add(numbers)
         if now:

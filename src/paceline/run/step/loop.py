@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from paceline.checkpoint.policy import Decision
 from paceline.comm.base import Communicator
-from paceline.core.errors import MisuseError, NonFiniteError
+from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError, NonFiniteError
 from paceline.core.events import Events
 from paceline.core.generators import generators_of
 from paceline.core.seeding import Purpose, derive_seed
@@ -40,7 +41,7 @@ from paceline.run.step.stopwatch import Account, stopwatch_for
 from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import LEFT, LocalNumbers, Numbers, WorkerMessage, left_error
+from paceline.sync.numbers import LEFT, KnownNumbers, LocalNumbers, Numbers, WorkerMessage, left_error
 from paceline.sync.strategy import GradientExchange, UpdateUnless
 
 if TYPE_CHECKING:
@@ -49,6 +50,18 @@ if TYPE_CHECKING:
 # Measure one of this many steps if no plan depends on it.
 SELDOM_MEASURED = 16
 NO_STEP = Step((), 0, None, is_cut=False)  # before the first
+
+
+class Recovery(Protocol):
+    """Goes on after the loss of a worker."""
+
+    def arm(self) -> None:
+        """From now on the loop can begin again what a lost worker interrupts."""
+
+    def disarm(self) -> None: ...
+
+    def rejoin(self, error: BaseException) -> None:
+        """An exchange failed with this error: return when the run can go on, or raise the error."""
 
 
 class Loop:
@@ -123,6 +136,10 @@ class Loop:
         self._is_left_open = False  # the work at the end of an epoch is still due
         self.is_repeating = False  # exact mode repeats this step
         self.last_record: StepRecord | None = None
+        self._due: list[Callable[[], None]] = []  # what follows the last step: hooks
+        self._num_done = 0  # of these
+        self._ended_epoch = -1  # the last one whose end was handled
+        self._recovery: Recovery | None = None
 
     def micro_batches(self, epoch: int) -> Iterator[Any]:
         """This worker's micro-batches of an epoch; `step` must be called after each.
@@ -133,27 +150,30 @@ class Loop:
         self.is_inside_epoch = True
         self._timeline.event("epoch begin", number=epoch)
         self._gc_policy.begin_epoch()
-        begun_at: Position | None = None
+        if self._recovery is not None:
+            self._recovery.arm()
+        self._begun_at: Position | None = None
         try:
-            while self.position.epoch == epoch and (self.max_steps is None or self.position.step < self.max_steps):
-                if self._checkpointer.is_active:
-                    self._save_or_stop()
-                if self.position.step % gc_policy.EVERY_STEPS == 0:
-                    self._gc_policy.collect()
-                mine = self._begin_step()
-                if mine is None:
-                    break
-                self.is_repeating, begun_at = begun_at == self.position, self.position
-                for numbers in passes(mine, self._at_once):
-                    batch = self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
-                    if batch is not None:
-                        yield batch
-                    else:
-                        self.step()  # every sample of it was bad
-                    if self._is_open:
-                        raise MisuseError("the next micro-batch was asked for before step() was called for this one")
-                if not mine:
-                    self._finish_step()
+            while self.position.epoch == epoch and not self.is_over:
+                try:
+                    if (mine := self._next_share()) is None:
+                        break
+                    for numbers in passes(mine, self._at_once):
+                        batch = self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
+                        if batch is not None:
+                            yield batch
+                        else:
+                            self.step()  # every sample of it was bad
+                        if self._is_open:
+                            raise MisuseError(
+                                "the next micro-batch was asked for before step() was called for this one"
+                            )
+                        if not self._is_step_under_way:
+                            break  # completed, or abandoned because a worker was lost
+                    if not mine:
+                        self._finish_step()
+                except (GenerationEnded, CommunicationError) as error:
+                    self._recover(error)
             self._complete_epoch()
         except GeneratorExit:  # `break`, or an exception in the loop's body
             self._left_epoch, self._is_left_open = epoch, True
@@ -161,9 +181,21 @@ class Loop:
         finally:
             self._gc_policy.end_epoch()
             self.is_inside_epoch = False
+            if self._recovery is not None:
+                self._recovery.disarm()
             # Several workers keep the step open until the others have been told.
             if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
                 self.abandon()
+
+    def _next_share(self) -> range | None:
+        """Begin the next step, after what is due before it; None if the epoch is over."""
+        if self._checkpointer.is_active:
+            self._save_or_stop()
+        if self.position.step % gc_policy.EVERY_STEPS == 0:
+            self._gc_policy.collect()
+        mine = self._begin_step()
+        self.is_repeating, self._begun_at = self._begun_at == self.position, self.position
+        return mine
 
     def _save_or_stop(self) -> None:
         decision = self._checkpointer.decide(self)
@@ -289,9 +321,31 @@ class Loop:
                 )
             self._is_loss_known = False  # a bare loss.backward()
         self._is_open = False
-        self._exchange.end_micro_batch(self._loss)
-        self._stopwatch.mark()
-        return self._finish_step() if self._is_last else None
+        try:
+            self._exchange.end_micro_batch(self._loss)
+            self._stopwatch.mark()
+            return self._finish_step() if self._is_last else None
+        except (GenerationEnded, CommunicationError) as error:
+            return self._recover(error)
+
+    def _recover(self, error: BaseException) -> StepRecord | None:
+        """Go on with the workers that are left, or raise the error.
+
+        The step under way is begun again. If the others have completed it, this worker takes over their state; then the
+        result is the step's record.
+        """
+        if self._recovery is None:
+            raise error
+        step = self.position.step
+        while True:
+            self.abandon()
+            self._recovery.rejoin(error)
+            try:
+                self._run_hooks()
+            except (GenerationEnded, CommunicationError) as another:
+                error = another
+                continue
+            return self.last_record if self.position.step > step else None
 
     @property
     def has_gradient_hooks(self) -> bool:
@@ -383,6 +437,63 @@ class Loop:
         self._exchange.load_state_dict(state["exchange"])
         if state["num_workers"] == self._world.size:
             self._planner.load_state_dict(state["planner"])
+
+    # A world that changes
+
+    def recover_with(self, recovery: Recovery) -> None:
+        self._recovery = recovery
+
+    @property
+    def num_done(self) -> int:
+        """How many of the hooks after the last step have run."""
+        return self._num_done
+
+    def repeat_hooks(self, first: int) -> None:
+        """Run the last step's hooks again from this one on."""
+        self._num_done = min(first, self._num_done)
+
+    def handover(self) -> dict[str, Any]:
+        """What a worker that is behind needs besides weights and optimizer to be where this one is."""
+        record = self.last_record
+        return {
+            "engine": self.state_dict(),
+            "record": None if record is None else record.to_dict(),
+            "ended_epoch": self._ended_epoch,
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Continue where the worker is that made `handover`. All its hooks are still to be run here."""
+        engine = state["engine"]
+        self.position = Position.from_dict(engine["position"])
+        self._events.step = self.position.step
+        if self._loss_scale is not None:
+            self._loss_scale.load_state_dict(engine["loss_scale"])
+        self.replica.set_trained(engine["trained"])
+        if self.replica.has_changed():
+            self.replica.take_changes()
+        self.replica.note_schedulers()
+        self._exchange.load_state_dict(engine["exchange"])
+        self._planner.load_state_dict(engine["planner"])
+        self._ended_epoch = state["ended_epoch"]
+        if state["record"] is not None:
+            self.last_record = record = StepRecord.from_dict(state["record"])
+            self._due, self._num_done = self._hooks_of_step(record), 0
+            if self._ended_epoch == record.epoch:
+                self._due += self._hooks_of_epoch(record.epoch)
+
+    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
+        """Divide the work among the workers of the new world. previous_ranks: by rank, None for a new worker."""
+        self._world = self._communicator.world
+        self._planner.regroup(previous_ranks)
+        self._account.regroup(previous_ranks)
+        self._usual_plan, self._step = (), NO_STEP
+
+    def reconnect(self) -> None:
+        """Exchange with the workers of the new world. All of them call this together."""
+        self._use_parameters([])
+        self._feed.reconnect()
+
+    # The parts of a step
 
     def _begin_step(self) -> range | None:
         """This worker's micro-batches of the next step; None if the epoch is over."""
@@ -482,14 +593,31 @@ class Loop:
         self.position = self._feed.after_step(position)
         if record.step % checks.REPLICA_CHECK_STEPS == 0 and self._world.size > 1:
             self._replica_check.after_step(len(plan[0]), numbers, record.step)
-        self._may_end_epoch = True
-        for steps, hook in self._hooks:
-            if record.step % steps == 0:
-                self._run_hook(hook, record)
-        self._may_end_epoch = False
-        if self.position.epoch != position.epoch:
-            self._end_epoch(position.epoch)
+        self._due, self._num_done = self._hooks_of_step(record) if self._hooks else [], 0
+        if self._due or self.position.epoch != position.epoch:
+            self._run_hooks()
         return record
+
+    def _run_hooks(self) -> None:
+        """Run what is due after the last step: its hooks, then those of the epoch if it has ended.
+
+        Can be called again after an interruption: it continues with the hook that was interrupted.
+        """
+        record = self.last_record
+        if record is not None:
+            self._may_end_epoch = True
+            try:
+                self._run_due()
+            finally:
+                self._may_end_epoch = False
+            if self.position.epoch != record.epoch and self._ended_epoch != record.epoch:
+                self._end_epoch(record.epoch)
+        self._run_due()
+
+    def _run_due(self) -> None:
+        while self._num_done < len(self._due):
+            self._due[self._num_done]()
+            self._num_done += 1
 
     def _update_unless(self, norms: list[Number | None]) -> UpdateUnless | None:
         """Queues the update before the host waits for the exchange, if no code of the user runs in between."""
@@ -500,12 +628,18 @@ class Loop:
 
     def _end_epoch(self, number: int) -> None:
         """An epoch's last step is done, on all workers."""
+        self._ended_epoch = number
         self._timeline.event("epoch end", number=number)
         if self._config.optimization.scheduler_every == "epoch":
             self.replica.step_schedulers()
-        for epochs, hook in self._epoch_hooks:
-            if (number + 1) % epochs == 0:
-                self._run_hook(hook, number)
+        self._due += self._hooks_of_epoch(number)
+        self._run_due()
+
+    def _hooks_of_step(self, record: StepRecord) -> list[Callable[[], None]]:
+        return [partial(self._run_hook, hook, record) for steps, hook in self._hooks if record.step % steps == 0]
+
+    def _hooks_of_epoch(self, number: int) -> list[Callable[[], None]]:
+        return [partial(self._run_hook, hook, number) for count, hook in self._epoch_hooks if (number + 1) % count == 0]
 
     def _take_parameter_changes(self) -> None:
         """Some parameters were frozen, unfrozen or added between two steps.
@@ -615,6 +749,21 @@ class StepRecord:
     _plan: Plan
     _numbers: Numbers
     _norm: Number | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a worker that did not complete this step. Waits for its numbers."""
+        numbers = KnownNumbers.of(self._numbers)
+        plan = [(own.start, own.stop) for own in self._plan]
+        own = (self.step, self.epoch, self.num_samples, self.lr, self.is_skipped, plan, self.grad_norm)
+        return {"own": own, "numbers": numbers.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
+        step, epoch, num_samples, lr, is_skipped, plan, norm = values["own"]
+        shares = tuple(range(*bounds) for bounds in plan)
+        numbers = KnownNumbers.from_dict(values["numbers"])
+        norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        return cls(step, epoch, num_samples, lr, is_skipped, shares, numbers, norm)
 
     @property
     def loss(self) -> float:

@@ -39,6 +39,10 @@ class Planner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned in a world of the same size."""
 
+    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
+        """Plan for other workers from now on. previous_ranks: by rank, None for a new worker."""
+        raise NotImplementedError
+
 
 class FixedPlanner(Planner):
     """The same proportions in every step."""
@@ -50,6 +54,11 @@ class FixedPlanner(Planner):
 
     def plan(self, num_left: int) -> Plan:
         return self._whole if num_left >= self._step_size else ranges(shares(num_left, self._speeds))
+
+    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
+        usual = sum(self._speeds) / len(self._speeds)
+        self._speeds = tuple(usual if rank is None else self._speeds[rank] for rank in previous_ranks)
+        self._whole = ranges(shares(self._step_size, self._speeds))
 
 
 class MeasuringPlanner(Planner):
@@ -87,6 +96,10 @@ class MeasuringPlanner(Planner):
             self._balancer = Balancer.from_dict(state["balancer"])
             self._plans = {}
 
+    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
+        self._balancer = self._balancer.regrouped(previous_ranks)
+        self._plans = {}
+
 
 class CadencePlanner(Planner):
     """El Che's steps: large enough to keep the exchange cheap."""
@@ -113,6 +126,9 @@ class CadencePlanner(Planner):
         if "el_che" in state:
             self._el_che = ElChe.from_dict(state["el_che"])
 
+    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
+        self._el_che = self._el_che.regrouped(previous_ranks)
+
 
 class LaggedPlanner(Planner):
     """Passes numbers to a planner `lag` steps late, when they have arrived from the device."""
@@ -132,6 +148,10 @@ class LaggedPlanner(Planner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._planner.load_state_dict(state)
+
+    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
+        self._reader.clear()  # numbers of the workers before
+        self._planner.regroup(previous_ranks)
 
 
 def planner_for(config: RunConfig, world: World, step_size: int) -> Planner:

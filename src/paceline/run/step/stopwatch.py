@@ -9,6 +9,7 @@ they are). The loop calls `begin_step` at the first, `send` where the exchange b
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -210,6 +211,11 @@ class Account:
         )
         efficiency = ratio(num_micro_batches, wall_s * sum_of_speeds)
         return Report(self._steps, ratio(self._samples, wall_s), efficiency, workers)
+
+    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
+        """Count for other workers from now on. previous_ranks: by rank, None for a new worker."""
+        self._reader.flush()
+        self._totals = [_Total() if rank is None else self._totals[rank] for rank in previous_ranks]
 
     def _read(self, step: tuple[Plan, int, Numbers]) -> None:
         plan, num_samples, numbers = step

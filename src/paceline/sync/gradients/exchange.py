@@ -58,13 +58,11 @@ class MeanGradients:
         # A sum of one term needs no rounding: only zeros are added to it.
         self._is_exact = exact and max_micro_batches > 1
         self._is_one_term = exact and not self._is_exact
-        self._overlap = overlap and communicator.world.size > 1
+        self._overlap = overlap
         self._bucket_bytes = bucket_bytes
         self._grid_state: dict[str, int] = {}
         self._num_repetitions = 0
-        self._was_left_exchanging = False
         self._hooks: list[RemovableHandle] = []
-        self._pending: list[Pending] = []
         self._lay_out(parameters, buffers)
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
@@ -75,6 +73,8 @@ class MeanGradients:
     def _lay_out(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
         world = self._communicator.world
         is_alone = world.size == 1
+        self._pending: list[Pending] = []
+        self._was_left_exchanging = False
         usual_bytes = GPU_BUCKET_BYTES if world.device.type == "cuda" else BUCKET_BYTES
         bucket_bytes = self._bucket_bytes or (math.inf if is_alone else usual_bytes)
         layouts = cut_into_buckets(parameters, bucket_bytes)
@@ -103,7 +103,7 @@ class MeanGradients:
         self._fired = [0] * len(self._names)  # gradients that each parameter got in this micro-batch
         self._expected = [0] * len(self._names)  # the largest number in any micro-batch so far
         self._bucket_of = [number for number, layout in enumerate(layouts) for _ in layout.names]
-        if self._overlap and len(layouts) > 1:
+        if self._overlap and not is_alone and len(layouts) > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._hook(index))
                 for index, parameter in enumerate(self._parameters)
