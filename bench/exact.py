@@ -187,10 +187,7 @@ def measure(case: Case, num_turns: int) -> dict[str, list[float]]:
         loops[DETERMINISTIC] = deterministic
     with gloo_group():
         work, rank = work_of(case), distributed.get_rank()
-        contestants = {
-            name: isolated(partial(contestant, work, rank, loop))
-            for name, loop in loops.items()
-        }
+        contestants = {name: isolated(partial(contestant, work, rank, loop)) for name, loop in loops.items()}
         measured = alternate(contestants, num_turns)
         contestants.clear()  # their loops end while the group is still there
         return measured
