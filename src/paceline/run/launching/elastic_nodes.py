@@ -38,7 +38,7 @@ LOST_S = 1.5
 # How long the node with the store waits at its end for the others.
 LEAVE_S = 30.0
 # A store that is unreachable blocks the thread. It is lost after this long.
-STORE_LOST_S = 3.0
+STORE_LOST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,6 @@ class ElasticNodes:
         self._nodes = nodes
         self._store_error = ""
         self._heard_s: dict[int, float] = {}  # when the record of a peer last changed
-        self._contact_s = time.monotonic()  # when the store last answered
         self._num_heartbeats = 0
         self._proposed: list[Generation] = []
         # Replaced by the thread, and never modified.
@@ -96,6 +95,7 @@ class ElasticNodes:
         self.environment = worker_environment(nodes, address, shared_store.port)
         self.num_workers_here = num_workers
         self._own = _Record(self.name, num_workers, options)
+        self._contact_s = time.monotonic()  # when the store last answered
         self._thread = threading.Thread(target=self._exchange_all, name="paceline-nodes", daemon=True)
         self._thread.start()
         try:
