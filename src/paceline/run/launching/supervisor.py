@@ -80,6 +80,9 @@ class Council(Protocol):
     def decided(self, after: int) -> list[Generation]:
         """The generations that were decided after number `after`."""
 
+    def asked_to_leave(self) -> frozenset[Member]:
+        """The members of this node that other nodes have asked to leave."""
+
 
 class SingleNode:
     """The council of one node: what it proposes is decided."""
@@ -95,6 +98,9 @@ class SingleNode:
 
     def decided(self, after: int) -> list[Generation]:
         return [self._newest] if self._newest.number > after else []
+
+    def asked_to_leave(self) -> frozenset[Member]:
+        return frozenset()
 
 
 class Supervisor:
@@ -180,13 +186,17 @@ class Supervisor:
     def leave(self) -> None:
         """Let all workers of this node leave after a step."""
         for slot in self._slots.values():
-            self._leaving.setdefault(slot.member, f"rank {self._first_rank + slot.member.slot} was asked to leave")
+            self._leaving[slot.member] = self._asked_to_leave(slot.member)
+
+    def _asked_to_leave(self, member: Member) -> str:
+        return f"rank {self._first_rank + member.slot} was asked to leave"
 
     def poll(self) -> None:
         """Called several times a second: let workers join and leave, start replacements, end stalled workers."""
+        asked = self._council.asked_to_leave()
         for slot in self._slots.values():
-            if leave_file(self._folder, slot.member).exists():
-                self._leaving.setdefault(slot.member, f"rank {self._first_rank + slot.member.slot} was asked to leave")
+            if slot.member in asked or leave_file(self._folder, slot.member).exists():
+                self._leaving[slot.member] = self._asked_to_leave(slot.member)
         self._advance()
         now_s = time.monotonic()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, MAX_LOOK_S), now_s
