@@ -168,6 +168,7 @@ class Trainer:
         data: Any,
         micro_batch: int,
         balancing: Balancing = Balancing(),
+        runtime: Runtime = Runtime(),
         **settings: Any,
     ) -> Trainer:
         """`setup` with El Che: workers exchange gradients after as many micro-batches as keep the exchange cheap.
@@ -177,6 +178,8 @@ class Trainer:
         size = World.from_environment(settings.get("device")).size
         if (hints := config.speed_hints(size)) is not None:
             balancing = replace(balancing, speed_hints=hints)
+        if config.timeline is not None:
+            runtime = replace(runtime, timeline=config.timeline)
         return cls.setup(
             model,
             optimizer,
@@ -186,6 +189,7 @@ class Trainer:
             strategy=config.strategy,
             max_grad_norm=config.max_grad_norm,
             balancing=balancing,
+            runtime=runtime,
             **settings,
         )
 

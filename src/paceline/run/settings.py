@@ -70,6 +70,8 @@ class Balancing:
     speed_hints: tuple[float, ...] | None = setting(
         "one relative speed per worker, used until speeds are measured", None, above=0
     )
+    replan_after: int = setting("steps until measured speeds are used for the first time", 1, least=1)
+    replan_every: int = setting("steps between changes of the shares after that", 1, least=1)
 
     def __post_init__(self) -> None:
         for name, value in (("shares", self.shares), ("speed_hints", self.speed_hints)):

@@ -126,8 +126,8 @@ class Monitor:
         """Add the oldest records to the rates."""
         for _ in range(count):
             record = self._unread.popleft()
-            syncs = [timing.sync for timing in record.timings]
-            self._meter.add(record.num_samples, record.shares, syncs, record.weight if self._has_tokens else None)
+            num_tokens = _known(record.weight) if self._has_tokens else None
+            self._meter.add(record.num_samples, record.shares, record.timings, num_tokens)
 
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
@@ -228,6 +228,6 @@ def _logger(setting: Any, settings: ProjectSettings, files: RunFiles, step: int)
         return None
 
 
-def _known(loss: float) -> float | None:
-    """None for NaN: with averaging, the loss is unknown before the first average."""
-    return None if math.isnan(loss) else loss
+def _known(number: float) -> float | None:
+    """None for NaN: with averaging, loss and weight are unknown before the first average."""
+    return None if math.isnan(number) else number
