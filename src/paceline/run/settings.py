@@ -46,7 +46,9 @@ class Loading:
     """How samples are read."""
 
     feed: FeedKind | None = setting(
-        "sharded: every worker reads its own samples; dispatched: rank 0 reads for all", None
+        "sharded: every worker reads its own samples; dispatched: rank 0 reads for all, the default for a stream that "
+        "cannot be divided",
+        None,
     )
     readers: int | None = setting("processes per worker that read ahead", None, least=0, most=256)
     prefetch: int | None = setting("number of micro-batches to read ahead", None, least=1)
