@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.api.ddp_config import DdpConfig
-from paceline.api.heads import head_loss, head_prediction, plain_prediction, weight_fn_of
+from paceline.api.heads import check_head, head_loss, head_prediction, plain_prediction, weight_fn_of
 from paceline.api.summary import announce
 from paceline.api.unknown_settings import explains_unknown_settings
 from paceline.checkpoint.manifest import Pattern
@@ -36,7 +36,7 @@ from paceline.run.saving.export import export_weights, save_pretrained
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import HasState, plain_model
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
-from paceline.run.step.build import only_or_all
+from paceline.run.step.build import ModuleOfWrapper, only_or_all
 from paceline.run.step.loop import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 
@@ -85,7 +85,8 @@ class Trainer:
     ) -> Trainer:
         """Join the world of this process (torchrun, `paceline run`, `paceline.launch`), or train alone.
 
-        model: an nn.Module, or a function that builds one. Every worker starts with rank 0's weights.
+        model: an nn.Module, an object that has one as an attribute, or a function that builds one. Every worker starts
+            with rank 0's weights.
         optimizer: a function from parameters to a torch optimizer, or to a list of them; or, for a model that is
             already built, optimizers over its parameters. A class, such as torch.optim.AdamW, is called with its
             default learning rate.
@@ -204,7 +205,7 @@ class Trainer:
         Without a weight_fn, a micro-batch of a transformers language model weighs the labels that its loss is a mean
         over: for causal models, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
         """
-        settings["weight_fn"] = settings.get("weight_fn") or WeightByModel(weight_fn_of)
+        settings["weight_fn"] = _checking_head(settings.get("weight_fn"))
         return cls(cls.setup(head, optimizer, data=data, **settings).run, is_head=True)
 
     @classmethod
@@ -212,7 +213,7 @@ class Trainer:
         cls, config: DdpConfig, head: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
     ) -> Trainer:
         """`setup_head` with El Che, as in `setup_with`."""
-        settings["weight_fn"] = settings.get("weight_fn") or WeightByModel(weight_fn_of)
+        settings["weight_fn"] = _checking_head(settings.get("weight_fn"))
         trainer = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
         return cls(trainer.run, is_head=True)
 
@@ -244,8 +245,9 @@ class Trainer:
 
     @property
     def unwrapped_model(self) -> Any:
-        """The model without torch.compile's wrapper."""
-        return plain_model(self.model)
+        """The model without torch.compile's wrapper; where an object around a module was passed, that object."""
+        model = plain_model(self.model)
+        return model.wrapper if isinstance(model, ModuleOfWrapper) else model
 
     @property
     def optimizer(self) -> Any:
@@ -563,3 +565,13 @@ class Trainer:
         if error is not None:
             self._loop.explain(error)
         self.run.close(has_failed=kind is not None)
+
+
+def _checking_head(weight_fn: Callable[[Any], int] | None) -> WeightByModel:
+    """The weight_fn of a head, which is checked once it is built."""
+
+    def find(model: Any) -> Callable[[Any], int] | None:
+        check_head(model)
+        return weight_fn or weight_fn_of(model)
+
+    return WeightByModel(find)
