@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.api.ddp_config import DdpConfig
 from paceline.api.heads import check_head, head_loss, head_prediction, plain_prediction, weight_fn_of
+from paceline.api.recording import RecordedRun, Recording
 from paceline.api.summary import announce
 from paceline.api.unknown_settings import explains_unknown_settings
 from paceline.checkpoint.manifest import Pattern
@@ -50,11 +52,13 @@ class Trainer:
     run: the run's parts.
     """
 
-    def __init__(self, run: Run, *, is_head: bool = False) -> None:
+    def __init__(self, run: Run, recording: Recording | None = None) -> None:
         self.run = run
+        self._recording = recording
+        self._recorded: RecordedRun | None = None
         self._loop = run.loop
         self._needs_function = run.config.runtime.capture == "on"
-        self._is_head = is_head
+        self._is_head = False
 
     @classmethod
     @explains_unknown_settings
@@ -77,6 +81,7 @@ class Trainer:
         device: torch.device | str | None = None,
         init_from: str | PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
+        run: str | PathLike[str] | Recording | None = None,
         batching: Batching = Batching(),
         loading: Loading = Loading(),
         balancing: Balancing = Balancing(),
@@ -115,8 +120,12 @@ class Trainer:
             state_dict.
         checkpoints: when and where to save the run: `paceline.Checkpoints(folder, every_steps=1000)`. A run that is
             set up again with the same folder resumes from the newest checkpoint there.
+        run: a folder, such as "runs", in which this run gets a folder of its own, as with `paceline train`: progress is
+            shown, metrics, events and a plot are written, and `paceline logs` and `paceline runs` find it; or
+            `paceline.Recording(...)`.
         batching, loading, balancing, optimization, runtime: groups of further settings.
         """
+        recording = run if isinstance(run, Recording) or run is None else Recording(run)
         known = {field.name for field in fields(LoadingOptions)}
         options = LoadingOptions(
             global_batch=global_batch,
@@ -141,7 +150,7 @@ class Trainer:
             optimization=optimization,
             runtime=runtime,
         )
-        run = assemble(
+        assembled = assemble(
             config,
             World.from_environment(device),
             model,
@@ -153,11 +162,11 @@ class Trainer:
             init_from=init_from,
         )
         try:
-            announce(run.communicator, quiet=runtime.quiet, is_device_chosen=device is not None)
+            announce(assembled.communicator, quiet=runtime.quiet, is_device_chosen=device is not None)
         except BaseException:
-            run.cleanup.close()
+            assembled.cleanup.close()
             raise
-        return cls(run)
+        return cls(assembled, recording)
 
     @classmethod
     def setup_with(
@@ -206,7 +215,9 @@ class Trainer:
         over: for causal models, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
         """
         settings["weight_fn"] = _checking_head(settings.get("weight_fn"))
-        return cls(cls.setup(head, optimizer, data=data, **settings).run, is_head=True)
+        trainer = cls.setup(head, optimizer, data=data, **settings)
+        trainer._is_head = True
+        return trainer
 
     @classmethod
     def setup_head_with(
@@ -215,7 +226,8 @@ class Trainer:
         """`setup_head` with El Che, as in `setup_with`."""
         settings["weight_fn"] = _checking_head(settings.get("weight_fn"))
         trainer = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
-        return cls(trainer.run, is_head=True)
+        trainer._is_head = True
+        return trainer
 
     @classmethod
     def builder(
@@ -302,6 +314,8 @@ class Trainer:
         """The epochs from the run's position up to number `count`, or until the run has done `max_steps` steps."""
         if count is None and max_steps is None:
             raise ValueError("epochs() without an end: give the number of epochs, or max_steps")
+        if self._recording is not None and self._recorded is None and self.is_main:
+            self._recorded = RecordedRun(self._recording, self, count, max_steps)
         return self.run.epochs(count, max_steps)
 
     def end(self) -> None:
@@ -556,15 +570,31 @@ class Trainer:
 
         The workers' connection is closed, hooks are removed and process-wide settings restored. Safe to call twice.
         """
-        self.run.close(has_failed=sys.exception() is not None)
+        error = sys.exception()
+        self._end(None if error is None else type(error), error, None)
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is not None:
             self._loop.explain(error)
-        self.run.close(has_failed=kind is not None)
+        self._end(kind, error, traceback)
+
+    def _end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorded, self._recorded = self._recorded, None
+        try:
+            self.run.close(has_failed=kind is not None)
+        except BaseException as own:
+            kind, error, traceback = type(own), own, own.__traceback__
+            raise
+        finally:
+            if recorded is not None:
+                recorded.close(kind, error, traceback)
 
 
 def _checking_head(weight_fn: Callable[[Any], int] | None) -> WeightByModel:
