@@ -16,7 +16,7 @@ IN_PROCESS = [
     *("array_loader_loop", "dp_train_iris", "dp_train_matrix", "first_steps", "gan", "low_level"),
     *("policy_gradient", "resnet_images"),
 ]
-SHARED_MODULES = ["iris_like"]
+SHARED_MODULES = ["iris"]
 
 
 @pytest.fixture
