@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -27,12 +28,17 @@ CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
 
 
 class Death(NamedTuple):
-    """Where a worker dies. `point` is a name that the program passes with the number of completed steps."""
+    """Where a worker dies. `point` is a name that the program passes with the number of completed steps.
+
+    start: of which worker in its slot. restart: after how many restarts of all workers.
+    """
 
     slot: int
     point: str = "micro-batch"
     step: int = 3
     how: str = "kill"
+    start: int = 0
+    restart: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,11 @@ class Points:
 
     def __init__(self, deaths: Sequence[Death]) -> None:
         _, slot, start = map(int, os.environ.get("PACELINE_MEMBER", "0:-1:0").split(":"))
-        self._own = [death for death in deaths if death.slot == slot and start == 0]
+        self.own = (slot, start, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        self._deaths = [each for each in deaths if (each.slot, each.start, each.restart) == self.own]
 
     def __call__(self, point: str, step: int) -> None:
-        for death in self._own:
+        for death in self._deaths:
             if (death.point, death.step) == (point, step):
                 die(death.how)
 
@@ -64,13 +71,16 @@ def die(how: str = "kill") -> None:
         os._exit(7)
     if how == "error":
         raise torch.AcceleratorError(CUDA_ERROR)
+    while how == "stall":
+        time.sleep(60)
     os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
 class Tally:
     """State of the user's, with random numbers drawn between the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, here: Points) -> None:
+        self._here = here
         self.total, self.draws = 0.0, torch.zeros(2)
 
     def add(self, loss: float) -> None:
@@ -81,6 +91,7 @@ class Tally:
         return {"total": self.total, "draws": self.draws}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._here("load", 0)
         self.total, self.draws = state["total"], state["draws"].clone()
 
 
@@ -116,7 +127,9 @@ def loop(here: Points, trainer: pl.Trainer, num_epochs: int = 2) -> None:
 
 def run(case: Case) -> list[dict[str, Any]]:
     """What all workers that are left have at the end of a run, by rank."""
-    here, tally = Points(case.deaths), Tally()
+    here = Points(case.deaths)
+    here("set-up", 0)
+    tally = Tally(here)
     losses: list[tuple[int, str]] = []
     events: list[dict[str, Any]] = []
     with setup(case) as trainer:
@@ -141,6 +154,7 @@ def run(case: Case) -> list[dict[str, Any]]:
             "world": (world.rank, world.size, trainer.is_main),
             "environment": environment,
             "position": trainer.position.step,
+            "member": here.own,
         }
         return trainer.gather(own)
 
@@ -160,19 +174,25 @@ def expected(case: Case) -> dict[str, Any]:
 
 
 def check(outcomes: Sequence[Mapping[str, Any]], want: Mapping[str, Any], num_workers: int) -> None:
-    """All workers that are left ended as the undisturbed run did, and each ran each hook once."""
+    """All workers that are left ended as the undisturbed run did, and each ran each hook once.
+
+    One that joined ran the hooks of the steps since then.
+    """
     worlds = [outcome["world"] for outcome in outcomes]
     assert worlds == [(rank, num_workers, rank == 0) for rank in range(num_workers)], (worlds, outcomes[0]["events"])
     for rank, outcome in enumerate(outcomes):
         assert outcome["environment"] == {"RANK": str(rank), "WORLD_SIZE": str(num_workers)}
-        for name in ("position", "losses", "results", "digest"):
+        for name in ("position", "results", "digest"):
             assert outcome[name] == want[name], f"{name} of rank {rank}"
+        has_joined = outcome["member"][1] > 0
+        assert outcome["losses"] == want["losses"][-len(outcome["losses"]) if has_joined else 0 :], f"losses of {rank}"
 
 
-def membership() -> Membership:
-    found = Membership.from_environment()
-    assert found is not None
-    return found
+def wait_for_members(count: int) -> None:
+    """Until the agent has announced that so many take part. In a hook: the workers change after the next step."""
+    membership = Membership.from_environment()
+    while membership is not None and len((newest := membership.newest()).members) != count:
+        assert membership.wait_for_newer(newest, 100), f"still {newest}"
 
 
 class Stream:

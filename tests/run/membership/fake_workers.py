@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from paceline.run.launching import supervisor
-from paceline.run.launching.supervisor import Elastic, Supervisor
+from paceline.run.launching.fork_server import ForkServer
+from paceline.run.launching.supervisor import Elastic, SingleNode, Supervisor
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 from paceline.run.membership.board import Activity, Row
 from paceline.run.membership.generation import Generation, Member
@@ -51,9 +52,8 @@ class FakeNode:
         self.folder = folder
         self.members = [Member(0, slot) for slot in range(num_workers)]
         first = Generation.first({0: num_workers})
-        self.supervisor = Supervisor(
-            Elastic(**{"min_workers": 1, **options}), folder, self.server, first, 0, 0, self._replace  # type: ignore[arg-type]
-        )
+        elastic, server = Elastic(**{"min_workers": 1, **options}), cast("ForkServer", self.server)
+        self.supervisor = Supervisor(elastic, folder, server, SingleNode(first), first.members, 0, self._replace)
 
     def _replace(self, slot: int, member: Member) -> None:
         self.replaced.append(member)

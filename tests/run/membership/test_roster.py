@@ -91,6 +91,17 @@ def test_leaving_and_joining_at_once() -> None:
     assert next_generation(FIRST, heard) == Generation(1, (A, C), left={B: "asked"})
 
 
+def test_the_last_with_the_state_leave_after_newcomers_have_it() -> None:
+    alone = Generation(4, (A,))
+    waiting = reports({A: 4, B2: -1}, leaving={A: "asked"}, ready=frozenset({B2}))
+    following = next_generation(alone, waiting)
+    assert following == Generation(5, (A, B2), frozenset({B2}))
+    assert next_generation(following, reports({A: 5, B2: -1}, leaving={A: "asked"})) is None
+    entered = reports({A: 5, B2: 5}, leaving={A: "asked"})
+    assert next_generation(following, entered) == Generation(6, (B2,), left={A: "asked"})
+    assert next_generation(alone, reports({A: 4}, leaving={A: "asked"})) is None
+
+
 def test_is_entered_by_all() -> None:
     assert not is_entered_by_all(FIRST, {})
     assert is_entered_by_all(FIRST, reports(all_in(FIRST)))
