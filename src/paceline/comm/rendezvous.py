@@ -58,7 +58,7 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._answered: dict[int, bytes] = {}
         self._num_rounds = 0
-        self._check = at.check if at is not None else lambda: None
+        self.check = at.check if at is not None else None  # may raise while workers connect
         is_first = not _has_joined and not dist.is_initialized()
         with self._limited(max(timeout_s, JOIN_TIMEOUT_S) if is_first else timeout_s):
             # Referenced here because torch does not keep a store alive that is written in Python.
@@ -109,7 +109,8 @@ class Rendezvous:
                     f"ranks {missing} did not join"
                 )
             on_poll()
-            self._check()
+            if self.check is not None:
+                self.check()
             sleep(poll_s)
             poll_s = min(1.3 * poll_s, MAX_POLL_S)
 
