@@ -34,7 +34,19 @@ script. On several machines, use the same command on each; HOST is one of
 them. The exit codes are those of `paceline train`.
 """
 # In the order of the help text. `run` and `config` are in this file, every other one in the module of its name.
-_COMMANDS = ("init", "train", "run", "config", "logs", "timeline", "runs", "checkpoints", "devices", "completion")
+_COMMANDS = (
+    "init",
+    "train",
+    "run",
+    "config",
+    "logs",
+    "doctor",
+    "timeline",
+    "runs",
+    "checkpoints",
+    "devices",
+    "completion",
+)
 
 
 class _Parser(argparse.ArgumentParser):
