@@ -20,6 +20,8 @@ from pathlib import Path
 from time import monotonic, sleep, time
 from typing import Any
 
+import yaml
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT))
@@ -28,7 +30,7 @@ from bench.cpu_quota import cpu_quota  # noqa: E402
 
 from paceline.observe.run_files import RunFiles  # noqa: E402
 
-KEPT_LINES = 40
+KEPT_LINES = 60
 TIMEOUT_S = 240.0
 
 PARTS = """
@@ -45,9 +47,13 @@ def model(width=768, depth=4):
     return nn.Sequential(*layers, nn.Linear(width, 1))
 
 
+def linear_model(width, depth):
+    return nn.Linear(64, 1)
+
+
 def data(count=4096):
     x = torch.randn(count, 64, generator=torch.Generator().manual_seed(1))
-    return x, x[:, :8].sum(1, keepdim=True)
+    return x, x[:, :8].sum(1, keepdim=True) + torch.randn(count, 1, generator=torch.Generator().manual_seed(2))
 
 
 class SlowSamples(torch.utils.data.Dataset):
@@ -70,15 +76,16 @@ def loss(model, batch):
     return functional.mse_loss(model(x), y)
 """
 CONFIG = """
-model: {{factory: parts:model, arguments: {{width: {width}, depth: {depth}}}}}
+model: {{factory: {model}, arguments: {{width: {width}, depth: {depth}}}}}
 data: {{train: {{factory: {data}}}}}
 loss: parts:loss
+optimizer: {optimizer}
 workers: {workers}
 devices: cpu
 checkpoints: {{save: false}}
 trainer:
-  {{global_batch: {global_batch}, micro_batch: {micro_batch}, max_steps: {steps}, epochs: 1000, learning_rate: {lr},
-   log_every: {log_every}, threads: 1}}
+  {{global_batch: {global_batch}, micro_batch: {micro_batch}, max_steps: {steps}, epochs: 1000, {rate},
+   log_every: {log_every}, threads: 1, backend: {backend}, overlap: {overlap}}}
 """
 USUAL = {
     "width": 768,
@@ -89,17 +96,33 @@ USUAL = {
     "micro_batch": 16,
     "steps": 120,
     "log_every": 5,
-    "lr": 0.0001,
+    "model": "parts:model",
+    "rate": "learning_rate: 0.0001",
+    "optimizer": "null",
+    "backend": "null",
+    "overlap": "true",
 }
-SLOW = "parts:SlowSamples, arguments: {{read_s: {}}}"
+RISING_RATE = {
+    "model": "parts:linear_model",
+    "optimizer": "{factory: torch.optim:SGD, arguments: {lr: 1.3}}",
+    "rate": "warmup_steps: 100, schedule: constant",
+}
 RUNS: dict[str, dict[str, Any]] = {
     "healthy": {},
     "one_worker": {"workers": 1},
     "slow_worker": {"workers": 3, "micro_batch": 8, "steps": 200, "fault": "quota"},
     "slow_reader": {"data": "parts:SlowSamples, arguments: {read_s: 0.002}"},
     "one_slow_reader": {"data": "parts:SlowSamples, arguments: {read_s: 0.004, slow_rank: 1}"},
-    "exchange": {"width": 2048, "depth": 3, "global_batch": 4, "micro_batch": 2, "steps": 40, "log_every": 2},
-    "diverging": {"lr": 0.05, "width": 128, "steps": 200, "log_every": 5},
+    "exchange": {
+        "width": 2048,
+        "global_batch": 4,
+        "micro_batch": 2,
+        "steps": 60,
+        "backend": "gloo",
+        "overlap": "false",
+    },
+    "diverging": {**RISING_RATE, "steps": 85, "log_every": 2},
+    "overflowed": {**RISING_RATE, "steps": 400},
     "stopped_worker": {"steps": 100_000, "fault": "stop"},
 }
 
@@ -143,19 +166,18 @@ def record(name: str, folder: Path) -> None:
 
 @contextmanager
 def quota() -> Any:
-    with cpu_quota(0.25) as group:
+    with cpu_quota(0.15) as group:
         yield group
 
 
 def keep(files: RunFiles, target: Path) -> None:
-    """The files that verdicts read, with `recorded_at`, the time to judge them at, and the files' ages then."""
+    """The files that verdicts read, and their ages."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     ages = {}
     for path in [files.status, files.environment, files.config, files.metrics, files.events]:
         if path.is_file():
-            lines = path.read_text().splitlines(keepends=True)
-            (target / path.name).write_text("".join(lines[-KEPT_LINES:] if path.suffix == ".jsonl" else lines))
+            (target / path.name).write_text(shortened(path))
             ages[path.name] = round(time() - path.stat().st_mtime, 2)
     for path in sorted(files.ranks.glob("rank-*.json")):
         (target / "ranks").mkdir(exist_ok=True)
@@ -163,6 +185,19 @@ def keep(files: RunFiles, target: Path) -> None:
         ages[f"ranks/{path.name}"] = round(time() - path.stat().st_mtime, 2)
     (target / "ages_s.json").write_text(json.dumps(ages))
     print(f"{target}: {sum(path.stat().st_size for path in target.rglob('*.*')) / 1e3:.1f} kB")
+
+
+def shortened(path: Path) -> str:
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return "".join(text.splitlines(keepends=True)[-KEPT_LINES:])
+    if path.suffix == ".yaml":
+        settings = {name: yaml.safe_load(text)[name] for name in ("optimizer", "trainer")}
+        return yaml.safe_dump(settings, default_flow_style=None, width=120)
+    if path.stem == "environment":
+        return json.dumps({name: json.loads(text)[name] for name in ("host", "devices")})
+    # As if read on another host: a live run's process cannot be looked for.
+    return json.dumps({**json.loads(text), "host": "recorded"})
 
 
 def num_lines(files: RunFiles) -> int:

@@ -16,11 +16,17 @@ _RULES: tuple[Callable[[Evidence, Limits], Iterator[Verdict]], ...] = (
     health.diverging,
     health.full_memory,
     speed.slow_workers,
+    speed.unbalanced,
     speed.data_bound,
     speed.exchange_bound,
     speed.host_bound,
 )
-_PARTS = {"computing": "compute", "data": "wait for data", "waiting": "wait for others", "exchange": "exchange"}
+_PARTS = {
+    "computing": "computing",
+    "data": "waiting for data",
+    "waiting": "for other workers",
+    "exchange": "exchanging",
+}
 
 
 def diagnose(evidence: Evidence, limits: Limits | None = None) -> list[Verdict]:
@@ -46,6 +52,5 @@ def _nothing_wrong(evidence: Evidence) -> Verdict:
     parts = {name: median_of([mean_part(lines, r, name) for r in range(len(lines[-1].workers))]) for name in _PARTS}
     known = {name: part for name, part in parts.items() if part is not None}
     times = ", ".join(f"{_PARTS[name]} {part:.0%}" for name, part in known.items())
-    who = "the workers" if evidence.num_workers > 1 else "the worker"
-    text = f"nothing wrong{speed_text}" + (f": of {who}'s time, {times}" if times else "")
+    text = f"nothing wrong{speed_text}" + (f": {times} of the time" if times else "")
     return Verdict("nothing wrong", "ok", text, figures=known)

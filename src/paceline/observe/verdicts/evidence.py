@@ -102,7 +102,7 @@ class Evidence:
     """A run, as far as it is known.
 
     state, reason: as `paceline logs list` shows them. lines: the newest, in order. is_whole: whether they begin with
-    the run's first line. silent_s: since the last line was written, for a live run. settings: by flat name, such as
+    the run's first line. first_loss: that of the first line. silent_s: since the last line was written, for a live run. settings: by flat name, such as
     "trainer.readers". host_memory_bytes, host_memory_total_bytes, cores: of the first worker's host.
     """
 
@@ -110,6 +110,7 @@ class Evidence:
     reason: str | None = None
     lines: Sequence[Line] = ()
     is_whole: bool = True
+    first_loss: float | None = None
     events: Sequence[Happened] = ()
     workers: Sequence[WorkerFacts] = ()
     silent_s: float | None = None

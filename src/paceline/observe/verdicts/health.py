@@ -104,7 +104,8 @@ def diverging(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
         return
     if lowest is None:
         return
-    first, recent = _medians(lines)[0][0], _medians(lines)[-1][0]
+    recent = _medians(lines)[-1][0]
+    first = max(_medians(lines)[0][0], evidence.first_loss or 0.0)
     is_higher = recent > limits.loss_ratio * lowest if lowest > 0 else recent > first
     if is_higher and recent - lowest >= limits.loss_regained * (first - lowest):
         ratio = f", {recent / lowest:.1f} times its minimum" if lowest > 0 else ""

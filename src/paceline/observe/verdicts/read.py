@@ -15,6 +15,7 @@ from paceline.observe.timeline.files import timeline_files
 from paceline.observe.verdicts.evidence import Evidence, Happened, WorkerFacts, lines_of
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_HEAD_BYTES = 1 << 16
 
 
 def read_evidence(files: RunFiles, now: float | None = None) -> Evidence:
@@ -36,11 +37,13 @@ def read_evidence(files: RunFiles, now: float | None = None) -> Evidence:
             facts.setdefault("memory_limit", host.get("memory_bytes"))
             facts.setdefault("gpu_memory_limit", _device_memory(environment, str(facts.get("device"))))
     lines = lines_of(_current(records))
+    head = lines_of(_head(files.metrics))
     return Evidence(
         state=state,
         reason=status.reason if status else None,
         lines=lines,
-        is_whole=bool(lines) and lines[0].step <= 1,
+        is_whole=bool(lines and head) and lines[0].step == head[0].step,
+        first_loss=head[0].loss if head else None,
         events=events,
         workers=[_facts(found.get(rank, {})) for rank in range(max(found, default=-1) + 1)],
         silent_s=max(now - files.metrics.stat().st_mtime, 0.0) if files.metrics.is_file() else None,
@@ -77,6 +80,16 @@ def _tail(path: Path) -> list[dict[str, Any]]:
         return LineReader(path, tail=True).read() if path.is_file() else []
     except OSError:
         return []
+
+
+def _head(path: Path) -> list[dict[str, Any]]:
+    """The first line."""
+    try:
+        with path.open("rb") as file:
+            values = parse_lines([file.readline(MAX_HEAD_BYTES)])
+    except OSError:
+        return []
+    return [value for value in values if isinstance(value, dict)]
 
 
 def _current(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -129,19 +142,13 @@ def _facts(values: Mapping[str, Any]) -> WorkerFacts:
 
 def _from_timeline(path: Path, now: float) -> dict[str, Any]:
     """The last session's header, with the newest samples."""
-    try:
-        with path.open("rb") as file:
-            first = parse_lines([file.readline(1 << 16)])
-        silent_s = now - path.stat().st_mtime
-    except OSError:
-        return {}
     values: dict[str, Any] = {}
-    for line in [*filter(lambda value: isinstance(value, dict), first), *_tail(path)]:
+    for line in [*_head(path), *_tail(path)]:
         values |= _mapping(line.get("session"))
         with suppress(TypeError, ValueError):
             for _, _, sample in line.get("samples", ()):
                 values |= _mapping(sample)
-    return {**values, "silent_s": silent_s}
+    return {**values, "silent_s": now - path.stat().st_mtime}
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from paceline.observe.verdicts.verdict import Change
 
 # The fraction of the time that an exchange should take at most.
 EXCHANGE_TARGET = 0.1
+_RATES = ("trainer.learning_rate", "optimizer.arguments.lr")
 # A step with this many micro-batches per worker can be divided by speed to a few percent.
 MICRO_BATCHES_PER_WORKER = 8
 
@@ -24,6 +25,17 @@ def slow_worker(evidence: Evidence, rank: int, *, is_balanced: bool) -> tuple[Ch
             "without it if it takes part in the exchange for little work"
         )
         return (Change("", None, why),)
+    why = f"the plan follows a change within a few steps; if this stays, look for what else runs{where}"
+    return _better_divided(evidence) or (Change("", None, why),)
+
+
+def unbalanced(evidence: Evidence) -> tuple[Change, ...]:
+    why = "the workers' speeds vary from step to step: look for other processes on their hosts"
+    return _better_divided(evidence) or (Change("", None, why),)
+
+
+def _better_divided(evidence: Evidence) -> tuple[Change, ...]:
+    """Settings that keep the plan from following the workers' speeds."""
     if (shares := evidence.settings.get("trainer.shares")) not in (None, "measured"):
         return (Change("trainer.shares", "measured", f"the work is divided by {shares!r}, not by measured speed"),)
     global_batch, micro_batch = _number(evidence, "trainer.global_batch"), _number(evidence, "trainer.micro_batch")
@@ -35,8 +47,7 @@ def slow_worker(evidence: Evidence, rank: int, *, is_balanced: bool) -> tuple[Ch
             then = global_batch // smaller
             why = f"a step has {count:.0f} micro-batches, too few to divide by speed; this makes {then:.0f}"
             return (Change("trainer.micro_batch", smaller, why),)
-    why = f"the plan follows a change within a few steps; if this stays, look for what else runs{where}"
-    return (Change("", None, why),)
+    return ()
 
 
 def slow_reader(evidence: Evidence, part: float) -> tuple[Change, ...]:
@@ -104,9 +115,13 @@ def full_memory(evidence: Evidence, *, is_gpu: bool) -> tuple[Change, ...]:
 def divergence(evidence: Evidence, rate: float | None) -> tuple[Change, ...]:
     """rate: the learning rate when the loss was lowest."""
     changes = []
-    rate = _number(evidence, "trainer.learning_rate") or rate
+    name = next((name for name in _RATES if _number(evidence, name)), None)
+    rate = rate if name is None else _number(evidence, name)
     if rate:
-        changes.append(Change("trainer.learning_rate", float(f"{rate / 3:.2g}"), f"a third of {rate:g}"))
+        lower, why = float(f"{rate / 3:.2g}"), f"a third of {rate:g}"
+        changes.append(
+            Change(name, lower, why) if name else Change("", None, f"lower the learning rate: {lower:g}, {why}")
+        )
     if evidence.settings.get("trainer.max_grad_norm") is None:
         changes.append(Change("trainer.max_grad_norm", 1.0, "clips gradients; none are clipped now"))
     if not _number(evidence, "trainer.warmup_steps"):

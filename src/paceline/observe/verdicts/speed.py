@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from paceline.observe.verdicts import remedies
 from paceline.observe.verdicts.evidence import Evidence, Line, mean_part, median_of
@@ -22,10 +22,15 @@ def slow_workers(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     count = len(lines[-1].workers) if lines else 0
     if count < 2:
         return
-    ratios = {rank: _ratio(lines, rank) for rank in range(count)}
-    slow = sorted((rank for rank in ratios if ratios[rank] >= limits.slower), key=lambda rank: -ratios[rank])
-    for rank in slow[:MAX_NAMED]:
-        yield _slow_worker(evidence, lines, rank, ratios[rank], limits)
+    slow = []
+    for rank in range(count):
+        ratios = [_ratio(line, rank) for line in lines]
+        # Most lines must agree: a worker that is slow now and then is not a slow worker.
+        if median(ratios) >= limits.slower and sorted(ratios)[len(ratios) // 4] >= limits.slower**0.5:
+            slow.append((median(ratios), rank))
+    for ratio, rank in sorted(slow, reverse=True)[:MAX_NAMED]:
+        if _busy(lines, rank) >= limits.busy:
+            yield _slow_worker(evidence, lines, rank, ratio, limits)
 
 
 def _slow_worker(evidence: Evidence, lines: Sequence[Line], rank: int, ratio: float, limits: Limits) -> Verdict:
@@ -36,7 +41,7 @@ def _slow_worker(evidence: Evidence, lines: Sequence[Line], rank: int, ratio: fl
     speed = sum(1 / s for s in seconds if s) * (usual_s or 0.0) / num_workers
     waited = max(mean_part(lines, other, "waiting") or 0.0 for other in others)
     figures = {"slower": ratio, "share": share, "waiting_of_others": waited, "micro_batch_s": seconds[rank] or 0.0}
-    since, since_text = _since(evidence, rank, ratio)
+    since, since_text = _since(evidence, rank, min(ratio**0.5, limits.slower))
     text = f"{evidence.name(rank)} is {ratio:.1f} times slower than the others{since_text}; "
     text += f"it gets {share:.0%} of the work"
     if waited >= limits.waiting:
@@ -59,6 +64,21 @@ def _slow_worker(evidence: Evidence, lines: Sequence[Line], rank: int, ratio: fl
         figures=figures,
         changes=changes,
     )
+
+
+def unbalanced(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
+    """Workers wait for one another although none is slow for long."""
+    lines = evidence.recent()
+    parts = [part for part in _parts(lines, "waiting") if part is not None]
+    if len(parts) < 2 or fmean(parts) < limits.unbalanced or next(slow_workers(evidence, limits), None):
+        return
+    part, num_steps = fmean(parts), lines[-1].step - lines[0].since_step
+    count = sum(each.micro_batches for line in lines for each in line.workers) / num_steps / len(parts)
+    text = f"the workers wait for one another {part:.0%} of the time, though none of them is slow for long; "
+    text += f"a step has {count:.3g} micro-batches per worker"
+    figures = {"waiting": part, "micro_batches_per_worker": count}
+    changes = remedies.unbalanced(evidence)
+    yield Verdict("unbalanced", "warning", text, lost=part, figures=figures, changes=changes)
 
 
 def data_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
@@ -121,11 +141,17 @@ def _micro_batch_s(lines: Sequence[Line], rank: int) -> float | None:
     return median_of([line.micro_batch_s(rank) for line in lines])
 
 
-def _ratio(lines: Sequence[Line], rank: int) -> float:
+def _ratio(line: Line, rank: int) -> float:
     """A worker's time per micro-batch over the median of the others'; 1 if it is unknown."""
-    own = _micro_batch_s(lines, rank)
-    others = [s for r in range(len(lines[-1].workers)) if r != rank and (s := _micro_batch_s(lines, r))]
+    own = line.micro_batch_s(rank)
+    others = [s for other in range(len(line.workers)) if other != rank and (s := line.micro_batch_s(other))]
     return own / median(others) if own and others else 1.0
+
+
+def _busy(lines: Sequence[Line], rank: int) -> float:
+    """The fraction of its time that a worker spends on micro-batches; 1 if it is unknown."""
+    computing, data = mean_part(lines, rank, "computing"), mean_part(lines, rank, "data")
+    return 1.0 if computing is None else computing + (data or 0.0)
 
 
 def _share(lines: Sequence[Line], rank: int) -> float:
@@ -141,11 +167,10 @@ def _is_slow_by_data(lines: Sequence[Line], rank: int, ratio: float) -> bool:
     return own is not None and usual is not None and usual > 0 and own / usual - 1 < (ratio - 1) / 2
 
 
-def _since(evidence: Evidence, rank: int, ratio: float) -> tuple[int | None, str]:
-    """The first step from which this worker was slow without a break, and in words. None: from the start."""
+def _since(evidence: Evidence, rank: int, level: float) -> tuple[int | None, str]:
+    """The first step from which this worker was slower without a break, and in words. None: from the start."""
     lines = evidence.timed()
-    ratios = [_ratio([line], rank) for line in lines]
-    level = 1 + (ratio - 1) / 2
+    ratios = [_ratio(line, rank) for line in lines]
     first = len(lines) - 1
     # Smoothed: a single line is not a change.
     while first > 0 and median(ratios[max(first - 2, 0) : first + 1]) >= level:

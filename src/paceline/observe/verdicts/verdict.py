@@ -13,6 +13,7 @@ Kind = Literal[
     "diverging",
     "memory",
     "slow worker",
+    "unbalanced",
     "data-bound",
     "exchange-bound",
     "host-bound GPU",
@@ -64,6 +65,8 @@ class Limits:
     """When a verdict is given."""
 
     slower: float = 1.3  # seconds per micro-batch over the others' median
+    busy: float = 0.3  # of the time, on micro-batches: below, a slow worker's micro-batches matter little
+    unbalanced: float = 0.2  # of the time, waiting for others, though no worker is slow
     waiting: float = 0.1  # of the time, for others: from here on a slow worker is not balanced out
     data: float = 0.15  # of the time, waiting for data
     exchange: float = 0.25  # of the time, in the exchange itself
