@@ -2,7 +2,7 @@
 
 Each is a real run of `paceline train` on this machine, with a fault injected: into the model, the data, the settings,
 or into one worker by a CPU quota (needs root and a cgroup v1 cpu controller). Of its folder, the files that verdicts
-read are kept, cut to their last lines. A new recording is to be looked at: `paceline doctor` must say what the fault is.
+read are kept, cut to their last lines. Look at a new recording: `paceline doctor FOLDER` must name the fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ ROOT = HERE.parents[2]
 sys.path.insert(0, str(ROOT))
 
 from bench.cpu_quota import cpu_quota  # noqa: E402
-
 from paceline.observe.run_files import RunFiles  # noqa: E402
 
 KEPT_LINES = 60
@@ -166,7 +165,7 @@ def record(name: str, folder: Path) -> None:
 
 @contextmanager
 def quota() -> Any:
-    with cpu_quota(0.15) as group:
+    with cpu_quota(0.06) as group:
         yield group
 
 

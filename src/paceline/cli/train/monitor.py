@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.api.trainer import Trainer
@@ -146,8 +146,10 @@ class Monitor:
         self._write(record.step, {name: value for name, value in values.items() if value is not None})
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
+        begin = perf_counter()
         self._metrics.use(lambda metrics: metrics.log(step, values))
         self.loggers.log(step, values)
+        self._trainer.run.timeline.took("logging", begin)
 
     # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
 
@@ -182,7 +184,7 @@ class Monitor:
         return (monotonic() - since_s) / (step - first) * (self._total - step)
 
     def _draw(self) -> None:
-        path = self._files.plots / "training.png"
+        path, begin = self._files.plots / "training.png", perf_counter()
         try:
             check_output(path)
             write(draw(make_panels([self._files]), self._files.root.name), path)
@@ -190,6 +192,8 @@ class Monitor:
             self.note(f"no plot: {error}")
         except Exception as error:
             self.note(f"cannot write the plot {path}: {describe(error)}")
+        finally:
+            self._trainer.run.timeline.took("plotting", begin)
 
 
 def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:

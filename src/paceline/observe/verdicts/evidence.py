@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import median
 from typing import Any
 
@@ -102,8 +103,9 @@ class Evidence:
     """A run, as far as it is known.
 
     state, reason: as `paceline logs list` shows them. lines: the newest, in order. is_whole: whether they begin with
-    the run's first line. first_loss: that of the first line. silent_s: since the last line was written, for a live run. settings: by flat name, such as
-    "trainer.readers". host_memory_bytes, host_memory_total_bytes, cores: of the first worker's host.
+    the run's first line. first_loss: of the run's first line. silent_s: since the last line was written, for a live
+    run. settings: by flat name, such as "trainer.readers". host_memory_bytes, host_memory_total_bytes, cores: of the
+    first worker's host.
     """
 
     state: str = "live"
@@ -189,13 +191,18 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number(value) else None
 
 
+def _finite(value: Any) -> float | None:
+    return float(value) if is_number(value) and isfinite(value) else None
+
+
 def _parts(record: Mapping[str, Any]) -> tuple[WorkerPart, ...]:
     lanes = record.get("lanes")
     found = {name: record.get(name) for name in ("shares", "speeds", "waiting")}
     found |= {name: lanes.get(name) for name in _LANES} if isinstance(lanes, dict) else {}
-    lists = {name: [*map(_number, value)] for name, value in found.items() if isinstance(value, list)}
+    lists = {name: [*map(_finite, value)] for name, value in found.items() if isinstance(value, list)}
     count = len(lists.get("shares") or lists.get("computing") or ())  # a single worker has no shares
-    columns = {name: lists[name] if len(lists.get(name, ())) == count else [None] * count for name in (*found, *_LANES)}
+    unknown: list[float | None] = [None] * count
+    columns = {name: own if len(own := lists.get(name, [])) == count else unknown for name in (*found, *_LANES)}
     return tuple(
         WorkerPart(
             columns["shares"][rank] or 0.0,

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from paceline.checkpoint.compare import check_replication
@@ -300,9 +300,11 @@ class Checkpointer:
         """The run ended without an error: return when everything is on the disk, on all workers."""
         if self._is_finished or not self._writers:
             return
+        begin = perf_counter()
         self._report(self._writers[0].poll(wait=True))
         self.save_last(loop, again=self._has_failed_on_rank_0())  # the disk may have recovered
         self._report(self._writers[0].poll(wait=True))
+        self._run.timeline.took("saving", begin)
         self._leave_together()
 
     def close(self) -> None:
@@ -362,7 +364,10 @@ class Checkpointer:
 
     def _has_failed_on_rank_0(self) -> bool:
         """Whether the last checkpoint did not become visible. Rank 0 publishes it, and all must act alike."""
-        return bool(decided_by_rank_0(lambda: self._has_failed, self._run.communicator))
+        begin = perf_counter()
+        has_failed = bool(decided_by_rank_0(lambda: self._has_failed, self._run.communicator))
+        self._run.timeline.took("wait", begin)
+        return has_failed
 
     def _report(self, error: CheckpointError | None) -> None:
         """Handle a failed save as `on_error` says."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -727,10 +728,12 @@ class Loop:
     def _run_hook(self, hook: Callable[[Any], object], subject: Any) -> None:
         self._seed_for_all()
         is_inside, self.is_inside_epoch, self.is_in_hook = self.is_inside_epoch, False, True
+        begin = perf_counter()
         try:
             hook(subject)
         finally:
             self.is_inside_epoch, self.is_in_hook = is_inside, False
+            self._timeline.took("hook", begin, function=getattr(hook, "__qualname__", type(hook).__name__))
 
 
 @dataclass(slots=True)  # not frozen: that costs a microsecond per step
