@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.observe.verdicts.diagnose import diagnose
 from paceline.observe.verdicts.evidence import Evidence, Happened, Line, WorkerFacts, WorkerPart, lines_of
-from paceline.observe.verdicts.verdict import Change, Verdict
+from paceline.observe.verdicts.verdict import Change, Limits, Verdict
 
 NUM_LINES = 12
 
@@ -265,3 +268,9 @@ def test_damaged_lines_give_no_error() -> None:
     lines = lines_of(DAMAGED)
     assert [line.step for line in lines] == [5, 6, 7]
     assert kinds(Evidence(lines=lines * 5)) == ["diverging"]
+
+
+def test_the_page_has_all_limits() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
+    shown = {name: float(value) for name, value in re.findall(r"\| `(\w+)` ([\d.]+) \|", page)}
+    assert shown == asdict(Limits())
