@@ -36,8 +36,19 @@ them. The exit codes are those of `paceline train`.
 # In the order of the help text. `run`, `rendezvous` and `config` are in this file, every other one in the module of its
 # name.
 _COMMANDS = (
-    "init", "train", "run", "rendezvous", "config", "logs", "timeline", "runs", "checkpoints", "devices", "completion"
-)  # fmt: skip
+    "init",
+    "train",
+    "run",
+    "rendezvous",
+    "config",
+    "logs",
+    "doctor",
+    "timeline",
+    "runs",
+    "checkpoints",
+    "devices",
+    "completion",
+)
 
 
 class _Parser(argparse.ArgumentParser):
