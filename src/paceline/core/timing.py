@@ -10,12 +10,13 @@ class Timing(NamedTuple):
 
     `micro_batch`: one micro-batch, including the wait for its data. `sync`: the latest exchange, from the end of
     compute to the result, including the wait for slower workers. `rest`: everything else in that step, such as the
-    optimizer.
+    optimizer. `data`: the wait for the data of one micro-batch, a part of `micro_batch`.
     """
 
     micro_batch: float = 0.0
     sync: float = 0.0
     rest: float = 0.0
+    data: float = 0.0
 
 
 NOT_MEASURED = Timing()

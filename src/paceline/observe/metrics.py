@@ -1,12 +1,16 @@
 """A run's metrics: `metrics.jsonl` has one JSON line per logged step.
 
     {"step": 40, "time": 12.5, "epoch": 0, "loss": 2.31, "lr": 0.001, "grad_norm": 0.8, "samples_per_s": 812.0,
-     "tokens_per_s": 52100.0, "shares": [6, 2], "waiting": [0.01, 0.04], "eval": {"loss": 2.4}}
+     "tokens_per_s": 52100.0, "shares": [6, 2], "waiting": [0.01, 0.04],
+     "lanes": {"computing": [0.9, 0.85], "data": [0.02, 0.01], "exchange": [0.05, 0.05], "rest": [0.02, 0.05]},
+     "speeds": [30.1, 10.2], "efficiency": 0.93, "eval": {"loss": 2.4}}
 
 `step` counts completed steps. `time` is seconds of training, without the time between a stop and a resume. `shares`
-(micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker. Several lines may describe one
-step: the newest number of each name counts. `{"resumed_from": 30}` means that the run was resumed from step 30:
-earlier lines about later steps are superseded.
+(micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker, as have the other fractions in
+`lanes` (see `paceline.observe.progress.Rates`) and `speeds` (micro-batches per second while computing). All are those
+since the line before; they come from numbers that the workers exchange with every step. `efficiency`: the run's speed
+over the sum of the workers'. Several lines may describe one step: the newest number of each name counts.
+`{"resumed_from": 30}` means that the run was resumed from step 30: earlier lines about later steps are superseded.
 """
 
 from __future__ import annotations

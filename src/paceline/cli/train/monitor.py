@@ -126,8 +126,8 @@ class Monitor:
         """Add the oldest records to the rates."""
         for _ in range(count):
             record = self._unread.popleft()
-            syncs = [timing.sync for timing in record.timings]
-            self._meter.add(record.num_samples, record.shares, syncs, record.weight if self._has_tokens else None)
+            num_tokens = record.weight if self._has_tokens else None
+            self._meter.add(record.num_samples, record.shares, record.timings, num_tokens)
 
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
@@ -143,10 +143,12 @@ class Monitor:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._write(record.step, {name: value for name, value in values.items() if value is not None})
+        self._write(record.step, {name: value for name, value in values.items() if value is not None}, _lanes(rates))
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._metrics.use(lambda metrics: metrics.log(step, values))
+    def _write(self, step: int, values: dict[str, Any], lanes: Mapping[str, Any] | None = None) -> None:
+        """lanes: for the metrics alone; loggers would show each of their numbers as a curve."""
+        line = {**values, **(lanes or {})}
+        self._metrics.use(lambda metrics: metrics.log(step, line))
         self.loggers.log(step, values)
 
     # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
@@ -190,6 +192,15 @@ class Monitor:
             self.note(f"no plot: {error}")
         except Exception as error:
             self.note(f"cannot write the plot {path}: {describe(error)}")
+
+
+def _lanes(rates: Rates) -> dict[str, Any]:
+    """Where the workers' time went, for a line of metrics."""
+    if not rates.lanes or len(rates.shares) > MAX_WORKERS_LOGGED:
+        return {}
+    lanes = {name: [round(part, 4) for part in parts] for name, parts in rates.lanes.items()}
+    efficiency = None if rates.efficiency is None else round(rates.efficiency, 4)
+    return {"lanes": lanes, "speeds": [float(f"{speed:.4g}") for speed in rates.speeds], "efficiency": efficiency}
 
 
 def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:

@@ -24,6 +24,7 @@ class WorkerRound:
     num_micro_batches: float = 0.0  # of all workers
     micro_batch_s: float = 0.0
     rest_s: float = 0.0
+    data_s: float = 0.0
     request: float = 0.0
     # Set by `ReplicaAverage`:
     weighted_square: float = 0.0  # of its change's length

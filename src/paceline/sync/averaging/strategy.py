@@ -209,7 +209,7 @@ class AveragedReplicas:
         if self._average.is_under_way:
             self._finish_average()
         self._losses.flush()
-        self._round.micro_batch_s, self._round.rest_s = self._timing.micro_batch, self._timing.rest
+        self._round.micro_batch_s, _, self._round.rest_s, self._round.data_s = self._timing
         self._round.request = self._request
         self._average.start(self._round)
         self._round = WorkerRound()
@@ -220,7 +220,8 @@ class AveragedReplicas:
         rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
         requests, num_steps = [each.request for each in rounds], int(rounds[0].num_steps)
         check_nobody_left(requests)
-        self._reported = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], requests
+        timings = [Timing(each.micro_batch_s, each.sync_s, each.rest_s, each.data_s) for each in rounds]
+        self._reported = timings, requests
         loss_weight = sum(each.loss_weight for each in rounds)
         loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
         self._mean = RoundMean(loss, sum(each.weight for each in rounds) / max(num_steps, 1))
