@@ -2,6 +2,7 @@
 
 import {el, setClass, setStyle, setText, showList} from "./dom.js";
 import {axisValue, bytes, count, duration, MISSING, percent, tick} from "./format.js";
+import {drawMarks, marksNear} from "./marks.js";
 import {colors, KINDS} from "./palette.js";
 
 const LANE_HEIGHT = 34;
@@ -13,8 +14,9 @@ const metricOf = (kind, rank) => kind === "waiting" ? `waiting/${rank}` : `lanes
 export class Lanes {
   #lanes = new Map();
 
-  constructor(board, curves, tip, now) {
-    Object.assign(this, {board, curves, tip, now});
+  /** marks(): events, as of marks.js. now(): the server's clock. */
+  constructor(board, curves, tip, marks, now) {
+    Object.assign(this, {board, curves, tip, marks, now});
     this.rows = el("div", {class: "lane-rows"});
     this.legend = el("div", {class: "legend"}, ...KINDS.map(kind => el("span", {class: "entry"},
       el("i", {class: `swatch kind-${kind.name}`}), el("span", {class: "name"}, kind.label))));
@@ -26,7 +28,7 @@ export class Lanes {
   show(run) {
     const verdicts = new Map();
     for (const verdict of run.verdicts) for (const rank of verdict.ranks)
-      if (verdict.severity !== "info" && !verdicts.has(rank)) verdicts.set(rank, verdict);
+      if ((verdict.severity === "warning" || verdict.severity === "error") && !verdicts.has(rank)) verdicts.set(rank, verdict);
     showList(this.rows, run.workers, worker => worker.rank, worker => this.#make(worker.rank).node,
       (_, worker) => this.#lanes.get(worker.rank).show(worker, run, verdicts.get(worker.rank)));
     const ranks = new Set(run.workers.map(worker => worker.rank));
@@ -54,12 +56,13 @@ class Lane {
     this.badge = el("span", {class: "badge", hidden: true});
     this.share = el("b");
     this.facts = el("small");
+    this.memory = el("small");
     this.canvas = el("canvas", {role: "img"});
     this.cursor = el("div", {class: "cursor", hidden: true});
     this.area = el("div", {class: "lane-area", tabindex: "0"}, this.canvas, this.cursor);
     this.node = el("div", {class: "lane", "data-rank": rank},
       el("div", {class: "lane-name"}, el("span", {}, this.name, this.badge), this.device), this.area,
-      el("div", {class: "lane-facts"}, this.share, this.facts));
+      el("div", {class: "lane-facts"}, this.share, this.facts, this.memory));
     this.board.attach(this.area);
     this.board.attachKeys(this.area);
     this.area.addEventListener("pointermove", event => this.#showTip(event));
@@ -78,7 +81,8 @@ class Lane {
     this.badge.hidden = !(verdict || isSilent || isGone);
     setText(this.badge, isGone ? "left the run" : isSilent ? `silent for ${duration(Math.floor(silent_s))}` : verdict?.kind ?? "");
     setText(this.share, `${percent(worker.share)} of the work`);
-    setText(this.facts, factsOf(worker).join(" · "));
+    setText(this.facts, useOf(worker));
+    setText(this.memory, memoryOf(worker));
     const parts = worker.lanes ? KINDS.filter(kind => worker.lanes[kind.name] !== null)
       .map(kind => `${kind.label} ${percent(worker.lanes[kind.name])}`) : [];
     this.canvas.setAttribute("aria-label", `worker ${this.rank}: ${parts.join(", ") || "no times recorded"}`);
@@ -112,6 +116,8 @@ class Lane {
       context.fillStyle = theme.get(`kind-${kind.name}`);
       context.fill(spans[k]);
     });
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    drawMarks(context, {left: 0, top: 0, width: width * ratio, height: LANE_HEIGHT * ratio}, this.lanes.marks(), {min: from, max: to});
     this.lanes.showRange(from, to);
   }
 
@@ -131,7 +137,8 @@ class Lane {
     const value = found => found?.length ? found.y[Math.min(found.after(x), found.length - 1)] : NaN;
     if (shares?.length) rows.push([`${count(value(shares))} micro-batches per step`, null]);
     if (speeds?.length) rows.push([`${tick(value(speeds))} micro-batches/s`, null]);
-    this.lanes.tip.show(event, [[`worker ${this.rank}, ${axisValue(axis, axis === "step" ? Math.round(x) : x)}`, null], ...rows]);
+    this.lanes.tip.show(event, [[`worker ${this.rank}, ${axisValue(axis, axis === "step" ? Math.round(x) : x)}`, null], ...rows,
+      ...marksNear(this.lanes.marks(), this.board, event.clientX, this.area)]);
   }
 }
 
@@ -157,12 +164,14 @@ function partsAt(series, from, to, parts) {
   return sum > 0;
 }
 
-function factsOf(worker) {
-  const memory = (used, limit) => used === null || used === undefined ? [] : [limit ? `${bytes(used)} of ${bytes(limit)}` : bytes(used)];
-  return [
-    ...(worker.speed === null || worker.speed === undefined ? [] : [`${tick(worker.speed)} micro-batches/s`]),
-    ...(worker.device_memory_bytes ? memory(worker.device_memory_bytes, worker.device_memory_limit_bytes) : memory(worker.memory_bytes, worker.memory_limit_bytes)),
-    ...(worker.gpu !== null && worker.gpu !== undefined ? [`GPU ${Math.round(worker.gpu)}%`]
-      : worker.cpu !== null && worker.cpu !== undefined ? [`CPU ${Math.round(worker.cpu)}%`] : []),
-  ];
+function useOf({speed, gpu, cpu}) {
+  const use = gpu != null ? `GPU ${Math.round(gpu)}%` : cpu != null ? `CPU ${Math.round(cpu)}%` : "";
+  return [speed == null ? "" : `${Number(speed.toPrecision(3))} micro-batches/s`, use].filter(Boolean).join(" · ");
+}
+
+/** The device's memory where it has its own, otherwise the process's. */
+function memoryOf(worker) {
+  const [used, limit] = worker.device_memory_bytes != null ? [worker.device_memory_bytes, worker.device_memory_limit_bytes]
+    : [worker.memory_bytes, worker.memory_limit_bytes];
+  return used == null ? "" : `memory ${bytes(used)}${limit == null ? "" : ` of ${bytes(limit)}`}`;
 }

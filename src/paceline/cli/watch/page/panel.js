@@ -71,6 +71,9 @@ export class Panel {
       this.#plot.redraw(false, true);
     });
     this.#showLegend(this.board.hover);
+    // For tests and other programs that look at the page: where the curves end, and how many points were drawn.
+    this.node.dataset.end = String(Math.max(0, ...this.#drawn.map(line => line.series.end)));
+    this.node.dataset.drawn = String(this.#drawn.reduce((sum, line) => sum + line.indices.length, 0));
   }
 
   /** The vertical line and the values at x, in every plot of the board. */

@@ -39,7 +39,7 @@ export class RunPage {
     this.curves = new Curves();
     this.board = new Board(view, (from, to) => this.#loadDetail(from, to));
     this.summary = new RunSummary(source);
-    this.lanes = new Lanes(this.board, this.curves, tip, () => source.now());
+    this.lanes = new Lanes(this.board, this.curves, tip, () => this.#eventMarks(), () => source.now());
     this.events = new EventList();
     this.checkpoints = new CheckpointList(source);
     this.config = new ConfigView(run => view.open(run));

@@ -118,7 +118,7 @@ export class RunSummary {
     showList(this.verdicts, shown, verdict => verdict.kind + verdict.severity + (verdict.ranks ?? []).join(), () =>
       el("div", {class: "verdict"}, el("p", {class: "sentence"}), el("p", {class: "remedy"}), el("p", {class: "figures"})),
     (node, verdict) => {
-      setClass(node, `verdict ${verdict.severity}`);
+      setClass(node, `verdict ${verdict.severity === "ok" ? "good" : verdict.severity}`);
       setText(node.children[0], sentence(verdict.text));
       setText(node.children[1], verdict.remedy ?? "");
       setText(node.children[2], (verdict.figures ?? []).map(([name, value]) => `${name} ${typeof value === "number" ? num(value) : value}`).join(" · "));
