@@ -109,7 +109,7 @@ class Curve:
         steps, newest = np.unique(steps[::-1], return_index=True)
         values = values[::-1][newest]
         if len(steps) > MAX_POINTS and not self._is_whole:
-            kept = _extremes(steps, values)
+            kept = extremes(steps, values, MAX_POINTS)
             steps, values = steps[kept], values[kept]
         self._steps, self._values = steps, values
 
@@ -200,16 +200,16 @@ def read_curves(
     all points of a curve (16 bytes each). tail: read only the end of the file.
     """
     resumes = LineReader(path, tail=tail).blocks(containing=f'"{RESUMED_FROM}"'.encode())
-    resumed_from = [record[RESUMED_FROM] for block in resumes for record in block if _is_resume(record)]
+    resumed_from = [record[RESUMED_FROM] for block in resumes for record in block if is_resume(record)]
     # The last step that counts, for the lines before each resume, and for those after the last one.
     limits = list(accumulate([math.inf, *reversed(resumed_from)], min))[::-1]
     curves, reader, segment = Curves(is_wanted, is_whole), LineReader(path, tail=tail), 0
     for block in reader.blocks():
         counted = []
         for record in block:
-            if _is_resume(record):
+            if is_resume(record):
                 segment += 1
-            elif not (isinstance(record, dict) and is_count(record.get("step"))):
+            elif not is_step(record):
                 curves.num_unreadable += 1
             elif record["step"] <= limits[min(segment, len(limits) - 1)]:
                 counted.append(record)
@@ -233,7 +233,12 @@ def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
                     yield prefix + name, number
 
 
-def _is_resume(record: Any) -> bool:
+def is_step(record: Any) -> bool:
+    """Whether a line is about a step."""
+    return isinstance(record, dict) and is_count(record.get("step"))
+
+
+def is_resume(record: Any) -> bool:
     return isinstance(record, dict) and "step" not in record and is_count(record.get(RESUMED_FROM))
 
 
@@ -241,10 +246,10 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_number, value))
 
 
-def _extremes(steps: Steps, values: Values) -> npt.NDArray[np.intp]:
-    """The indices of the minimum and the maximum in each of MAX_POINTS / 2 - 1 equal intervals of steps."""
+def extremes(steps: Steps, values: Values, max_points: int) -> npt.NDArray[np.intp]:
+    """The indices of the minimum and the maximum in each of max_points / 2 - 1 equal intervals of steps."""
     span = float(steps[-1]) - float(steps[0]) + 1.0
-    interval = ((steps - steps[0]) / span * (MAX_POINTS // 2 - 1)).astype(np.int64)
+    interval = ((steps - steps[0]) / span * (max_points // 2 - 1)).astype(np.int64)
     starts = np.flatnonzero(np.diff(interval, prepend=-1))
     kept = [np.array([0, len(steps) - 1], np.intp)]
     for sign in (1.0, -1.0):

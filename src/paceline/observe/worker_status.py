@@ -1,11 +1,12 @@
 """A worker's own status file, `ranks/rank-R.json` in the run's folder: where it runs, its memory, its step.
 
     {"rank": 3, "host": "b", "device": "cuda:1", "device_name": "NVIDIA H200", "pid": 4715, "process_started": 123456,
-     "time": 1763296811.5, "step": 1210, "cpu": 101.5, "memory": 3221225472, "memory_limit": 137438953472,
-     "gpu": 97.0, "gpu_memory": 62277025792, "gpu_memory_limit": 150323855360}
+     "time": 1763296811.5, "step": 1210, "step_at": 1763296811.4, "cpu": 101.5, "memory": 3221225472,
+     "memory_limit": 137438953472, "gpu": 97.0, "gpu_memory": 62277025792, "gpu_memory_limit": 150323855360}
 
-Memory is in bytes, `cpu` in percent of a core, `gpu` in percent; values that cannot be read are left out. A background
-thread replaces the file once a second, so a file that is much older belongs to a worker that was suspended or killed.
+`step_at` is when the step was first seen; times are Unix times. Memory is in bytes, `cpu` in percent of a core, `gpu`
+in percent; values that cannot be read are left out. A background thread replaces the file once a second, so a file that
+is much older belongs to a worker that was suspended or killed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class WorkerStatus:
             "process_started": process_started(os.getpid()),
         }
         self._path: Path | None = None
+        self._newest: tuple[int, float] | None = None  # a completed step, and when it was first seen
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="paceline-status", daemon=True)
         self._thread.start()
@@ -77,8 +79,12 @@ class WorkerStatus:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
         self._path = path
-        own = {"rank": world.rank, "host": world.host, "device": str(world.device), "time": round(time(), 3)}
-        write_json(path, {**own, "step": self._step(), **self._fixed, **self._sampler.sample()})
+        now, step = round(time(), 3), self._step()
+        if self._newest is None or step != self._newest[0]:
+            self._newest = step, now
+        own = {"rank": world.rank, "host": world.host, "device": str(world.device), "time": now}
+        steps = {"step": step, "step_at": self._newest[1]}
+        write_json(path, {**own, **steps, **self._fixed, **self._sampler.sample()})
 
 
 def _hardware(device: torch.device) -> dict[str, Any]:
