@@ -3,8 +3,8 @@
 A range of up to `EXACT_BYTES` is read line by line. A longer one is sampled: a few lines at each of some thousand
 places of the file, and both of its ends. Curves are thinned to the minimum and the maximum of each interval of steps.
 
-Lines are in the order of their steps, except after a resume. So if a later line has a smaller step, the lines before it
-about larger steps are superseded: a sample needs no search for the lines that say so.
+Lines are in the order of their steps, except after a resume, which supersedes lines about later steps. So a resume is
+searched for only between two places whose steps are not in order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from paceline.observe.json_lines import TAIL_BYTES, LineReader, parse_lines, to_json
+from paceline.observe.json_lines import TAIL_BYTES, LineReader, parse_lines
 from paceline.observe.metrics import RESUMED_FROM, Curve, Steps, Values, extremes, flat_items, is_resume, is_step
 
 EXACT_BYTES = 4 << 20
@@ -26,12 +26,21 @@ EXACT_BYTES = 4 << 20
 MAX_PLACES = 2000
 SAMPLE_BYTES = 3 << 20
 LINES_PER_PLACE = 3
+MAX_RESUMES = 100
 # Further names are left out: no run logs so many.
 MAX_NAMES = 5000
 
 
 # An offset, and what the lines after it contain.
 _Place: TypeAlias = tuple[int, list[Any]]
+
+
+class _Part(NamedTuple):
+    """Bytes of a file. limit: the last step in them that counts, by what follows them."""
+
+    start: int
+    stop: int
+    limit: float
 
 
 class Series(NamedTuple):
@@ -74,40 +83,42 @@ def read_window(
     with path.open("rb") as file:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
-        head, (tail, end) = _parse(_lines_at(descriptor, 0, min(size, TAIL_BYTES))), _tail(descriptor, size)
-        start, stop, limit = 0, size, math.inf
-        if size > EXACT_BYTES:
-            line_bytes = max(len(to_json(record)) for record in [*head, *tail, {}]) + 1
-            places = list(_sample(descriptor, 0, size, line_bytes))
-            start, stop, limit = _bytes_of(places, first, last, size, line_bytes)
-        is_sampled = stop - start > EXACT_BYTES and not exact
+        tail_start = max(0, size - TAIL_BYTES)
+        last_newline = os.pread(descriptor, size - tail_start, tail_start).rfind(b"\n")
+        ends = [_lines_at(descriptor, 0, TAIL_BYTES), _lines_at(descriptor, tail_start, TAIL_BYTES)]
+        head, tail = map(_parse, ends)
+        line_bytes = max(map(len, [*ends[0], *ends[1], b""])) + 1
+        part, places = _Part(0, size, math.inf), []
+        while part.stop - part.start > EXACT_BYTES:
+            places = _with_resumes(path, list(_sample(descriptor, part, line_bytes)), line_bytes)
+            narrower = _narrowed(part, places, first, last, line_bytes)
+            if narrower.stop - narrower.start > (part.stop - part.start) / 2:
+                break
+            part = narrower
+        is_sampled = part.stop - part.start > EXACT_BYTES and not exact
         if not is_sampled:
-            _read_exact(path, start, stop, limit, columns, first, last)
+            _read_exact(path, part, columns, first, last)
         else:
-            if (start, stop) != (0, size):
-                places = list(_sample(descriptor, start, stop, line_bytes))
             records = [record for _, block in places for record in block]
-            records = [*(head if start == 0 else ()), *records, *(tail if stop == size else ())]
-            columns.add(_not_superseded(records, limit), first, last)
+            records = [*(head if part.start == 0 else ()), *records, *(tail if part.stop == size else ())]
+            columns.add(_not_superseded(records, part.limit), first, last)
     columns.note_names([*head, *tail])
     return Window(
         first_step=min((record["step"] for record in head if "step" in record), default=0),
         last_step=max((record["step"] for record in _not_superseded(tail, math.inf)), default=0),
-        offset=end,
+        offset=tail_start + last_newline + 1,
         is_sampled=is_sampled,
         names=columns.names(),
         series=columns.series(points),
     )
 
 
-def _read_exact(path: Path, start: int, stop: int, limit: float, columns: _Columns, first: int, last: float) -> None:
-    """limit: the last step that counts, by what follows the range."""
-
+def _read_exact(path: Path, part: _Part, columns: _Columns, first: int, last: float) -> None:
     def reader() -> LineReader:
-        return LineReader(path, start=start, stop=stop)
+        return LineReader(path, start=part.start, stop=part.stop)
 
     resumes = [r[RESUMED_FROM] for b in reader().blocks(f'"{RESUMED_FROM}"'.encode()) for r in b if is_resume(r)]
-    limits = list(accumulate([limit, *reversed(resumes)], min))[::-1]
+    limits = list(accumulate([part.limit, *reversed(resumes)], min))[::-1]
     segment = 0
     for block in reader().blocks(b"" if resumes else columns.common_key):
         kept = []
@@ -119,30 +130,46 @@ def _read_exact(path: Path, start: int, stop: int, limit: float, columns: _Colum
         columns.add(kept, first, last)
 
 
-def _bytes_of(places: Sequence[_Place], first: int, last: float, size: int, line_bytes: int) -> tuple[int, int, float]:
-    """The bytes that contain all lines about these steps, and the last step in them that counts."""
-    known = [(offset, _step(record)) for offset, block in places for record in block[:1]]
-    start, stop = 0, size
-    bound = limit = math.inf  # bound: the smallest step so far, from the end
-    for offset, step in reversed(known):
-        if step > bound:
+def _narrowed(part: _Part, places: Sequence[_Place], first: int, last: float, line_bytes: int) -> _Part:
+    """The part of a part that contains all lines about these steps."""
+    start, stop, limit = part
+    bound = limit  # the smallest step so far, from the end
+    for offset, block in reversed(places):
+        if not block or (step := _step(block[0])) > bound:
             continue  # superseded
-        if step > last:
-            stop, limit = min(offset + line_bytes, size), step  # a line in the range may end here
+        if step > last and is_step(block[0]):  # a resume is somewhere after its place
+            stop, limit = min(offset + 2 * line_bytes, part.stop), step  # a line in the range may end here
         bound = step
         if step < first:
             start = offset
             break
-    return start, stop, limit
+    return _Part(start, stop, limit)
 
 
-def _sample(descriptor: int, start: int, stop: int, line_bytes: int) -> Iterator[_Place]:
+def _sample(descriptor: int, part: _Part, line_bytes: int) -> Iterator[_Place]:
     """line_bytes: the length of a long line."""
     block_bytes = LINES_PER_PLACE * line_bytes
     count = max(min(MAX_PLACES, SAMPLE_BYTES // block_bytes), 64)
-    stride = max((stop - start) // count, 1)
-    for offset in range(start, stop, stride):
-        yield offset, _parse(_lines_at(descriptor, offset, min(block_bytes, stop - offset)))
+    stride = max((part.stop - part.start) // count, 1)
+    for offset in range(part.start, part.stop, stride):
+        yield offset, _parse(_lines_at(descriptor, offset, min(block_bytes, part.stop - offset)))
+
+
+def _with_resumes(path: Path, places: list[_Place], line_bytes: int) -> list[_Place]:
+    """Also the places of the resumes between places whose steps are not in order."""
+    found: list[_Place] = []
+    num_searched = 0
+    known = [place for place in places if place[1]]
+    for place in known:
+        offset, block = place
+        if found and _step(block[0]) < _step(found[-1][1][-1]) and num_searched < MAX_RESUMES:
+            num_searched += 1
+            reader = LineReader(path, start=found[-1][0], stop=offset + 2 * line_bytes)
+            resumes = [r for b in reader.blocks(f'"{RESUMED_FROM}"'.encode()) for r in b if is_resume(r)]
+            if resumes:
+                found.append((found[-1][0], [min(resumes, key=_step)]))
+        found.append(place)
+    return found
 
 
 def _lines_at(descriptor: int, offset: int, num_bytes: int) -> list[bytes]:
@@ -164,13 +191,6 @@ def _not_superseded(records: Sequence[dict[str, Any]], limit: float) -> list[dic
     """Records about steps that no later record falls behind."""
     limits = list(accumulate([limit, *(_step(record) for record in reversed(records))], min))[-2::-1]
     return [record for record, last in zip(records, limits, strict=True) if "step" in record and record["step"] <= last]
-
-
-def _tail(descriptor: int, size: int) -> tuple[list[Any], int]:
-    """The last lines of the file, and where the last complete one ends."""
-    start = max(0, size - TAIL_BYTES)
-    block = os.pread(descriptor, size - start, start)
-    return _parse(_lines_at(descriptor, start, len(block))), start + block.rfind(b"\n") + 1
 
 
 class _Columns:
