@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from paceline.observe.run_files import RunFiles
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/\?token=\S+")
 # A worker whose file `slow-reader-RANK` exists needs 20 ms longer to read a sample.
 PARTS = """
 import os, time, torch
@@ -87,22 +88,26 @@ def opened_browser() -> Iterator[Page]:
 
 
 @contextmanager
-def watching(runs: Path, *arguments: str) -> Iterator[str]:
-    """`paceline watch`; entered with its address when it listens."""
+def watching(runs: Path, *arguments: str) -> Iterator[Callable[[], str]]:
+    """`paceline watch`. Gives a function that waits until it listens and returns its address."""
     command = [sys.executable, "-m", "paceline", "watch", str(runs), "--port", "0", *arguments]
     log = (runs.parent / "watch.log").open("w+")
-    with log, _process(command, log) as process:
-        address = re.compile(r"http://127\.0\.0\.1:\d+/\?token=\S+")
-        wait_until(lambda: address.search(_text(log)) or process.poll() is not None)
-        found = address.search(_text(log))
-        assert found, _text(log)
-        yield found[0]
+    with log, _process(command, log, runs.parent) as process:
+
+        def address() -> str:
+            wait_until(lambda: ADDRESS.search(_text(log)) or process.poll() is not None)
+            found = ADDRESS.search(_text(log))
+            assert found, _text(log)
+            return found[0]
+
+        yield address
 
 
 @contextmanager
-def training(folder: Path, *arguments: str, sleeps: bool = True) -> Iterator[RunFiles]:
-    """`paceline train` of two workers in `folder`, for as long as the block; entered when it listens for requests.
+def training(folder: Path, *arguments: str, sleeps: bool = True) -> Iterator[Callable[[], RunFiles]]:
+    """`paceline train` of two workers in `folder`, for as long as the block.
 
+    Gives a function that waits until the run takes requests and returns its files.
     sleeps: its micro-batches take 10 ms without using a core; otherwise 10 ms of CPU time, which a quota stretches.
     """
     (folder / "parts.py").write_text(PARTS.replace("SLEEPS", str(sleeps)))
@@ -113,16 +118,20 @@ def training(folder: Path, *arguments: str, sleeps: bool = True) -> Iterator[Run
     with log, _process(command, log, folder) as process:
 
         def found() -> list[Path]:
-            return [path for path in (folder / "runs").glob("small_*") if path not in before]
+            new = [path for path in (folder / "runs").glob("small_*") if path not in before]
+            return [path for path in new if (path / "control/socket").exists()]
 
-        wait_until(lambda: any((path / "control/socket").exists() for path in found()) or process.poll() is not None)
-        assert process.poll() is None, _text(log)
-        yield RunFiles(found()[0])
+        def files() -> RunFiles:
+            wait_until(lambda: found() or process.poll() is not None)
+            assert process.poll() is None, _text(log)
+            return RunFiles(found()[0])
+
+        yield files
 
 
 @contextmanager
-def _process(command: list[str], log: Any, folder: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+def _process(command: list[str], log: Any, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)}
     process = subprocess.Popen(
         command, cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
     )

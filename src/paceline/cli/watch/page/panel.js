@@ -17,7 +17,8 @@ export class Panel {
 
   /**
    * title: a name. lines(): what to draw, [{key, label, series, color, dash, isFaint, isMarked, isArea}]. options:
-   * format(value) of a y value; unit after the title; bounds [low, high] that the y axis always has; canLog; height;
+   * format(value) of a y value; unit after the title; bounds [low, high] that the y axis always has; canLog; height; isCompact: a
+   * legend without names;
    * marks(): events, as of marks.js; onpoint(event or null, area): the pointer moved, or left.
    */
   constructor(board, title, lines, options = {}) {
@@ -144,7 +145,7 @@ export class Panel {
     context.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     context.clip();
     drawMarks(context, bbox, this.options.marks(), plot.scales.x);
-    for (const line of this.#drawn) this.#drawLine(context, bbox, plot.scales, line);
+    for (const line of this.#drawn) this.#drawLine(context, this.#projection(plot), line);
     if (this.#isEmpty) {
       context.fillStyle = colors().get("muted");
       context.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
@@ -152,26 +153,35 @@ export class Panel {
       context.fillText("no values here", bbox.left + bbox.width / 2, bbox.top + bbox.height / 2);
     }
     context.restore();
+    // Not clipped: a point at the edge is whole.
+    for (const line of this.#drawn) this.#drawPoints(context, plot, line);
   }
 
-  #drawLine(context, bbox, {x: xScale, y: yScale}, {series, indices, color, dash, isFaint, isMarked, isArea}) {
+  /** From values to pixels. y gives NaN for what cannot be drawn: gaps, and zero on a logarithmic axis. */
+  #projection({bbox, scales: {x, y}}) {
     const isLog = this.#isLog(), f = isLog ? Math.log : value => value;
-    const bottom = f(yScale.min), perY = bbox.height / (f(yScale.max) - bottom);
-    const perX = bbox.width / (xScale.max - xScale.min), floor = bbox.top + bbox.height;
-    const {x, y} = series;
+    const bottom = f(y.min), perY = bbox.height / (f(y.max) - bottom), floor = bbox.top + bbox.height;
+    const perX = bbox.width / (x.max - x.min);
+    return {
+      floor, left: value => bbox.left + (value - x.min) * perX,
+      top: value => value - value !== 0 || (isLog && value <= 0) ? NaN : floor - (f(value) - bottom) * perY,
+    };
+  }
+
+  #drawLine(context, projection, {series, indices, color, dash, isFaint, isArea}) {
+    const {x, y} = series, {floor} = projection;
     const path = new Path2D(), area = isArea ? new Path2D() : null;
-    let isOpen = false, first = 0, left = 0;
+    let isOpen = false, left = 0;
     for (const i of indices) {
-      const value = y[i];
-      if (value - value !== 0 || (isLog && value <= 0)) {
+      const top = projection.top(y[i]);
+      if (top !== top) {
         if (isOpen) area?.lineTo(left, floor);
         isOpen = false;
         continue;
       }
-      left = bbox.left + (x[i] - xScale.min) * perX;
-      const top = floor - (f(value) - bottom) * perY;
+      left = projection.left(x[i]);
       if (isOpen) { path.lineTo(left, top); area?.lineTo(left, top); }
-      else { path.moveTo(left, top); area?.moveTo(left, floor); area?.lineTo(left, top); first = left; }
+      else { path.moveTo(left, top); area?.moveTo(left, floor); area?.lineTo(left, top); }
       isOpen = true;
     }
     if (isOpen) area?.lineTo(left, floor);
@@ -188,26 +198,32 @@ export class Panel {
     context.setLineDash((dash ?? []).map(length => length * devicePixelRatio));
     context.stroke(path);
     context.setLineDash([]);
-    if (isMarked && indices.length < bbox.width / 6 || indices.length === 1 && first === left) {
-      context.fillStyle = color;
-      for (const i of indices) {
-        if (y[i] - y[i] !== 0 || (isLog && y[i] <= 0)) continue;
-        context.beginPath();
-        context.arc(bbox.left + (x[i] - xScale.min) * perX, floor - (f(y[i]) - bottom) * perY,
-          3 * devicePixelRatio, 0, 2 * Math.PI);
-        context.fill();
-      }
-    }
     context.globalAlpha = 1;
+  }
+
+  /** Points of their own, of evaluations while there is room, and of a curve of one point. */
+  #drawPoints(context, plot, {series: {x, y}, indices, color, isMarked}) {
+    const {bbox, scales} = plot, projection = this.#projection(plot);
+    if (indices.length !== 1 && !(isMarked && indices.length < bbox.width / (8 * devicePixelRatio))) return;
+    context.fillStyle = color;
+    for (const i of indices) {
+      const top = projection.top(y[i]);
+      if (top !== top || x[i] < scales.x.min || x[i] > scales.x.max) continue;
+      context.beginPath();
+      context.arc(projection.left(x[i]), top, 3 * devicePixelRatio, 0, 2 * Math.PI);
+      context.fill();
+    }
   }
 
   #showLegend(x) {
     const lines = this.#drawn.filter(line => !line.isFaint);
     const value = ({series}) => series.y[x === null ? series.length - 1 : series.nearest(x)];
+    this.legend.classList.toggle("is-compact", this.options.isCompact === true);
     showList(this.legend, lines.slice(0, MAX_LEGEND), line => line.key, () => el("span", {class: "entry"},
       el("i", {class: "swatch"}), el("span", {class: "name"}), el("b")), (node, line) => {
       setStyle(node.firstChild, "background", line.color);
       setText(node.children[1], line.label);
+      if (node.title !== line.label) node.title = line.label;
       setText(node.lastChild, this.options.format(value(line)));
     });
     this.legend.classList.toggle("is-single", lines.length === 1 && lines[0].label === this.title);

@@ -146,7 +146,7 @@ export class RunsPage {
   #makePanel(name) {
     const panel = new Panel(this.board, name, () => this.#lines(name), {
       format: name.endsWith("_per_s") ? tick : num, canLog: true, height: 260, className: name === "loss" ? "wide" : "",
-      unit: name === "samples_per_s" ? "samples/s" : "",
+      unit: name === "samples_per_s" ? "samples/s" : "", isCompact: name !== "loss",
     });
     this.#panels.set(name, panel);
     return panel;

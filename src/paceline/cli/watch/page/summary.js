@@ -9,6 +9,8 @@ export const STATE_CLASSES = new Map([
   ["live", "live"], ["finished", "good"], ["stopped", "calm"], ["failed", "bad"], ["broken off", "bad"], ["unknown", "calm"],
 ]);
 
+const SHOWN_VERSIONS = new Set(["paceline", "torch"]);
+
 export function stateChip() { return el("span", {class: "chip"}); }
 
 export function showState(chip, state) {
@@ -53,7 +55,7 @@ export class RunSummary {
       run.num_workers && counted(run.num_workers, "worker"), run.host && `host ${run.host}`,
       run.time_s !== null && `trained ${duration(run.time_s)}`,
       run.git?.commit && `commit ${run.git.commit.slice(0, 8)}${run.git.has_changes ? " with changes" : ""}`,
-      ...(run.versions ?? []).map(pair => pair.join(" ")),
+      ...(run.versions ?? []).filter(([name]) => SHOWN_VERSIONS.has(name)).map(pair => pair.join(" ")),
     ];
     setText(this.facts, facts.filter(Boolean).join(" · "));
     const part = run.total_steps ? Math.min(1, run.step / run.total_steps) : run.state === "finished" ? 1 : 0;
@@ -121,7 +123,7 @@ export class RunSummary {
       setClass(node, `verdict ${verdict.severity === "ok" ? "good" : verdict.severity}`);
       setText(node.children[0], sentence(verdict.text));
       setText(node.children[1], verdict.remedy ?? "");
-      setText(node.children[2], (verdict.figures ?? []).map(([name, value]) => `${name} ${typeof value === "number" ? num(value) : value}`).join(" · "));
+      setText(node.children[2], verdict.severity === "ok" ? "" : (verdict.figures ?? []).map(([name, value]) => `${name} ${typeof value === "number" ? num(value) : value}`).join(" · "));
     });
   }
 }
