@@ -9,11 +9,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from ipaddress import ip_address
 from typing import Any, TypeAlias
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
+
+from starlette.exceptions import HTTPException
 
 from paceline.observe.json_lines import to_json
 
@@ -30,6 +33,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+)(?::\d{1,5})?")
 HEADERS = [
     (b"content-security-policy", _POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -67,10 +71,7 @@ class Access:
         if problem := self._problem(scope, headers):
             await answer(send, *problem)
             return
-        try:
-            await self._app(scope, _limited(receive), send)
-        except BodyTooLong:
-            await answer(send, 413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+        await self._app(scope, _limited(receive), send)
 
     def _problem(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         host = headers.get("host", "")
@@ -89,16 +90,13 @@ class Access:
         return None
 
     def _is_known(self, host: str) -> bool:
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-            if f"//{host}" != urlsplit(f"//{host}").geturl() or "@" in host:
-                return False
-        except ValueError:
+        match = _HOST.fullmatch(host)
+        if match is None:
             return False
         try:
-            address = ip_address(name)
+            address = ip_address(match[1].strip("[]"))
         except ValueError:
-            return name in self._names
+            return match[1].lower() in self._names
         return address.is_loopback or not self._is_local
 
     def _tokens(self, scope: Scope, headers: dict[str, str]) -> list[str]:
@@ -117,10 +115,6 @@ class Access:
         return f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict".encode()
 
 
-class BodyTooLong(Exception):
-    pass
-
-
 def _limited(receive: Receive) -> Receive:
     num_bytes = 0
 
@@ -129,7 +123,7 @@ def _limited(receive: Receive) -> Receive:
         message = await receive()
         num_bytes += len(message.get("body", b""))
         if num_bytes > MAX_BODY_BYTES:
-            raise BodyTooLong
+            raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
         return message
 
     return limited

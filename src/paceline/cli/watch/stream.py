@@ -25,6 +25,8 @@ POLL_S = 0.5
 VIEW_INTERVAL_S = 1.0
 COMMENT_INTERVAL_S = 10.0
 MAX_STREAMS = 64
+# File systems may have other clocks.
+CLOCK_S = 5.0
 # A client that is further behind fetches everything again.
 MAX_BEHIND_BYTES = 4 << 20
 LOG_LINES = 200
@@ -48,7 +50,7 @@ class Streams:
         headers = dict(scope["headers"])
         again = parse_qs(headers.get(b"last-event-id", b"").decode("latin-1"))
         query |= {name: values[-1] for name, values in again.items() if name in ("metrics", "events")}
-        source: RunSource | ListSource = ListSource(self._runs)
+        source: RunSource | ListSource = ListSource(self._runs, _time(query.get("since")))
         if "run" in query:
             run = await asyncio.to_thread(self._runs.find, query["run"])
             if run is None:
@@ -99,20 +101,21 @@ class ListSource:
 
     id = ""
 
-    def __init__(self, runs: Runs) -> None:
+    def __init__(self, runs: Runs, since: float) -> None:
+        """since: when the client fetched the list, as Unix time."""
         self._runs = runs
+        self._since: float | None = since
         self._sent: dict[str, dict[str, Any]] = {}
-        self._is_first = True
 
     def new(self) -> Iterator[Event]:
         rows = {run.id: run.row() for run in self._runs.all()}
         changed = [row for run_id, row in rows.items() if self._sent.get(run_id) != row]
         removed = [run_id for run_id in self._sent if run_id not in rows]
         self._sent = rows
-        if self._is_first:
-            changed = []  # the page has just fetched them
-            self._is_first = False
-        if changed or removed:
+        is_first, since, self._since = self._since is not None, self._since or 0.0, None
+        if is_first:
+            changed = [row for row in changed if row["changed"] >= since]
+        if is_first or changed or removed:
             yield "runs", {"now": time(), "rows": changed, "removed": removed}
 
 
@@ -221,6 +224,13 @@ class _Logs:
 
 def _offset(text: str | None, path: Path) -> int:
     return int(text) if text is not None and text.isdecimal() and len(text) < 19 else view.end_of(path)
+
+
+def _time(text: str | None) -> float:
+    try:
+        return float(text) - CLOCK_S if text is not None else time()
+    except ValueError:
+        return time()
 
 
 def _shown(record: dict[str, Any]) -> dict[str, Any] | None:
