@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ pytestmark = [
 
 @contextmanager
 def slow_worker(files: RunFiles, rank: int) -> Iterator[None]:
-    with cpu_quota(0.25) as quota:
+    with cpu_quota(0.08) as quota:
         quota.add(pid_of(files, rank))
         yield
 
@@ -100,7 +101,7 @@ def show(page: Page, files: RunFiles) -> None:
 def time_until_named(page: Page, files: RunFiles, fault: Callable, rank: int) -> float:
     """Seconds from the fault until the page's sentence names the worker and its lane is marked."""
     lane = page.locator(f".lane.culprit[data-rank='{rank}'], .lane.gone[data-rank='{rank}']")
-    sentence = page.locator(".verdict .sentence", has_text=f"orker {rank}")
+    sentence = page.locator(".verdict .sentence", has_text=re.compile(rf"(worker|rank) {rank}\b", re.IGNORECASE))
     start_s = monotonic()
     with fault(files, rank):
         sentence.first.wait_for(timeout=30_000)

@@ -10,7 +10,7 @@ import {RunsTable} from "./runs_table.js";
 import {Tools} from "./tools.js";
 
 const NUM_PICKED = 5, MAX_PICKED = 24;
-const USUAL = ["loss", "eval/loss", "samples_per_s"];
+const USUAL = ["loss", "eval/loss", "samples_per_s", "efficiency", "grad_norm"];
 const NO_PLOT = /^(step|time|epoch|(lanes|waiting|shares|speeds)\/.*)$/;
 const MIN_POLL_MS = 1500;
 

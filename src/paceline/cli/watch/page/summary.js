@@ -2,7 +2,7 @@
 
 import {askFor} from "./dialog.js";
 import {el, setClass, setStyle, setText, showList} from "./dom.js";
-import {ago, count, counted, duration, MISSING, moment, num, percent, rate} from "./format.js";
+import {ago, bytes, count, counted, duration, MISSING, moment, num, percent, rate} from "./format.js";
 
 /** State of a run: the class of its chip. */
 export const STATE_CLASSES = new Map([
@@ -123,9 +123,16 @@ export class RunSummary {
       setClass(node, `verdict ${verdict.severity === "ok" ? "good" : verdict.severity}`);
       setText(node.children[0], sentence(verdict.text));
       setText(node.children[1], verdict.remedy ?? "");
-      setText(node.children[2], verdict.severity === "ok" ? "" : (verdict.figures ?? []).map(([name, value]) => `${name} ${typeof value === "number" ? num(value) : value}`).join(" · "));
+      setText(node.children[2], verdict.severity === "ok" ? "" : (verdict.figures ?? []).map(figure).join(" · "));
     });
   }
+}
+
+/** A figure whose name ends with its unit, such as "micro_batch_s". */
+function figure([name, value]) {
+  const [, what, unit] = /^(.*?)(_s|_bytes|_percent)?$/s.exec(name);
+  const units = new Map([["_s", duration], ["_bytes", bytes], ["_percent", number => `${num(number)}%`]]);
+  return `${what.replaceAll("_", " ")} ${typeof value === "number" ? (units.get(unit) ?? num)(value) : value}`;
 }
 
 const sentence = text => text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");
