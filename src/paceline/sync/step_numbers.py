@@ -241,7 +241,8 @@ class StepNumbers:
     @cached_property
     def timings(self) -> Sequence[Timing]:
         values = self._values("messages")
-        return list(map(Timing, *(values[slot::_MESSAGE] for slot in range(_DIGEST))))
+        first, second, third, fourth = values[::_MESSAGE], values[1::_MESSAGE], values[2::_MESSAGE], values[3::_MESSAGE]
+        return list(map(Timing, first, second, third, fourth))
 
     @property
     def requests(self) -> Sequence[float]:
