@@ -30,8 +30,13 @@ export function tick(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-export const percent = value => !isNumber(value) ? MISSING
-  : `${value > 0 && value < 0.0995 ? (100 * value).toFixed(1) : Math.round(100 * value)}%`;
+/** Halves are rounded to even, as in the sentences that come from Python. */
+export function percent(value) {
+  if (!isNumber(value)) return MISSING;
+  if (value > 0 && value < 0.0995) return `${(100 * value).toFixed(1)}%`;
+  const rounded = Math.round(100 * value);
+  return `${rounded - 100 * value === 0.5 && rounded % 2 ? rounded - 1 : rounded}%`;
+}
 
 export function bytes(value) {
   if (!isNumber(value)) return MISSING;

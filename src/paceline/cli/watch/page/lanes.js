@@ -28,7 +28,7 @@ export class Lanes {
   show(run) {
     const verdicts = new Map();
     for (const verdict of run.verdicts) for (const rank of verdict.ranks)
-      if ((verdict.severity === "warning" || verdict.severity === "error") && !verdicts.has(rank)) verdicts.set(rank, verdict);
+      if (verdict.severity !== "ok" && !verdicts.has(rank)) verdicts.set(rank, verdict);
     showList(this.rows, run.workers, worker => worker.rank, worker => this.#make(worker.rank).node,
       (_, worker) => this.#lanes.get(worker.rank).show(worker, run, verdicts.get(worker.rank)));
     const ranks = new Set(run.workers.map(worker => worker.rank));
@@ -76,7 +76,7 @@ class Lane {
     const silent_s = worker.seen === null ? 0 : this.lanes.now() - worker.seen;
     const isSilent = run.state === "live" && worker.is_alive && silent_s > SILENT_S;
     const isGone = run.state === "live" && worker.is_alive === false;
-    setClass(this.node, `lane${verdict ? " culprit" : ""}${isGone ? " gone" : ""}`);
+    setClass(this.node, `lane${verdict ? ` culprit ${verdict.severity}` : ""}${isGone ? " gone" : ""}`);
     setText(this.device, [worker.device_name ?? worker.device, worker.host].filter(Boolean).join(" · ") || MISSING);
     this.badge.hidden = !(verdict || isSilent || isGone);
     setText(this.badge, isGone ? "left the run" : isSilent ? `silent for ${duration(Math.floor(silent_s))}` : verdict?.kind ?? "");

@@ -3,7 +3,7 @@
 import {Board} from "./board.js";
 import {Curves} from "./curves.js";
 import {el, section, setText, showList} from "./dom.js";
-import {count, num, setting, tick} from "./format.js";
+import {count, num, percent, setting, tick} from "./format.js";
 import {curveColor, curveDash} from "./palette.js";
 import {Panel} from "./panel.js";
 import {RunsTable} from "./runs_table.js";
@@ -145,7 +145,8 @@ export class RunsPage {
 
   #makePanel(name) {
     const panel = new Panel(this.board, name, () => this.#lines(name), {
-      format: name.endsWith("_per_s") ? tick : num, canLog: true, height: 260, className: name === "loss" ? "wide" : "",
+      format: name === "efficiency" ? percent : name.endsWith("_per_s") ? tick : num, height: 260,
+      canLog: name !== "efficiency", bounds: name === "efficiency" ? [0, 1] : null, className: name === "loss" ? "wide" : "",
       unit: name === "samples_per_s" ? "samples/s" : "", isCompact: name !== "loss",
     });
     this.#panels.set(name, panel);

@@ -122,7 +122,7 @@ export class RunSummary {
     (node, verdict) => {
       setClass(node, `verdict ${verdict.severity === "ok" ? "good" : verdict.severity}`);
       setText(node.children[0], sentence(verdict.text));
-      setText(node.children[1], verdict.remedy ?? "");
+      setText(node.children[1], verdict.remedy ? sentence(verdict.remedy) : "");
       setText(node.children[2], verdict.severity === "ok" ? "" : (verdict.figures ?? []).map(figure).join(" · "));
     });
   }
