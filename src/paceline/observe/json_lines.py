@@ -96,12 +96,15 @@ class LineReader:
 def parse_lines(lines: Sequence[bytes]) -> list[Any]:
     """The values of these lines. Lines without JSON are left out."""
     text = b",".join(lines)
-    try:
-        # One call for all lines is several times faster than one call per line.
-        values = json.loads(b"[%s]" % text)
-    except (ValueError, RecursionError):
-        values = []
-    if len(values) != len(lines):
+    # One call for all lines is several times faster than one call per line. The first line may be cut off.
+    for num_cut in (0, 1):
+        try:
+            values = json.loads(b"[%s]" % (text if not num_cut else b",".join(lines[num_cut:])))
+        except (ValueError, RecursionError):
+            values = []
+        if len(values) == len(lines) - num_cut:
+            break
+    else:
         values = []
         for line in lines:
             with suppress(ValueError, RecursionError):

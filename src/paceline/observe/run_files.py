@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from time import time
@@ -40,23 +41,27 @@ _NAME = re.compile(r"(?P<config>.+)_(?P<date>\d{4}-\d\d-\d\d)_(?P<time>\d\d-\d\d
 State = Literal["live", "finished", "stopped", "failed", "broken off", "unknown"]
 
 
+def _path(name: str) -> cached_property[Path]:
+    """Computed on demand: a list of a thousand runs needs few of the paths."""
+    return cached_property(lambda files: files.root / name)
+
+
 @dataclass
 class RunFiles:
     """The paths in a run's folder."""
 
     root: Path
 
-    def __post_init__(self) -> None:
-        self.config = self.root / "config.yaml"
-        self.environment = self.root / "environment.json"
-        self.status = self.root / "status.json"
-        self.metrics = self.root / "metrics.jsonl"
-        self.events = self.root / "events.jsonl"
-        self.report = self.root / "report.json"
-        self.checkpoints = self.root / "checkpoints"
-        self.plots = self.root / "plots"
-        self.ranks = self.root / "ranks"
-        self.timeline = self.root / "timeline"
+    config = _path("config.yaml")
+    environment = _path("environment.json")
+    status = _path("status.json")
+    metrics = _path("metrics.jsonl")
+    events = _path("events.jsonl")
+    report = _path("report.json")
+    checkpoints = _path("checkpoints")
+    plots = _path("plots")
+    ranks = _path("ranks")
+    timeline = _path("timeline")
 
     @property
     def is_run(self) -> bool:

@@ -296,6 +296,7 @@ def test_training_goes_on_undisturbed(client: Client, files: RunFiles, asked: li
 
 
 def test_sockets_are_not_left_open(client: Client) -> None:
+    client.get("/api/runs")  # the server is up
     before = num_open_files()
     for _ in range(20):
         with closing(socket.create_connection(("127.0.0.1", client.server.port))) as connection:

@@ -11,12 +11,13 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
-from paceline.cli.watch.safe_files import document, file_stat, is_folder, read_bytes
+from paceline.cli.watch.safe_files import document, file_stat, is_folder, read_bytes, read_in_folder, regular_stat
 from paceline.observe.json_lines import is_count, is_number, parse_lines
 from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step
 from paceline.observe.run_files import RunFiles, State, Status, read_status, state_of
 
 TAIL_BYTES = 16 << 10
+NEWEST_LINES = 6
 MAX_CONFIG_BYTES = 256 << 10
 # The folder is read again after this time, or this many times the time that it took.
 SCAN_INTERVAL_S, SCAN_INTERVAL_RATIO = 1.0, 50.0
@@ -26,8 +27,7 @@ _SAFE_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.+=-]{1,200}")
 
 def id_of(name: str) -> str:
     """The name, or if that cannot be part of an address, a hash of it."""
-    digest = hashlib.sha256(os.fsencode(name)).hexdigest()
-    return name if _SAFE_ID.fullmatch(name) else f"~{digest[:16]}"
+    return name if _SAFE_ID.fullmatch(name) else f"~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
 
 
 def step_of(record: dict[str, Any]) -> int:
@@ -48,37 +48,38 @@ class RunEntry:
         self.lead: dict[str, Any] = {}  # the status of worker 0
         self.metrics_bytes = 0
         self.changed = self.metrics_changed = 0.0
-        self._stats: dict[Path, tuple[int, int, int]] = {}
+        self._lead = self.files.ranks / "rank-0.json"
+        self._stats: dict[str, tuple[int, int, int]] = {}
 
     def refresh(self) -> bool:
         """Whether this is a run."""
         files = self.files
         if not is_folder(files.root):
             return False
-        found = {path: file_stat(path) for path in (files.status, files.metrics, files.ranks / "rank-0.json")}
-        status, metrics = found[files.status], found[files.metrics]
+        status, metrics = regular_stat(files.status), regular_stat(files.metrics)
         if status is None and metrics is None:
             return False
         self.changed = max(each.st_mtime for each in (status, metrics) if each is not None)
         self.metrics_changed = 0.0 if metrics is None else metrics.st_mtime
-        for path, each in found.items():
+        for name, each in (("status", status), ("metrics", metrics), ("lead", file_stat(self._lead))):
             stamp = (0, 0, 0) if each is None else (each.st_ino, each.st_size, each.st_mtime_ns)
-            if self._stats.get(path) != stamp:
-                self._stats[path] = stamp
-                self._read(path, exists=each is not None)
+            if self._stats.get(name) != stamp:
+                self._stats[name] = stamp
+                self._read(name, exists=each is not None)
         return True
 
-    def _read(self, path: Path, *, exists: bool) -> None:
-        if path == self.files.status:
+    def _read(self, name: str, *, exists: bool) -> None:
+        if name == "status":
             self.status = read_status(self.files) if exists else None
-        elif path == self.files.metrics:
-            self._read_tail(read_bytes(path, TAIL_BYTES, from_end=True) or b"")
-            self.metrics_bytes = self._stats[path][1]
+        elif name == "metrics":
+            self.metrics_bytes = self._stats[name][1]
+            self._read_tail(read_in_folder(self.files.metrics, TAIL_BYTES, from_end=True) or b"")
         else:
-            self.lead = document(path) if exists else {}
+            self.lead = document(self._lead) if exists else {}
 
     def _read_tail(self, tail: bytes) -> None:
-        lines = [record for record in parse_lines(tail.split(b"\n")[:-1]) if is_step(record) or is_resume(record)]
+        complete = chosen_lines(tail, is_cut=len(tail) < self.metrics_bytes)
+        lines = [record for record in parse_lines(complete) if is_step(record) or is_resume(record)]
         self.last, self.pace_s, self.last_step = {}, None, step_of(lines[-1]) if lines else 0
         counted, bound = [], self.last_step
         for record in reversed(lines):
@@ -145,6 +146,23 @@ class RunEntry:
         config = read_bytes(self.files.config, MAX_CONFIG_BYTES) or b""
         text = f"{self.name}\n{config.decode(errors='replace')}".lower()
         return all(word in text for word in words)
+
+
+def chosen_lines(tail: bytes, *, is_cut: bool) -> list[bytes]:
+    """The newest lines, one further back, and the last with an evaluation; all if the run was resumed meanwhile.
+
+    is_cut: the first line is incomplete.
+    """
+    begin, end = tail.find(b"\n") + 1 if is_cut else 0, tail.rfind(b"\n")
+    if RESUMED_FROM.encode() in tail:
+        return tail[begin : max(end, begin)].split(b"\n")
+    start = end
+    for _ in range(NEWEST_LINES):
+        start = max(tail.rfind(b"\n", begin, start), begin)
+    older = [tail[begin : tail.find(b"\n", begin)]] if start > begin else []
+    if (place := tail.rfind(b'"eval"', begin, start)) > 0:
+        older.append(tail[tail.rfind(b"\n", 0, place) + 1 : tail.find(b"\n", place)])
+    return [*older, *tail[start : max(end, start)].strip(b"\n").split(b"\n")]
 
 
 def number(value: Any) -> float | None:

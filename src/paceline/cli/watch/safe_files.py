@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,23 @@ MAX_DOCUMENT_BYTES = 1 << 20
 
 def file_stat(path: Path) -> os.stat_result | None:
     """None unless this is a regular file in a folder that is not a symbolic link."""
-    return _stat(path, stat.S_ISREG) if is_folder(path.parent) else None
+    found = regular_stat(path)
+    return found if found is not None and is_folder(path.parent) else None
+
+
+def regular_stat(path: Path) -> os.stat_result | None:
+    """As `file_stat`, in a folder that is known not to be a symbolic link."""
+    return _stat(path, stat.S_ISREG)
 
 
 def is_folder(path: Path) -> bool:
     return _stat(path, stat.S_ISDIR) is not None
+
+
+def folder_stamp(path: Path) -> int:
+    """When something was added to a folder or removed from it, in nanoseconds; 0 if there is none."""
+    found = _stat(path, stat.S_ISDIR)
+    return 0 if found is None else found.st_mtime_ns
 
 
 def entries(folder: Path) -> list[Path]:
@@ -38,20 +51,36 @@ def _stat(path: Path, is_kind: Any) -> os.stat_result | None:
 
 
 def document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none."""
+    """The object in a JSON file, which must not be changed; empty if there is none."""
     found = file_stat(path)
-    value = read_json(path) if found is not None and found.st_size <= max_bytes else None
+    if found is None or found.st_size > max_bytes:
+        return {}
+    return _document(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=256)
+def _document(path: Path, stamp: tuple[int, int, int]) -> dict[str, Any]:  # noqa: ARG001
+    """stamp: another one means another content."""
+    value = read_json(path)
     return value if isinstance(value, dict) else {}
 
 
 def read_bytes(path: Path, max_bytes: int, *, from_end: bool = False) -> bytes | None:
     """At most this many bytes of a file, from its beginning or its end; None if it cannot be read."""
-    if file_stat(path) is None:
+    return read_in_folder(path, max_bytes, from_end=from_end) if is_folder(path.parent) else None
+
+
+def read_in_folder(path: Path, max_bytes: int, *, from_end: bool = False) -> bytes | None:
+    """As `read_bytes`, in a folder that is known not to be a symbolic link."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
         return None
     try:
-        with path.open("rb") as file:
-            if from_end:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - max_bytes))
-            return file.read(max_bytes)
+        found = os.fstat(descriptor)
+        start = max(0, found.st_size - max_bytes) if from_end else 0
+        return os.pread(descriptor, max_bytes, start) if stat.S_ISREG(found.st_mode) else None
     except OSError:
         return None
+    finally:
+        os.close(descriptor)

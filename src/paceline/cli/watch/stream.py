@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 from paceline.cli.watch import view
 from paceline.cli.watch.access import Receive, Scope, Send, answer
 from paceline.cli.watch.runs import RunEntry, Runs
-from paceline.cli.watch.safe_files import file_stat
+from paceline.cli.watch.safe_files import file_stat, folder_stamp
 from paceline.observe.json_lines import LineReader, to_json
 from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step
 
@@ -156,7 +156,7 @@ class RunSource:
         self._logs = _Logs(run) if query.get("log") == "1" else None
         self._view: dict[str, Any] = {}
         self._viewed_at = -VIEW_INTERVAL_S
-        self._checkpoints: Any = None
+        self._checkpoints: int | None = None  # when the folder changed
 
     @property
     def id(self) -> str:
@@ -185,11 +185,11 @@ class RunSource:
         if found | {"now": 0} != self._view:
             self._view = found | {"now": 0}
             yield "run", found
-        checkpoints = view.checkpoints_of(run)
-        if checkpoints != self._checkpoints:
+        stamp = folder_stamp(run.files.checkpoints)
+        if stamp != self._checkpoints:
             if self._checkpoints is not None:
-                yield "checkpoints", checkpoints
-            self._checkpoints = checkpoints
+                yield "checkpoints", view.checkpoints_of(run)
+            self._checkpoints = stamp
 
 
 @dataclass

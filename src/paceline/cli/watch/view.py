@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from time import time
 from typing import Any
@@ -65,14 +66,23 @@ def end_of(path: Path) -> int:
 
 def names_of(run: RunEntry) -> list[str]:
     """The names in the first and the last lines of the metrics, by first appearance."""
-    head = parse_lines((read_bytes(run.files.metrics, HEAD_BYTES) or b"").split(b"\n")[:-1])
+    found = file_stat(run.files.metrics)
+    if found is None:
+        return []
+    head = _head_names(run.files.metrics, found.st_ino, min(found.st_size, HEAD_BYTES))
+    return list(head | dict.fromkeys(name for name, _ in flat_items(run.last) if name != "step"))
+
+
+@lru_cache(maxsize=64)
+def _head_names(path: Path, inode: int, num_bytes: int) -> dict[str, None]:  # noqa: ARG001
+    """inode: of the file, since another one may have its name later."""
     seen: set[str] = set()
     names: dict[str, None] = {}
-    for record in [*head, run.last]:
-        if isinstance(record, dict) and (record is run.last or not seen.issuperset(record)):
+    for record in parse_lines((read_bytes(path, num_bytes) or b"").split(b"\n")[:-1]):
+        if isinstance(record, dict) and not seen.issuperset(record):
             seen.update(record)
             names |= dict.fromkeys(name for name, _ in flat_items(record) if name != "step")
-    return list(names)
+    return names
 
 
 def workers_of(run: RunEntry) -> list[dict[str, Any]]:
