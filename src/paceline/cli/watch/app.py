@@ -1,4 +1,4 @@
-"""The web application: the page, the API and the buttons. docs/watch.md documents it."""
+"""The web application: the page, the API and the buttons. docs/watch-api.md documents it."""
 
 from __future__ import annotations
 

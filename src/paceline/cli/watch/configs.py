@@ -20,7 +20,7 @@ _CHECKPOINT_KEYS = ("checkpoints.resume", "checkpoints.init_from")
 
 
 def config_of(run: RunEntry, runs: Runs) -> dict[str, Any]:
-    """See docs/watch.md."""
+    """See docs/watch-api.md."""
     text = _text(run)
     own = _entries(text)
     parent, why = _parent(run, own, runs)

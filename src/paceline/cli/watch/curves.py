@@ -28,7 +28,7 @@ def curves_of(
     *,
     exact: bool = False,
 ) -> dict[str, Any]:
-    """See docs/watch.md. names: empty for all."""
+    """See docs/watch-api.md. names: empty for all."""
     if file_stat(run.files.metrics) is None:
         window = Window()
     else:

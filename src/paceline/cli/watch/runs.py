@@ -111,7 +111,7 @@ class RunEntry:
         return None
 
     def row(self) -> dict[str, Any]:
-        """See docs/watch.md."""
+        """See docs/watch-api.md."""
         status, state, step = self.status, self.state, self.step
         total = status.total_steps if status else None
         ended = status.ended if status else None

@@ -1,4 +1,4 @@
-"""One run in detail, as the API shows it: see docs/watch.md."""
+"""One run in detail, as the API shows it: see docs/watch-api.md."""
 
 from __future__ import annotations
 
