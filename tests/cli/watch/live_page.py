@@ -84,7 +84,7 @@ def opened_browser() -> Iterator[Page]:
             yield page
         finally:
             browser.close()
-    assert not faults
+    assert not faults, faults
 
 
 @contextmanager

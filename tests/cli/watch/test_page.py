@@ -117,7 +117,7 @@ def obeys_the_keyboard(page: Page) -> None:
         page.keyboard.press(key)
     page.locator("figure[data-name=loss]").focus()
     page.keyboard.press("+")
-    wait_until(lambda: "from=" in page.url)
+    wait_until(lambda: "from=" in page.evaluate("location.hash"))
     page.reload()
     page.locator("[data-value=time][aria-pressed=true]").wait_for()
     assert page.locator("[data-tool=log]").get_attribute("aria-pressed") == "true"
@@ -134,6 +134,9 @@ def press(page: Page, action: str) -> None:
 def opens_from_disk(page: Page, run: Path, path: Path) -> None:
     exported = invoke("watch", run, "--export", path)
     assert exported.code == 0, exported.err
+    data = re.search(r'id="paceline-data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert data is not None
+    assert path.stat().st_size - len(data[1]) <= 300_000
     page.goto(path.as_uri())
     page.locator("h1", has_text=run.name).wait_for()
     wait_until(lambda: end_of(page, "loss") > 0)

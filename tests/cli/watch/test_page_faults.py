@@ -70,7 +70,7 @@ def test_the_culprit_is_named_within_5_s_of_20_faults(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     took_s: list[tuple[str, float]] = []
-    with opened_browser() as page, watching(runs) as address:
+    with watching(runs) as address, opened_browser() as page:
         page.goto(address())
         with training(tmp_path, sleeps=False) as started:
             files = started()
@@ -85,7 +85,6 @@ def test_the_culprit_is_named_within_5_s_of_20_faults(tmp_path: Path) -> None:
                 show(page, files)
                 took_s.append(("killed_worker", time_until_named(page, files, killed_worker, 1)))
     late = [each for each in took_s if each[1] > LIMIT_S]
-    print(took_s)
     assert len(took_s) == 20
     assert not late, f"{len(late)} of 20 took longer than {LIMIT_S:.0f} s: {late}"
 
@@ -106,7 +105,9 @@ def time_until_named(page: Page, files: RunFiles, fault: Callable, rank: int) ->
     with fault(files, rank):
         sentence.first.wait_for(timeout=30_000)
         lane.wait_for(timeout=30_000)
-        return monotonic() - start_s
+        took_s = monotonic() - start_s
+    print(f"{fault.__name__} {rank}: {took_s:.1f} s", flush=True)
+    return took_s
 
 
 def nobody_is_named(page: Page) -> bool:

@@ -9,10 +9,13 @@ export class Board {
   #isDue = false;
   #range;
   #saving = 0;
-  #watcher = new IntersectionObserver(entries => {
-    for (const {target, isIntersecting} of entries) target.boardItem.isSeen = isIntersecting;
-    this.draw();
-  }, {rootMargin: "100px"});
+  #watcher = new IntersectionObserver(
+    entries => {
+      for (const {target, isIntersecting} of entries) target.boardItem.isSeen = isIntersecting;
+      this.draw();
+    },
+    {rootMargin: "100px"}
+  );
   #resizer = new ResizeObserver(() => this.draw());
 
   /** onrange(from, to): called when the range has been at rest for a moment. */
@@ -23,10 +26,18 @@ export class Board {
     this.readRange();
   }
 
-  get axis() { return this.view.get("x"); }
-  get smoothing() { return Math.min(0.999, this.view.number("smooth") ?? 0); }
-  get isLog() { return this.view.get("log") === "1"; }
-  get isWhole() { return this.#range === null; }
+  get axis() {
+    return this.view.get("x");
+  }
+  get smoothing() {
+    return Math.min(0.999, this.view.number("smooth") ?? 0);
+  }
+  get isLog() {
+    return this.view.get("log") === "1";
+  }
+  get isWhole() {
+    return this.#range === null;
+  }
 
   /** item: {node, extent(): [low, high] or null, draw(from, to), showHover(x or null)}. */
   add(item) {
@@ -52,24 +63,32 @@ export class Board {
   }
 
   extent() {
-    let low = Infinity, high = -Infinity;
+    let low = Infinity,
+      high = -Infinity;
     for (const item of this.#items) {
       const found = item.extent();
-      if (found) { low = Math.min(low, found[0]); high = Math.max(high, found[1]); }
+      if (found) {
+        low = Math.min(low, found[0]);
+        high = Math.max(high, found[1]);
+      }
     }
     if (low > high) return [0, 1];
     return low === high ? [low, low + 1] : [low, high];
   }
 
-  range() { return this.#range ?? this.extent(); }
+  range() {
+    return this.#range ?? this.extent();
+  }
 
   readRange() {
-    const from = this.view.number("from"), to = this.view.number("to");
+    const from = this.view.number("from"),
+      to = this.view.number("to");
     this.#range = from !== null && to > from ? [from, to] : null;
   }
 
   setRange(from, to) {
-    const [low, high] = this.extent(), whole = high - low;
+    const [low, high] = this.extent(),
+      whole = high - low;
     const span = Math.min(Math.max(to - from, whole * MIN_PART), whole);
     const start = Math.min(Math.max(from, low), high - span);
     this.#range = span >= whole * 0.999 ? null : [start, start + span];
@@ -83,10 +102,13 @@ export class Board {
     }, 200);
   }
 
-  showAll() { this.setRange(-Infinity, Infinity); }
+  showAll() {
+    this.setRange(-Infinity, Infinity);
+  }
 
   zoom(factor, at = null) {
-    const [from, to] = this.range(), center = at ?? (from + to) / 2;
+    const [from, to] = this.range(),
+      center = at ?? (from + to) / 2;
     this.setRange(center - (center - from) * factor, center + (to - center) * factor);
   }
 
@@ -121,7 +143,8 @@ export class Board {
     area.append(band);
     let drag = null;
     const place = event => {
-      const box = area.getBoundingClientRect(), [from, to] = drag?.range ?? this.range();
+      const box = area.getBoundingClientRect(),
+        [from, to] = drag?.range ?? this.range();
       const part = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
       return {part, x: from + part * (to - from), width: box.width};
     };
@@ -133,10 +156,14 @@ export class Board {
       area.classList.toggle("moving", isMove);
     });
     area.addEventListener("pointermove", event => {
-      if (!drag) { this.setHover(place(event).x); return; }
+      if (!drag) {
+        this.setHover(place(event).x);
+        return;
+      }
       const here = place(event);
       if (drag.isMove) {
-        const [from, to] = drag.range, shift = (drag.clientX - event.clientX) / here.width * (to - from);
+        const [from, to] = drag.range,
+          shift = ((drag.clientX - event.clientX) / here.width) * (to - from);
         this.setRange(from + shift, to + shift);
         return;
       }
@@ -156,23 +183,34 @@ export class Board {
     };
     area.addEventListener("pointerup", finish);
     area.addEventListener("pointercancel", finish);
-    area.addEventListener("pointerleave", () => { if (!drag) this.setHover(null); });
+    area.addEventListener("pointerleave", () => {
+      if (!drag) this.setHover(null);
+    });
     area.addEventListener("dblclick", () => this.showAll());
-    area.addEventListener("wheel", event => {
-      if (!event.ctrlKey && !event.metaKey) return;  // the page scrolls
-      event.preventDefault();
-      this.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))), place(event).x);
-    }, {passive: false});
+    area.addEventListener(
+      "wheel",
+      event => {
+        if (!event.ctrlKey && !event.metaKey) return; // the page scrolls
+        event.preventDefault();
+        this.zoom(Math.exp(Math.max(-1, Math.min(1, event.deltaY / 300))), place(event).x);
+      },
+      {passive: false}
+    );
   }
 
   /** Arrows, plus, minus and 0 move the range while this element has the focus. */
-  attachKeys(focus) { focus.addEventListener("keydown", event => this.#key(event)); }
+  attachKeys(focus) {
+    focus.addEventListener("keydown", event => this.#key(event));
+  }
 
   #key(event) {
     if (isTyping(event) || event.ctrlKey || event.metaKey || event.altKey) return;
     const actions = new Map([
-      ["ArrowLeft", () => this.move(-0.2)], ["ArrowRight", () => this.move(0.2)],
-      ["+", () => this.zoom(0.6)], ["=", () => this.zoom(0.6)], ["-", () => this.zoom(1 / 0.6)],
+      ["ArrowLeft", () => this.move(-0.2)],
+      ["ArrowRight", () => this.move(0.2)],
+      ["+", () => this.zoom(0.6)],
+      ["=", () => this.zoom(0.6)],
+      ["-", () => this.zoom(1 / 0.6)],
       ["0", () => this.showAll()],
     ]);
     if (!actions.has(event.key)) return;

@@ -14,7 +14,9 @@ export class Curve {
 }
 
 export class Curves {
-  constructor() { this.clear(); }
+  constructor() {
+    this.clear();
+  }
 
   clear() {
     this.byName = new Map();
@@ -23,9 +25,15 @@ export class Curves {
     this.epochStarts = {version: -1, series: null};
   }
 
-  names() { return [...this.byName.keys()]; }
-  has(name) { return this.byName.has(name); }
-  last(name) { return this.byName.get(name)?.raw.last; }
+  names() {
+    return [...this.byName.keys()];
+  }
+  has(name) {
+    return this.byName.has(name);
+  }
+  last(name) {
+    return this.byName.get(name)?.raw.last;
+  }
 
   /** An answer of /metrics. */
   add(answer) {
@@ -41,7 +49,8 @@ export class Curves {
   /** An answer of /metrics for a part of the steps, with more points than the picture of the whole run. */
   addDetail(answer) {
     for (const {name, steps, values} of answer.series) {
-      const curve = this.#curve(name), series = new Series(Math.max(steps.length, 2));
+      const curve = this.#curve(name),
+        series = new Series(Math.max(steps.length, 2));
       for (let i = 0; i < steps.length; i++) series.push(steps[i], number(values[i]));
       curve.detail = {from: answer.from, to: answer.to, series};
       this.#changed(curve);
@@ -51,7 +60,10 @@ export class Curves {
   /** Lines of the stream. */
   addRecords(records) {
     for (const record of records) {
-      if (record.resumed_from !== undefined) { this.#truncate(record.resumed_from); continue; }
+      if (record.resumed_from !== undefined) {
+        this.#truncate(record.resumed_from);
+        continue;
+      }
       this.lastStep = Math.max(this.lastStep, record.step);
       for (const [name, value] of record.values) {
         const curve = this.#curve(name);
@@ -69,7 +81,8 @@ export class Curves {
     const isDetail = detail !== null && range !== null && range[0] >= detail.from && range[1] <= detail.to;
     const base = isDetail ? detail.series : curve.raw;
     if (axis === "step" && !smoothing) return base;
-    const key = `${axis} ${smoothing} ${isDetail}`, mapped = axis === "step" ? 0 : this.version;
+    const key = `${axis} ${smoothing} ${isDetail}`,
+      mapped = axis === "step" ? 0 : this.version;
     let view = curve.views.get(key);
     if (!view || view.version !== curve.version || view.mapped !== mapped) {
       view = {version: curve.version, mapped, series: this.#derive(base, axis, smoothing)};
@@ -81,7 +94,7 @@ export class Curves {
 
   /** Where a step is on an axis. */
   position(step, axis) {
-    return axis === "step" ? step : this.#map(axis)?.interpolate(step) ?? NaN;
+    return axis === "step" ? step : (this.#map(axis)?.interpolate(step) ?? NaN);
   }
 
   /** The step at a place of an axis. */
@@ -89,10 +102,12 @@ export class Curves {
     if (axis === "step") return place;
     const map = this.#map(axis);
     if (!map?.length) return NaN;
-    let low = 0, high = map.length - 1;
+    let low = 0,
+      high = map.length - 1;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (map.y[middle] < place) low = middle + 1; else high = middle;
+      if (map.y[middle] < place) low = middle + 1;
+      else high = middle;
     }
     if (low === 0) return map.x[0];
     const span = map.y[low] - map.y[low - 1];
@@ -129,7 +144,8 @@ export class Curves {
 
   #derive(base, axis, smoothing) {
     const derived = new Series(Math.max(base.length, 2));
-    let mean = 0, weight = 0;
+    let mean = 0,
+      weight = 0;
     for (let i = 0; i < base.length; i++) {
       let value = base.y[i];
       if (smoothing && value - value === 0) {
@@ -146,9 +162,11 @@ export class Curves {
 
 /** Whole epochs become fractions of one: the steps at which epochs begin, and the expected end of the last one. */
 function epochStarts(epochs) {
-  const starts = new Series(), {x, y, length} = epochs;
+  const starts = new Series(),
+    {x, y, length} = epochs;
   if (!length || y.subarray(0, length).some(value => value !== Math.floor(value))) return epochs;
-  let begin = y[0] === 0 ? 0 : x[0], longest = 0;
+  let begin = y[0] === 0 ? 0 : x[0],
+    longest = 0;
   starts.push(begin, y[0]);
   for (let i = 1; i < length; i++) {
     if (y[i] === y[i - 1]) continue;

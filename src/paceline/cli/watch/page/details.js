@@ -4,11 +4,16 @@ import {choice, el, setStyle, setText, showList} from "./dom.js";
 import {ago, bytes, count, counted, moment, num, setting} from "./format.js";
 import {labelOf, looksOf} from "./marks.js";
 
-const MAX_EVENTS = 300, MAX_LOG_LINES = 500;
+const MAX_EVENTS = 300,
+  MAX_LOG_LINES = 500;
 
 const table = (...titles) => {
   const body = el("tbody");
-  const node = el("div", {class: "scroll"}, el("table", {}, el("thead", {}, el("tr", {}, ...titles.map(title => el("th", {scope: "col"}, title)))), body));
+  const node = el(
+    "div",
+    {class: "scroll"},
+    el("table", {}, el("thead", {}, el("tr", {}, ...titles.map(title => el("th", {scope: "col"}, title)))), body)
+  );
   return {node, body};
 };
 const cells = n => () => el("tr", {}, ...Array.from({length: n}, () => el("td")));
@@ -23,11 +28,16 @@ export class EventList {
 
   show(events) {
     this.note.hidden = events.length > 0;
-    showList(this.body, events.slice(-MAX_EVENTS).reverse(), event => event.key, () =>
-      el("li", {}, el("i", {class: "dot"}), el("b"), el("span", {class: "text"}), el("small")), (node, event) => {
-      setStyle(node.firstChild, "background", `var(--${looksOf(event).color})`);
-      fill(node, ["", labelOf(event), event.text, `step ${count(event.step)} · ${moment(event.time).slice(11)}`]);
-    });
+    showList(
+      this.body,
+      events.slice(-MAX_EVENTS).reverse(),
+      event => event.key,
+      () => el("li", {}, el("i", {class: "dot"}), el("b"), el("span", {class: "text"}), el("small")),
+      (node, event) => {
+        setStyle(node.firstChild, "background", `var(--${looksOf(event).color})`);
+        fill(node, ["", labelOf(event), event.text, `step ${count(event.step)} · ${moment(event.time).slice(11)}`]);
+      }
+    );
   }
 }
 
@@ -48,9 +58,19 @@ export class CheckpointList {
   }
 
   tick() {
-    showList(this.table.body, this.checkpoints, found => found.name, cells(4), (row, found) => fill(row, [
-      count(found.step), ago(found.saved, this.source.now()), bytes(found.num_bytes),
-      (found.metrics ?? []).map(([name, value]) => `${name} ${num(value)}`).join(", ") || "–"]));
+    showList(
+      this.table.body,
+      this.checkpoints,
+      found => found.name,
+      cells(4),
+      (row, found) =>
+        fill(row, [
+          count(found.step),
+          ago(found.saved, this.source.now()),
+          bytes(found.num_bytes),
+          (found.metrics ?? []).map(([name, value]) => `${name} ${num(value)}`).join(", ") || "–",
+        ])
+    );
   }
 }
 
@@ -59,11 +79,21 @@ export class ConfigView {
     this.open = open;
     this.parent = el("p", {class: "muted"});
     this.changes = table("setting", "parent", "this run");
-    this.search = el("input", {type: "search", placeholder: "filter settings", "aria-label": "filter settings", oninput: () => this.#filter()});
+    this.search = el("input", {
+      type: "search",
+      placeholder: "filter settings",
+      "aria-label": "filter settings",
+      oninput: () => this.#filter(),
+    });
     this.all = table("setting", "value");
     this.count = el("small", {class: "muted"});
-    this.node = el("div", {}, this.parent, this.changes.node,
-      el("details", {}, el("summary", {}, "All settings ", this.count), this.search, this.all.node));
+    this.node = el(
+      "div",
+      {},
+      this.parent,
+      this.changes.node,
+      el("details", {}, el("summary", {}, "All settings ", this.count), this.search, this.all.node)
+    );
     this.entries = [];
   }
 
@@ -71,20 +101,47 @@ export class ConfigView {
     const {parent, difference, entries} = config;
     this.entries = entries;
     this.parent.replaceChildren();
-    if (parent) this.parent.append("Compared with ", el("a", {href: "#", onclick: event => { event.preventDefault(); this.open(parent.id); }}, parent.name),
-      ` (${parent.why}): ${difference.length ? counted(difference.length, "different setting") : "the same settings"}`);
+    if (parent)
+      this.parent.append(
+        "Compared with ",
+        el(
+          "a",
+          {
+            href: "#",
+            onclick: event => {
+              event.preventDefault();
+              this.open(parent.id);
+            },
+          },
+          parent.name
+        ),
+        ` (${parent.why}): ${difference.length ? counted(difference.length, "different setting") : "the same settings"}`
+      );
     else this.parent.append(entries.length ? "No earlier run to compare with." : "This run has no configuration.");
     this.changes.node.hidden = !parent || !difference.length;
-    showList(this.changes.body, difference, change => change.key, cells(3),
-      (row, change) => fill(row, [change.key, setting(change.parent), setting(change.own)]));
+    showList(
+      this.changes.body,
+      difference,
+      change => change.key,
+      cells(3),
+      (row, change) => fill(row, [change.key, setting(change.parent), setting(change.own)])
+    );
     setText(this.count, `(${count(entries.length)})`);
     this.#filter();
   }
 
   #filter() {
     const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const matches = this.entries.filter(([key, value]) => words.every(word => `${key} ${setting(value)}`.toLowerCase().includes(word)));
-    showList(this.all.body, matches, ([key]) => key, cells(2), (row, [key, value]) => fill(row, [key, setting(value)]));
+    const matches = this.entries.filter(([key, value]) =>
+      words.every(word => `${key} ${setting(value)}`.toLowerCase().includes(word))
+    );
+    showList(
+      this.all.body,
+      matches,
+      ([key]) => key,
+      cells(2),
+      (row, [key, value]) => fill(row, [key, setting(value)])
+    );
   }
 }
 
@@ -107,18 +164,27 @@ export class LogView {
   }
 
   add({rank, stream, lines, is_cut}) {
-    const key = `${rank} ${stream}`, known = is_cut ? [] : this.#files.get(key) ?? [];
+    const key = `${rank} ${stream}`,
+      known = is_cut ? [] : (this.#files.get(key) ?? []);
     this.#files.set(key, [...known, ...lines].slice(-MAX_LOG_LINES));
     this.show();
   }
 
   show() {
-    const keys = [...this.#files.keys()].filter(key => this.#files.get(key).length)
+    const keys = [...this.#files.keys()]
+      .filter(key => this.#files.get(key).length)
       .sort((a, b) => parseInt(a) - parseInt(b) || b.localeCompare(a));
-    const chosen = keys.includes(this.view.get("rank")) ? this.view.get("rank") : keys[0] ?? "";
+    const chosen = keys.includes(this.view.get("rank")) ? this.view.get("rank") : (keys[0] ?? "");
     if (this.#shown !== keys.join()) {
       this.#shown = keys.join();
-      this.choice = choice("worker and stream", keys.map(key => [key, `worker ${key}`]), key => { this.view.set({rank: key}); this.show(); });
+      this.choice = choice(
+        "worker and stream",
+        keys.map(key => [key, `worker ${key}`]),
+        key => {
+          this.view.set({rank: key});
+          this.show();
+        }
+      );
       this.tabs.replaceChildren(this.choice);
     }
     this.choice?.choose(chosen);

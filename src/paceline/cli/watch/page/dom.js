@@ -49,14 +49,19 @@ export function showList(parent, items, keyOf, create, update) {
 
 /** A part of the page with its title. */
 export function section(title, id, ...children) {
-  return el("section", {class: "block", id, "aria-labelledby": `${id}-title`},
-    el("h2", {id: `${id}-title`}, title), ...children);
+  return el(
+    "section",
+    {class: "block", id, "aria-labelledby": `${id}-title`},
+    el("h2", {id: `${id}-title`}, title),
+    ...children
+  );
 }
 
 /** Buttons of which one is pressed. choices: [value, label] pairs. */
 export function choice(label, choices, onchoose) {
   const buttons = choices.map(([value, text]) =>
-    el("button", {type: "button", "data-value": value, "aria-pressed": "false", onclick: () => onchoose(value)}, text));
+    el("button", {type: "button", "data-value": value, "aria-pressed": "false", onclick: () => onchoose(value)}, text)
+  );
   const node = el("div", {class: "choice", role: "group", "aria-label": label}, ...buttons);
   node.choose = value => {
     for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));

@@ -6,7 +6,7 @@ const isNumber = value => typeof value === "number" && Number.isFinite(value);
 // Made once: toLocaleString looks the language up at every call.
 const grouped = new Intl.NumberFormat("en", {maximumFractionDigits: 20});
 
-export const count = value => isNumber(value) ? grouped.format(Math.round(value)) : MISSING;
+export const count = value => (isNumber(value) ? grouped.format(Math.round(value)) : MISSING);
 
 export const counted = (value, what) => `${count(value)} ${what}${value === 1 ? "" : "s"}`;
 
@@ -15,7 +15,11 @@ export function num(value) {
   if (value === null || value === undefined) return MISSING;
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e7))
+    return value
+      .toExponential(3)
+      .replace(/\.?0+e/, "e")
+      .replace("e+", "e");
   if (size >= 1e4) return grouped.format(Math.round(value));
   return String(Number(value.toPrecision(4)));
 }
@@ -25,7 +29,12 @@ export function tick(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size < 1e-3) return value.toExponential(1).replace(".0e", "e");
-  for (const [limit, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]])
+  for (const [limit, unit] of [
+    [1e12, "T"],
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ])
     if (size >= limit) return `${Number((value / limit).toPrecision(4))}${unit}`;
   return String(Number(value.toPrecision(4)));
 }
@@ -40,7 +49,12 @@ export function percent(value) {
 
 export function bytes(value) {
   if (!isNumber(value)) return MISSING;
-  for (const [limit, unit] of [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"]])
+  for (const [limit, unit] of [
+    [1e12, "TB"],
+    [1e9, "GB"],
+    [1e6, "MB"],
+    [1e3, "kB"],
+  ])
     if (value >= limit) return `${(value / limit).toPrecision(3)} ${unit}`;
   return `${Math.round(value)} B`;
 }
@@ -72,7 +86,8 @@ export function ago(unixTime, now) {
 /** Local date and time. */
 export function moment(unixTime) {
   if (!isNumber(unixTime)) return MISSING;
-  const date = new Date(unixTime * 1e3), pad = n => String(n).padStart(2, "0");
+  const date = new Date(unixTime * 1e3),
+    pad = n => String(n).padStart(2, "0");
   return `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())} ${pad(date.getHours())}:${pad(date.getMinutes())}:${pad(date.getSeconds())}`;
 }
 

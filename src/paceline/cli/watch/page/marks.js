@@ -21,11 +21,14 @@ export const labelOf = event => looksOf(event).label || event.event;
 
 /** marks: [{x, event}], sorted by x. A triangle at the top edge for each; several on one pixel are drawn once. */
 export function drawMarks(context, bbox, marks, scale) {
-  const ratio = devicePixelRatio, perX = bbox.width / (scale.max - scale.min), theme = colors();
+  const ratio = devicePixelRatio,
+    perX = bbox.width / (scale.max - scale.min),
+    theme = colors();
   const drawn = new Map();
   for (const {x, event} of marks) {
     if (x < scale.min || x > scale.max) continue;
-    const left = Math.round(bbox.left + (x - scale.min) * perX), {color, isLine} = looksOf(event);
+    const left = Math.round(bbox.left + (x - scale.min) * perX),
+      {color, isLine} = looksOf(event);
     const key = `${color} ${Math.round(left / (2 * ratio))}`;
     if (drawn.has(key)) continue;
     drawn.set(key, true);
@@ -54,17 +57,27 @@ export class Tip {
     document.body.append(this.node);
   }
 
-  hide() { this.node.hidden = true; }
+  hide() {
+    this.node.hidden = true;
+  }
 
   /** lines: [text, colour or null] pairs. */
   show(event, lines) {
-    if (!lines.length) { this.hide(); return; }
-    showList(this.node, lines.map((line, i) => [i, ...line]), ([i]) => i, () => el("div", {}, el("i"), el("span")),
+    if (!lines.length) {
+      this.hide();
+      return;
+    }
+    showList(
+      this.node,
+      lines.map((line, i) => [i, ...line]),
+      ([i]) => i,
+      () => el("div", {}, el("i"), el("span")),
       (row, [, text, color]) => {
         row.firstChild.hidden = !color;
         if (color) setStyle(row.firstChild, "background", color);
         setText(row.lastChild, text);
-      });
+      }
+    );
     this.node.hidden = false;
     const {offsetWidth: width, offsetHeight: height} = this.node;
     const left = event.clientX + 16 + width > innerWidth ? event.clientX - 16 - width : event.clientX + 16;
@@ -75,9 +88,14 @@ export class Tip {
 
 /** The texts of the events near a place of a plot. */
 export function marksNear(marks, board, clientX, area) {
-  const box = area.getBoundingClientRect(), [from, to] = board.range();
-  const place = x => box.left + (x - from) / (to - from) * box.width;
-  return marks.filter(({x}) => Math.abs(place(x) - clientX) < NEAR_PX).slice(-8)
-    .map(({event, x}) => [`${axisValue(board.axis, x)}${board.axis === "step" ? "" : `, step ${count(event.step)}`}: ${labelOf(event)}: ${event.text}`,
-      colors().get(looksOf(event).color)]);
+  const box = area.getBoundingClientRect(),
+    [from, to] = board.range();
+  const place = x => box.left + ((x - from) / (to - from)) * box.width;
+  return marks
+    .filter(({x}) => Math.abs(place(x) - clientX) < NEAR_PX)
+    .slice(-8)
+    .map(({event, x}) => [
+      `${axisValue(board.axis, x)}${board.axis === "step" ? "" : `, step ${count(event.step)}`}: ${labelOf(event)}: ${event.text}`,
+      colors().get(looksOf(event).color),
+    ]);
 }

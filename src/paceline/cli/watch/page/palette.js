@@ -21,8 +21,23 @@ export function colors() {
   if (theme) return theme;
   const probe = document.createElement("i");
   document.body.append(probe);
-  const resolve = name => { probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; };
-  const names = ["text", "muted", "line", "grid", "panel", "accent", "bad", "warn", "good", "lane", ...KINDS.map(kind => `kind-${kind.name}`)];
+  const resolve = name => {
+    probe.style.color = `var(--${name})`;
+    return getComputedStyle(probe).color;
+  };
+  const names = [
+    "text",
+    "muted",
+    "line",
+    "grid",
+    "panel",
+    "accent",
+    "bad",
+    "warn",
+    "good",
+    "lane",
+    ...KINDS.map(kind => `kind-${kind.name}`),
+  ];
   theme = new Map(names.map(name => [name, resolve(name)]));
   probe.remove();
   theme.curves = isDark() ? DARK : LIGHT;
@@ -39,7 +54,10 @@ export function isDark() {
 
 /** Calls `changed` when the theme does; `toggleTheme` keeps the choice in this browser. */
 export function onTheme(changed) {
-  const again = () => { theme = null; changed(); };
+  const again = () => {
+    theme = null;
+    changed();
+  };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
   document.addEventListener("theme", again);
 }
@@ -52,9 +70,17 @@ export function toggleTheme() {
 
 /** A browser may refuse storage, for example to a page from disk. */
 export function remember(name, value) {
-  try { localStorage.setItem(`paceline-${name}`, value); } catch { /* the choice lasts until the page is closed */ }
+  try {
+    localStorage.setItem(`paceline-${name}`, value);
+  } catch {
+    /* the choice lasts until the page is closed */
+  }
 }
 
 export function recall(name) {
-  try { return localStorage.getItem(`paceline-${name}`); } catch { return null; }
+  try {
+    return localStorage.getItem(`paceline-${name}`);
+  } catch {
+    return null;
+  }
 }

@@ -2,12 +2,14 @@
 
 import {el, setStyle, setText, showList} from "./dom.js";
 import {axisValue, duration, tick} from "./format.js";
+import {drawLine, drawPoints, project} from "./lines.js";
 import {drawMarks} from "./marks.js";
 import {colors} from "./palette.js";
 import {thin} from "./series.js";
 import uPlot from "./uplot.js";
 
-const AXIS_WIDTH = 56, MAX_LEGEND = 12;
+const AXIS_WIDTH = 56,
+  MAX_LEGEND = 12;
 
 export class Panel {
   #plot = null;
@@ -16,7 +18,7 @@ export class Panel {
   #isEmpty = true;
 
   /**
-   * title: a name. lines(): what to draw, [{key, label, series, color, dash, isFaint, isMarked, isArea}]. options:
+   * title: a name. lines(): what to draw, as of lines.js, each with a key and a label. options:
    * format(value) of a y value; unit after the title; bounds [low, high] that the y axis always has; canLog; height; isCompact: a
    * legend without names;
    * marks(): events, as of marks.js; onpoint(event or null, area): the pointer moved, or left.
@@ -31,9 +33,17 @@ export class Panel {
     this.cursor = el("div", {class: "cursor", hidden: true});
     this.label = el("span", {class: "at", hidden: true});
     const unit = this.options.unit ? el("span", {class: "unit"}, this.options.unit) : null;
-    this.node = el("figure", {class: `panel ${this.options.className ?? ""}`, tabindex: "0", "data-name": title,
-      "aria-label": `Plot of ${title}. Arrow keys move, plus and minus zoom, 0 shows everything.`},
-      el("figcaption", {}, el("h3", {}, title), unit, this.legend), this.canvasBox);
+    this.node = el(
+      "figure",
+      {
+        class: `panel ${this.options.className ?? ""}`,
+        tabindex: "0",
+        "data-name": title,
+        "aria-label": `Plot of ${title}. Arrow keys move, plus and minus zoom, 0 shows everything.`,
+      },
+      el("figcaption", {}, el("h3", {}, title), unit, this.legend),
+      this.canvasBox
+    );
     board.attachKeys(this.node);
     board.add(this);
   }
@@ -45,7 +55,8 @@ export class Panel {
   }
 
   extent() {
-    let low = Infinity, high = -Infinity;
+    let low = Infinity,
+      high = -Infinity;
     for (const {series} of this.lines()) {
       if (!series?.length) continue;
       low = Math.min(low, series.x[0]);
@@ -61,10 +72,12 @@ export class Panel {
     if (key !== this.#key) this.#build(width);
     this.#key = key;
     const pixels = Math.max(1, width - AXIS_WIDTH - 14) * devicePixelRatio;
-    this.#drawn = this.lines().filter(line => line.series?.length).map(line => {
-      const [indices, n] = thin(line.series, from, to, pixels);
-      return {...line, indices: indices.slice(0, n)};
-    });
+    this.#drawn = this.lines()
+      .filter(line => line.series?.length)
+      .map(line => {
+        const [indices, n] = thin(line.series, from, to, pixels);
+        return {...line, indices: indices.slice(0, n)};
+      });
     const [low, high] = this.#bounds(from, to);
     this.#plot.batch(() => {
       this.#plot.setScale("x", {min: from, max: to});
@@ -92,26 +105,49 @@ export class Panel {
     this.#showLegend(x);
   }
 
-  #isLog() { return this.options.canLog && this.board.isLog; }
+  #isLog() {
+    return this.options.canLog && this.board.isLog;
+  }
 
   #build(width) {
     this.#plot?.destroy();
-    const color = name => () => colors().get(name), font = "11px system-ui, sans-serif";
-    const axis = {stroke: color("muted"), font, grid: {stroke: color("grid"), width: 1},
-      ticks: {stroke: color("grid"), width: 1, size: 4}, gap: 4};
-    const label = value => this.board.axis === "time" ? duration(value) : tick(value);
+    const color = name => () => colors().get(name),
+      font = "11px system-ui, sans-serif";
+    const axis = {
+      stroke: color("muted"),
+      font,
+      grid: {stroke: color("grid"), width: 1},
+      ticks: {stroke: color("grid"), width: 1, size: 4},
+      gap: 4,
+    };
+    const label = value => (this.board.axis === "time" ? duration(value) : tick(value));
     const settings = {
-      width, height: this.options.height, padding: [10, 14, 0, 0], legend: {show: false}, cursor: {show: false},
+      width,
+      height: this.options.height,
+      padding: [10, 14, 0, 0],
+      legend: {show: false},
+      cursor: {show: false},
       scales: {x: {time: false, auto: false}, y: {auto: false, distr: this.#isLog() ? 3 : 1}},
       series: [{}, {show: false}],
       axes: [
         {...axis, size: 26, space: 78, values: (_, splits) => splits.map(value => label(value))},
-        {...axis, size: AXIS_WIDTH, space: 34,
-          values: (_, splits) => splits.map(value => value === null ? null : this.options.format(value))},
+        {
+          ...axis,
+          size: AXIS_WIDTH,
+          space: 34,
+          values: (_, splits) => splits.map(value => (value === null ? null : this.options.format(value))),
+        },
       ],
       hooks: {draw: [plot => this.#drawCurves(plot)]},
     };
-    this.#plot = new uPlot(settings, [[0, 1], [0, 1]], this.canvasBox);
+    this.#plot = new uPlot(
+      settings,
+      [
+        [0, 1],
+        [0, 1],
+      ],
+      this.canvasBox
+    );
     const {over} = this.#plot;
     over.append(this.cursor, this.label);
     this.board.attach(over);
@@ -145,7 +181,8 @@ export class Panel {
     context.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     context.clip();
     drawMarks(context, bbox, this.options.marks(), plot.scales.x);
-    for (const line of this.#drawn) this.#drawLine(context, this.#projection(plot), line);
+    const projection = project(plot, this.#isLog());
+    for (const line of this.#drawn) drawLine(context, projection, line);
     if (this.#isEmpty) {
       context.fillStyle = colors().get("muted");
       context.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
@@ -154,78 +191,25 @@ export class Panel {
     }
     context.restore();
     // Not clipped: a point at the edge is whole.
-    for (const line of this.#drawn) this.#drawPoints(context, plot, line);
-  }
-
-  /** From values to pixels. y gives NaN for what cannot be drawn: gaps, and zero on a logarithmic axis. */
-  #projection({bbox, scales: {x, y}}) {
-    const isLog = this.#isLog(), f = isLog ? Math.log : value => value;
-    const bottom = f(y.min), perY = bbox.height / (f(y.max) - bottom), floor = bbox.top + bbox.height;
-    const perX = bbox.width / (x.max - x.min);
-    return {
-      floor, left: value => bbox.left + (value - x.min) * perX,
-      top: value => value - value !== 0 || (isLog && value <= 0) ? NaN : floor - (f(value) - bottom) * perY,
-    };
-  }
-
-  #drawLine(context, projection, {series, indices, color, dash, isFaint, isArea}) {
-    const {x, y} = series, {floor} = projection;
-    const path = new Path2D(), area = isArea ? new Path2D() : null;
-    let isOpen = false, left = 0;
-    for (const i of indices) {
-      const top = projection.top(y[i]);
-      if (top !== top) {
-        if (isOpen) area?.lineTo(left, floor);
-        isOpen = false;
-        continue;
-      }
-      left = projection.left(x[i]);
-      if (isOpen) { path.lineTo(left, top); area?.lineTo(left, top); }
-      else { path.moveTo(left, top); area?.moveTo(left, floor); area?.lineTo(left, top); }
-      isOpen = true;
-    }
-    if (isOpen) area?.lineTo(left, floor);
-    context.globalAlpha = isFaint ? 0.28 : 1;
-    if (area) {
-      context.globalAlpha = 0.13;
-      context.fillStyle = color;
-      context.fill(area);
-      context.globalAlpha = 1;
-    }
-    context.strokeStyle = color;
-    context.lineWidth = (isFaint ? 1 : 1.6) * devicePixelRatio;
-    context.lineJoin = "round";
-    context.setLineDash((dash ?? []).map(length => length * devicePixelRatio));
-    context.stroke(path);
-    context.setLineDash([]);
-    context.globalAlpha = 1;
-  }
-
-  /** Points of their own, of evaluations while there is room, and of a curve of one point. */
-  #drawPoints(context, plot, {series: {x, y}, indices, color, isMarked}) {
-    const {bbox, scales} = plot, projection = this.#projection(plot);
-    if (indices.length !== 1 && !(isMarked && indices.length < bbox.width / (8 * devicePixelRatio))) return;
-    context.fillStyle = color;
-    for (const i of indices) {
-      const top = projection.top(y[i]);
-      if (top !== top || x[i] < scales.x.min || x[i] > scales.x.max) continue;
-      context.beginPath();
-      context.arc(projection.left(x[i]), top, 3 * devicePixelRatio, 0, 2 * Math.PI);
-      context.fill();
-    }
+    for (const line of this.#drawn) drawPoints(context, projection, line);
   }
 
   #showLegend(x) {
     const lines = this.#drawn.filter(line => !line.isFaint);
     const value = ({series}) => series.y[x === null ? series.length - 1 : series.nearest(x)];
     this.legend.classList.toggle("is-compact", this.options.isCompact === true);
-    showList(this.legend, lines.slice(0, MAX_LEGEND), line => line.key, () => el("span", {class: "entry"},
-      el("i", {class: "swatch"}), el("span", {class: "name"}), el("b")), (node, line) => {
-      setStyle(node.firstChild, "background", line.color);
-      setText(node.children[1], line.label);
-      if (node.title !== line.label) node.title = line.label;
-      setText(node.lastChild, this.options.format(value(line)));
-    });
+    showList(
+      this.legend,
+      lines.slice(0, MAX_LEGEND),
+      line => line.key,
+      () => el("span", {class: "entry"}, el("i", {class: "swatch"}), el("span", {class: "name"}), el("b")),
+      (node, line) => {
+        setStyle(node.firstChild, "background", line.color);
+        setText(node.children[1], line.label);
+        if (node.title !== line.label) node.title = line.label;
+        setText(node.lastChild, this.options.format(value(line)));
+      }
+    );
     this.legend.classList.toggle("is-single", lines.length === 1 && lines[0].label === this.title);
   }
 }

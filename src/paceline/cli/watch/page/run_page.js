@@ -3,31 +3,17 @@
 import {Board} from "./board.js";
 import {Curves} from "./curves.js";
 import {CheckpointList, ConfigView, EventList, LogView} from "./details.js";
-import {el, section, showList} from "./dom.js";
-import {num, percent, tick} from "./format.js";
+import {el, section} from "./dom.js";
+import {percent} from "./format.js";
 import {Lanes} from "./lanes.js";
-import {marksNear} from "./marks.js";
-import {curveColor, curveDash} from "./palette.js";
-import {Panel} from "./panel.js";
+import {NO_PLOT, RunPlots} from "./run_plots.js";
 import {RunSummary} from "./summary.js";
 import {Tools} from "./tools.js";
 
-/** Metrics that are not plots of their own. */
-const NO_PLOT = /^(step|time|epoch|(lanes|waiting)\/.*)$/;
-const PER_WORKER = /^(shares|speeds)\/\d+$/;
 const LANE_GROUPS = ["lanes", "waiting", "shares", "speeds"];
-const UNITS = new Map([["samples_per_s", "samples/s"], ["tokens_per_s", "tokens/s"], ["shares", "micro-batches per step"], ["speeds", "micro-batches/s"]]);
-const TITLES = new Map([["samples_per_s", "throughput"], ["tokens_per_s", "tokens"], ["lr", "learning rate"], ["grad_norm", "gradient norm"],
-  ["efficiency", "share of what the workers could do"], ["shares", "work per worker"], ["speeds", "speed per worker"]]);
-/** Above the lanes: the loss, and the first of these that there is. */
-const LEAD = ["efficiency", "samples_per_s"];
-/** First these, then the others by name. */
-const ORDER = ["loss", "efficiency", "samples_per_s", "lr", "grad_norm", "speeds", "shares", "tokens_per_s"];
-const NEVER_SMOOTHED = new Set(["lr", "shares", "epoch"]);
 const MAX_NAMES_IN_ADDRESS = 60;
 
 export class RunPage {
-  #panels = new Map();
   #events = [];
   #marks = {key: "", list: []};
   #closeStream = () => {};
@@ -39,18 +25,36 @@ export class RunPage {
     this.curves = new Curves();
     this.board = new Board(view, (from, to) => this.#loadDetail(from, to));
     this.summary = new RunSummary(source);
-    this.lanes = new Lanes(this.board, this.curves, tip, () => this.#eventMarks(), () => source.now());
+    this.lanes = new Lanes(
+      this.board,
+      this.curves,
+      tip,
+      () => this.#eventMarks(),
+      () => source.now()
+    );
     this.events = new EventList();
     this.checkpoints = new CheckpointList(source);
     this.config = new ConfigView(run => view.open(run));
     this.log = new LogView(view);
     this.tools = new Tools(view, this.board);
-    this.lead = el("div", {class: "plots"});
-    this.plots = el("div", {class: "plots"});
-    this.node = el("main", {class: "run-page"}, this.summary.node, this.tools.node, this.lead,
-      section("Workers", "workers", this.lanes.node), this.plots,
-      el("div", {class: "columns"}, section("Events", "events", this.events.node), section("Checkpoints", "checkpoints", this.checkpoints.node)),
-      section("Configuration", "configuration", this.config.node), section("Log", "log", this.log.node));
+    this.plots = new RunPlots(this.board, this.curves, tip, () => this.#eventMarks());
+    this.node = el(
+      "main",
+      {class: "run-page"},
+      this.summary.node,
+      this.tools.node,
+      this.plots.lead,
+      section("Workers", "workers", this.lanes.node),
+      this.plots.others,
+      el(
+        "div",
+        {class: "columns"},
+        section("Events", "events", this.events.node),
+        section("Checkpoints", "checkpoints", this.checkpoints.node)
+      ),
+      section("Configuration", "configuration", this.config.node),
+      section("Log", "log", this.log.node)
+    );
   }
 
   async load() {
@@ -63,9 +67,13 @@ export class RunPage {
     const wanted = names.length && names.length <= MAX_NAMES_IN_ADDRESS ? names.map(name => ["name", name]) : [];
     const [metrics, lanes, events, checkpoints, config, log] = await Promise.all([
       this.source.get(`${base}/metrics`, [...wanted, points]),
-      this.source.isLive ? this.source.get(`${base}/metrics`, [...LANE_GROUPS.map(name => ["name", name]), ["points", "1600"]]) : null,
-      this.source.get(`${base}/events`, [["limit", "1000"]]), this.source.get(`${base}/checkpoints`),
-      this.source.get(`${base}/config`), this.source.get(`${base}/log`, [["lines", "200"]]),
+      this.source.isLive
+        ? this.source.get(`${base}/metrics`, [...LANE_GROUPS.map(name => ["name", name]), ["points", "1600"]])
+        : null,
+      this.source.get(`${base}/events`, [["limit", "1000"]]),
+      this.source.get(`${base}/checkpoints`),
+      this.source.get(`${base}/config`),
+      this.source.get(`${base}/log`, [["lines", "200"]]),
     ]);
     if (this.#isClosed) return;
     this.curves.add(metrics);
@@ -74,7 +82,7 @@ export class RunPage {
     this.checkpoints.show(checkpoints.checkpoints);
     this.config.show(config);
     this.log.set(log.files);
-    this.showPlots();
+    this.#showPlots();
     // The smaller offset: a record that comes twice is the same point.
     const offset = Math.min(metrics.offset, lanes?.offset ?? metrics.offset);
     this.#follow(offset, events.offset);
@@ -85,7 +93,7 @@ export class RunPage {
     this.#isClosed = true;
     this.#closeStream();
     this.board.close();
-    for (const panel of this.#panels.values()) panel.close();
+    this.plots.close();
   }
 
   /** Every second. */
@@ -102,19 +110,33 @@ export class RunPage {
     this.board.draw();
   }
 
-  redraw() { this.board.draw(); }
+  redraw() {
+    this.board.draw();
+  }
 
   #follow(metrics, events) {
-    const query = [["run", this.id], ["metrics", metrics], ["events", events], ["log", "1"]];
-    this.#closeStream = this.source.stream(query, {
-      run: run => this.#showRun(run),
-      metrics: ({records}) => { this.curves.addRecords(records); this.showPlots(); },
-      events: ({events: added}) => this.#addEvents(added),
-      log: added => this.log.add(added),
-      checkpoints: ({checkpoints}) => this.checkpoints.show(checkpoints),
-      restart: () => this.#restart(),
-      gone: () => this.onstate("the run's folder is gone"),
-    }, isConnected => this.onstate(isConnected ? "" : "no connection to the server; trying again"));
+    const query = [
+      ["run", this.id],
+      ["metrics", metrics],
+      ["events", events],
+      ["log", "1"],
+    ];
+    this.#closeStream = this.source.stream(
+      query,
+      {
+        run: run => this.#showRun(run),
+        metrics: ({records}) => {
+          this.curves.addRecords(records);
+          this.#showPlots();
+        },
+        events: ({events: added}) => this.#addEvents(added),
+        log: added => this.log.add(added),
+        checkpoints: ({checkpoints}) => this.checkpoints.show(checkpoints),
+        restart: () => this.#restart(),
+        gone: () => this.onstate("the run's folder is gone"),
+      },
+      isConnected => this.onstate(isConnected ? "" : "no connection to the server; trying again")
+    );
   }
 
   async #restart() {
@@ -140,7 +162,8 @@ export class RunPage {
 
   /** Events by their place on the axis, for the plots. */
   #eventMarks() {
-    const {axis} = this.board, key = `${axis} ${this.#events.length} ${axis === "step" ? 0 : this.curves.version}`;
+    const {axis} = this.board,
+      key = `${axis} ${this.#events.length} ${axis === "step" ? 0 : this.curves.version}`;
     if (this.#marks.key !== key) {
       const list = this.#events.map(event => ({event, x: this.curves.position(event.step, axis)}));
       this.#marks = {key, list: list.filter(mark => mark.x === mark.x)};
@@ -148,65 +171,30 @@ export class RunPage {
     return this.#marks.list;
   }
 
-  showPlots() {
-    const groups = new Map();
-    for (const name of this.curves.names()) {
-      if (NO_PLOT.test(name)) continue;
-      const group = PER_WORKER.test(name) ? name.split("/")[0] : name.replace(/^eval\//, "");
-      if (!groups.has(group)) groups.set(group, []);
-      groups.get(group).push(name);
-    }
-    const rank = group => { const i = ORDER.indexOf(group); return i < 0 ? ORDER.length : i; };
-    const names = [...groups.keys()].filter(group => !PER_WORKER.test(`${group}/0`) || groups.get(group).length > 1)
-      .sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
-    for (const [group, panel] of this.#panels) if (!groups.has(group)) { panel.close(); this.#panels.delete(group); }
-    const lead = new Set(["loss", LEAD.find(group => groups.has(group))]), show = (node, shown) =>
-      showList(node, shown, group => group, group => (this.#panels.get(group) ?? this.#makePanel(group)).node, () => {});
-    show(this.lead, names.filter(group => lead.has(group)));
-    show(this.plots, names.filter(group => !lead.has(group)));
+  #showPlots() {
+    this.plots.show();
     this.tools.show();
-    this.board.draw();
-  }
-
-  #makePanel(group) {
-    const panel = new Panel(this.board, TITLES.get(group) ?? group, () => this.#lines(group), {
-      unit: UNITS.get(group) ?? "", format: group === "efficiency" ? percent : group.endsWith("_per_s") ? tick : num,
-      bounds: group === "efficiency" ? [0, 1] : null, canLog: group !== "efficiency" && group !== "shares",
-      className: group === "loss" ? "wide" : "", height: 230, marks: () => this.#eventMarks(),
-      onpoint: (event, area) => event ? this.tip.show(event, marksNear(this.#eventMarks(), this.board, event.clientX, area)) : this.tip.hide(),
-    });
-    this.#panels.set(group, panel);
-    return panel;
-  }
-
-  #lines(group) {
-    const {axis} = this.board, smoothing = NEVER_SMOOTHED.has(group) ? 0 : this.board.smoothing;
-    const range = this.board.isWhole ? null : this.board.range().map(x => this.curves.stepAt(x, axis));
-    const line = (name, label, index, more = {}) => ({key: name, label, color: curveColor(index), dash: curveDash(index),
-      series: this.curves.series(name, axis, more.isMarked ? 0 : smoothing, range), ...more});
-    if (PER_WORKER.test(`${group}/0`)) {
-      return this.curves.names().filter(name => name.startsWith(`${group}/`)).map((name, i) => line(name, `worker ${name.split("/")[1]}`, i));
-    }
-    const lines = [];
-    if (this.curves.has(group)) {
-      if (smoothing) lines.push({...line(group, group, 0), key: "raw", isFaint: true, series: this.curves.series(group, axis, 0, range)});
-      lines.push(line(group, this.curves.has(`eval/${group}`) ? "training" : TITLES.get(group) ?? group, 0, {isArea: group === "efficiency"}));
-    }
-    if (this.curves.has(`eval/${group}`)) lines.push(line(`eval/${group}`, "evaluation", 1, {isMarked: true}));
-    return lines;
   }
 
   /** More points for the part that is shown, if the whole run was thinned. */
   async #loadDetail(from, to) {
     if (this.board.isWhole || !this.source.isLive) return;
-    const thinned = [...this.curves.byName].filter(([name, curve]) => curve.isThinned && !NO_PLOT.test(name)).map(([name]) => name);
+    const thinned = [...this.curves.byName]
+      .filter(([name, curve]) => curve.isThinned && !NO_PLOT.test(name))
+      .map(([name]) => name);
     if (!thinned.length) return;
-    const request = ++this.#refreshing, margin = (to - from) / 2, {axis} = this.board;
+    const request = ++this.#refreshing,
+      margin = (to - from) / 2,
+      {axis} = this.board;
     const step = x => Math.max(0, Math.round(this.curves.stepAt(x, axis)));
-    const answer = await this.source.get(`/api/runs/${this.id}/metrics`, [
-      ...thinned.slice(0, MAX_NAMES_IN_ADDRESS).map(name => ["name", name]),
-      ["from", String(step(from - margin))], ["to", String(step(to + margin))], ["points", "8000"],
-    ]).catch(error => this.onstate(error.message));
+    const answer = await this.source
+      .get(`/api/runs/${this.id}/metrics`, [
+        ...thinned.slice(0, MAX_NAMES_IN_ADDRESS).map(name => ["name", name]),
+        ["from", String(step(from - margin))],
+        ["to", String(step(to + margin))],
+        ["points", "8000"],
+      ])
+      .catch(error => this.onstate(error.message));
     if (!answer || request !== this.#refreshing || this.#isClosed) return;
     this.curves.addDetail(answer);
     this.board.draw();

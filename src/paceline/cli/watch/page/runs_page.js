@@ -2,14 +2,16 @@
 
 import {Board} from "./board.js";
 import {Curves} from "./curves.js";
+import {Differences} from "./differences.js";
 import {el, section, setText, showList} from "./dom.js";
-import {count, num, percent, setting, tick} from "./format.js";
+import {num, percent, tick} from "./format.js";
 import {curveColor, curveDash} from "./palette.js";
 import {Panel} from "./panel.js";
 import {RunsTable} from "./runs_table.js";
 import {Tools} from "./tools.js";
 
-const NUM_PICKED = 5, MAX_PICKED = 24;
+const NUM_PICKED = 5,
+  MAX_PICKED = 24;
 const USUAL = ["loss", "eval/loss", "samples_per_s", "efficiency", "grad_norm"];
 const NO_PLOT = /^(step|time|epoch|(lanes|waiting|shares|speeds)\/.*)$/;
 const MIN_POLL_MS = 1500;
@@ -22,7 +24,6 @@ export class RunsPage {
   #names = new Set(USUAL);
   #found = null;
   #searched = "";
-  #compared = "";
   #loading = new Set();
   #closeStream = () => {};
   #isClosed = false;
@@ -36,12 +37,18 @@ export class RunsPage {
     this.tools = new Tools(view, this.board);
     this.metrics = el("div", {class: "chips", role: "group", "aria-label": "metrics to plot"});
     this.plots = el("div", {class: "plots"});
-    this.differences = el("div", {class: "scroll"});
-    this.differencesNote = el("p", {class: "muted"});
+    this.differences = new Differences(source);
     this.folder = el("p", {class: "facts"});
-    this.node = el("main", {class: "runs-page"}, el("header", {class: "title"}, el("h1", {}, "Runs"), this.folder),
-      this.table.node, this.tools.node, this.metrics, this.plots,
-      section("Differences of configurations", "differences", this.differencesNote, this.differences));
+    this.node = el(
+      "main",
+      {class: "runs-page"},
+      el("header", {class: "title"}, el("h1", {}, "Runs"), this.folder),
+      this.table.node,
+      this.tools.node,
+      this.metrics,
+      this.plots,
+      section("Differences of configurations", "differences", this.differences.node)
+    );
   }
 
   async load() {
@@ -51,8 +58,9 @@ export class RunsPage {
     this.#rows = new Map(answer.runs.map(run => [run.id, run]));
     setText(this.folder, `${answer.folder} · paceline ${answer.version}`);
     this.refresh();
-    this.#closeStream = this.source.stream([], {runs: changes => this.#change(changes)},
-      isConnected => this.onstate(isConnected ? "" : "no connection to the server; trying again"));
+    this.#closeStream = this.source.stream([], {runs: changes => this.#change(changes)}, isConnected =>
+      this.onstate(isConnected ? "" : "no connection to the server; trying again")
+    );
   }
 
   close() {
@@ -65,7 +73,9 @@ export class RunsPage {
 
   tick() {}
 
-  redraw() { this.#show(); }
+  redraw() {
+    this.#show();
+  }
 
   refresh() {
     this.board.readRange();
@@ -85,7 +95,12 @@ export class RunsPage {
   /** The runs whose curves are drawn: the chosen ones, or else the first of the table. */
   #picked() {
     const chosen = this.view.list("pick").filter(id => this.#rows.has(id));
-    return chosen.length || this.view.get("pick") === "none" ? chosen : this.table.visible().slice(0, NUM_PICKED).map(run => run.id);
+    return chosen.length || this.view.get("pick") === "none"
+      ? chosen
+      : this.table
+          .visible()
+          .slice(0, NUM_PICKED)
+          .map(run => run.id);
   }
 
   #toggle(id) {
@@ -97,10 +112,11 @@ export class RunsPage {
   #show() {
     this.table.runs = [...this.#rows.values()];
     this.table.found = this.#found;
-    const picked = this.#picked(), colors = new Map(picked.map((id, i) => [id, i]));
+    const picked = this.#picked(),
+      colors = new Map(picked.map((id, i) => [id, i]));
     this.table.show(this.table.runs, colors, this.#found);
     this.#showMetrics();
-    this.#showDifferences(picked);
+    this.differences.show(picked.map(id => this.#rows.get(id)));
     this.board.draw();
   }
 
@@ -108,9 +124,19 @@ export class RunsPage {
     const text = this.view.get("q").trim();
     if (text === this.#searched) return;
     this.#searched = text;
-    if (!text) { this.#found = null; this.#show(); return; }
-    const found = await (this.source.isLive ? this.source.get("/api/runs", [["search", text]]).then(answer => answer.runs.map(run => run.id)) : this.#searchExported(text))
-      .catch(error => { this.onstate(error.message); return []; });
+    if (!text) {
+      this.#found = null;
+      this.#show();
+      return;
+    }
+    const found = await (
+      this.source.isLive
+        ? this.source.get("/api/runs", [["search", text]]).then(answer => answer.runs.map(run => run.id))
+        : this.#searchExported(text)
+    ).catch(error => {
+      this.onstate(error.message);
+      return [];
+    });
     if (text !== this.#searched || this.#isClosed) return;
     this.#found = new Set(found);
     this.#show();
@@ -118,7 +144,8 @@ export class RunsPage {
   }
 
   async #searchExported(text) {
-    const words = text.toLowerCase().split(/\s+/), found = [];
+    const words = text.toLowerCase().split(/\s+/),
+      found = [];
     for (const [id, run] of this.#rows) {
       const config = await this.source.get(`/api/runs/${id}/config`).catch(() => ({text: ""}));
       const all = `${run.name} ${config.text ?? ""}`.toLowerCase();
@@ -135,31 +162,62 @@ export class RunsPage {
   #showMetrics() {
     const shown = this.#shownNames();
     const names = [...new Set([...USUAL, ...[...this.#names].sort(), ...shown])].filter(name => !NO_PLOT.test(name));
-    showList(this.metrics, names, name => name, name => el("button", {type: "button", "data-metric": name, onclick: () => {
-      const now = this.#shownNames();
-      this.view.set({show: now.includes(name) ? now.filter(other => other !== name) : [...now, name]});
-    }}), (button, name) => { setText(button, name); button.setAttribute("aria-pressed", String(shown.includes(name))); });
-    for (const [name, panel] of this.#panels) if (!shown.includes(name)) { panel.close(); this.#panels.delete(name); }
-    showList(this.plots, shown, name => name, name => this.#makePanel(name).node, () => {});
+    showList(
+      this.metrics,
+      names,
+      name => name,
+      name =>
+        el("button", {
+          type: "button",
+          "data-metric": name,
+          onclick: () => {
+            const now = this.#shownNames();
+            this.view.set({show: now.includes(name) ? now.filter(other => other !== name) : [...now, name]});
+          },
+        }),
+      (button, name) => {
+        setText(button, name);
+        button.setAttribute("aria-pressed", String(shown.includes(name)));
+      }
+    );
+    for (const [name, panel] of this.#panels)
+      if (!shown.includes(name)) {
+        panel.close();
+        this.#panels.delete(name);
+      }
+    showList(
+      this.plots,
+      shown,
+      name => name,
+      name => this.#makePanel(name).node,
+      () => {}
+    );
   }
 
   #makePanel(name) {
     const panel = new Panel(this.board, name, () => this.#lines(name), {
-      format: name === "efficiency" ? percent : name.endsWith("_per_s") ? tick : num, height: 260,
-      canLog: name !== "efficiency", bounds: name === "efficiency" ? [0, 1] : null, className: name === "loss" ? "wide" : "",
-      unit: name === "samples_per_s" ? "samples/s" : "", isCompact: name !== "loss",
+      format: name === "efficiency" ? percent : name.endsWith("_per_s") ? tick : num,
+      height: 260,
+      canLog: name !== "efficiency",
+      bounds: name === "efficiency" ? [0, 1] : null,
+      className: name === "loss" ? "wide" : "",
+      unit: name === "samples_per_s" ? "samples/s" : "",
+      isCompact: name !== "loss",
     });
     this.#panels.set(name, panel);
     return panel;
   }
 
   #lines(name) {
-    const {axis, smoothing} = this.board, lines = [];
+    const {axis, smoothing} = this.board,
+      lines = [];
     this.#picked().forEach((id, i) => {
-      const curves = this.#curves.get(id), isMarked = name.startsWith("eval/");
+      const curves = this.#curves.get(id),
+        isMarked = name.startsWith("eval/");
       if (!curves?.has(name)) return;
       const line = {key: id, label: this.#rows.get(id).name, color: curveColor(i), dash: curveDash(i), isMarked};
-      if (smoothing && !isMarked) lines.push({...line, key: `${id} raw`, isFaint: true, series: curves.series(name, axis)});
+      if (smoothing && !isMarked)
+        lines.push({...line, key: `${id} raw`, isFaint: true, series: curves.series(name, axis)});
       lines.push({...line, series: curves.series(name, axis, isMarked ? 0 : smoothing)});
     });
     return lines;
@@ -169,14 +227,22 @@ export class RunsPage {
   #loadPicked() {
     const wait_ms = this.#loadedAt + MIN_POLL_MS - performance.now();
     clearTimeout(this.#timer);
-    if (wait_ms > 0) { this.#timer = setTimeout(() => this.#loadPicked(), wait_ms); }
-    const names = [...new Set([...this.#shownNames(), "time", "epoch"])], wanted = names.join("\n");
+    if (wait_ms > 0) {
+      this.#timer = setTimeout(() => this.#loadPicked(), wait_ms);
+    }
+    const names = [...new Set([...this.#shownNames(), "time", "epoch"])],
+      wanted = names.join("\n");
     for (const id of this.#picked()) {
-      const row = this.#rows.get(id), known = this.#known.get(id);
+      const row = this.#rows.get(id),
+        known = this.#known.get(id);
       const isNew = !known || known.names !== wanted || row.step < known.step;
-      if (this.#loading.has(id) || !isNew && (wait_ms > 0 || known.num_bytes === row.metrics_bytes)) continue;
+      if (this.#loading.has(id) || (!isNew && (wait_ms > 0 || known.num_bytes === row.metrics_bytes))) continue;
       this.#loadedAt = performance.now();
-      this.#loadRun(id, names, isNew ? 0 : known.step + 1, {names: wanted, num_bytes: row.metrics_bytes, step: row.step});
+      this.#loadRun(id, names, isNew ? 0 : known.step + 1, {
+        names: wanted,
+        num_bytes: row.metrics_bytes,
+        step: row.step,
+      });
     }
   }
 
@@ -195,31 +261,9 @@ export class RunsPage {
     } finally {
       this.#loading.delete(id);
     }
-    if (!this.#isClosed) { this.#showMetrics(); this.board.draw(); }
-  }
-
-  async #showDifferences(picked) {
-    const key = picked.join(" ");
-    if (key === this.#compared) return;
-    this.#compared = key;
-    if (picked.length < 2) {
-      setText(this.differencesNote, "Select two or more runs.");
-      this.differences.replaceChildren();
-      return;
+    if (!this.#isClosed) {
+      this.#showMetrics();
+      this.board.draw();
     }
-    const answer = await this.source.get("/api/compare", picked.map(id => ["run", id])).catch(error => ({error}));
-    if (key !== this.#compared || this.#isClosed) return;
-    if (answer.error) { setText(this.differencesNote, answer.error.message); this.differences.replaceChildren(); return; }
-    const columns = picked.map(id => answer.runs.indexOf(id));
-    const rows = answer.differences.filter(({values}) => new Set(columns.map(i => JSON.stringify(values[i] ?? null))).size > 1);
-    setText(this.differencesNote, rows.length ? `${count(rows.length)} settings differ between these ${picked.length} runs.` : "The configurations are the same.");
-    const head = el("tr", {}, el("th", {scope: "col"}, "setting"), ...picked.map((id, i) => {
-      const swatch = el("i", {class: "swatch"});
-      swatch.style.background = curveColor(i);
-      return el("th", {scope: "col"}, swatch, this.#rows.get(id)?.name ?? id);
-    }));
-    const body = rows.map(row => el("tr", {}, el("th", {scope: "row"}, row.key),
-      ...columns.map(i => el("td", {}, row.values[i] === null || row.values[i] === undefined ? "–" : setting(row.values[i])))));
-    this.differences.replaceChildren(...(rows.length ? [el("table", {}, el("thead", {}, head), el("tbody", {}, ...body))] : []));
   }
 }

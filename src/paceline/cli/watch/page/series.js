@@ -14,13 +14,20 @@ export class Series {
     this.high = new Int32Array(Math.ceil(capacity / BLOCK));
   }
 
-  get last() { return this.length ? this.y[this.length - 1] : undefined; }
-  get end() { return this.length ? this.x[this.length - 1] : undefined; }
+  get last() {
+    return this.length ? this.y[this.length - 1] : undefined;
+  }
+  get end() {
+    return this.length ? this.x[this.length - 1] : undefined;
+  }
 
   /** Add a point. The newest value of an x counts. Values that are not finite are gaps. */
   push(x, y) {
     const n = this.length;
-    if (n && x <= this.x[n - 1]) { this.#insert(x, y); return; }
+    if (n && x <= this.x[n - 1]) {
+      this.#insert(x, y);
+      return;
+    }
     if (n === this.x.length) this.#grow();
     this.x[n] = x;
     this.y[n] = y;
@@ -33,15 +40,17 @@ export class Series {
     const length = this.after(x);
     if (length === this.length) return;
     this.length = length;
-    if (length % BLOCK) this.#rebuild(length - length % BLOCK);
+    if (length % BLOCK) this.#rebuild(length - (length % BLOCK));
   }
 
   /** The index of the first point whose x is greater. */
   after(x) {
-    let low = 0, high = this.length;
+    let low = 0,
+      high = this.length;
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (this.x[middle] <= x) low = middle + 1; else high = middle;
+      if (this.x[middle] <= x) low = middle + 1;
+      else high = middle;
     }
     return low;
   }
@@ -64,18 +73,22 @@ export class Series {
 
   /** The indices of the lowest and the highest of the points i to j - 1, written to `out`; -1 if none is finite. */
   extremes(i, j, out) {
-    let low = -1, high = -1;
+    let low = -1,
+      high = -1;
     const {y} = this;
     const consider = k => {
       const value = y[k];
-      if (value - value !== 0) return;  // NaN, infinite
+      if (value - value !== 0) return; // NaN, infinite
       if (low < 0 || value < y[low]) low = k;
       if (high < 0 || value >= y[high]) high = k;
     };
     while (i < j && i % BLOCK) consider(i++);
     for (; i + BLOCK <= j; i += BLOCK) {
       const block = i / BLOCK;
-      if (this.low[block] >= 0) { consider(this.low[block]); consider(this.high[block]); }
+      if (this.low[block] >= 0) {
+        consider(this.low[block]);
+        consider(this.high[block]);
+      }
     }
     while (i < j) consider(i++);
     out[0] = low;
@@ -84,7 +97,11 @@ export class Series {
 
   #insert(x, y) {
     const i = this.after(x);
-    if (i && this.x[i - 1] === x) { this.y[i - 1] = y; this.#rebuild(i - 1); return; }
+    if (i && this.x[i - 1] === x) {
+      this.y[i - 1] = y;
+      this.#rebuild(i - 1);
+      return;
+    }
     if (this.length === this.x.length) this.#grow();
     this.x.copyWithin(i + 1, i, this.length);
     this.y.copyWithin(i + 1, i, this.length);
@@ -95,11 +112,12 @@ export class Series {
   }
 
   #rebuild(from) {
-    for (let i = from - from % BLOCK; i < this.length; i++) this.#note(i);
+    for (let i = from - (from % BLOCK); i < this.length; i++) this.#note(i);
   }
 
   #note(i) {
-    const block = (i - i % BLOCK) / BLOCK, value = this.y[i];
+    const block = (i - (i % BLOCK)) / BLOCK,
+      value = this.y[i];
     if (i % BLOCK === 0) this.low[block] = this.high[block] = -1;
     if (value - value !== 0) return;
     if (this.low[block] < 0 || value < this.y[this.low[block]]) this.low[block] = i;
@@ -139,7 +157,7 @@ export function thin(series, from, to, pixels) {
   // Pixels are counted from x = 0, so that the same points are picked while the view moves.
   const width = (to - from) / pixels;
   let i = first;
-  for (let pixel = Math.floor(series.x[first] / width); i < last; ) {
+  for (let pixel = Math.floor(series.x[first] / width); i < last;) {
     const j = Math.min(last, lowerBound(series.x, (pixel + 1) * width, i, last));
     if (j > i) {
       series.extremes(i, j, pair);
@@ -160,12 +178,19 @@ const pair = [0, 0];
 
 /** The first index from i on with x[index] >= value: first in growing steps, as the next pixel is near. */
 function lowerBound(x, value, i, end) {
-  let step = 1, low = i, high = i;
-  while (high < end && x[high] < value) { low = high + 1; high += step; step *= 2; }
+  let step = 1,
+    low = i,
+    high = i;
+  while (high < end && x[high] < value) {
+    low = high + 1;
+    high += step;
+    step *= 2;
+  }
   high = Math.min(high, end);
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (x[middle] < value) low = middle + 1; else high = middle;
+    if (x[middle] < value) low = middle + 1;
+    else high = middle;
   }
   return low;
 }

@@ -11,16 +11,22 @@ export class LiveSource {
   #clockOffset_s = 0;
 
   /** The server's clock: ages are right on another computer too. */
-  now() { return Date.now() / 1e3 + this.#clockOffset_s; }
+  now() {
+    return Date.now() / 1e3 + this.#clockOffset_s;
+  }
 
   async get(path, query = []) {
     return this.#read(await fetch(address(path, query), {cache: "no-store"}));
   }
 
   async post(path) {
-    return this.#read(await fetch(address(path, []), {
-      method: "POST", headers: {"Content-Type": "application/json"}, body: "{}",
-    }));
+    return this.#read(
+      await fetch(address(path, []), {
+        method: "POST",
+        headers: {"Content-Type": "application/json"},
+        body: "{}",
+      })
+    );
   }
 
   /** handlers: by the name of the event. onstate(isConnected). Returns a function that closes the stream. */
@@ -61,16 +67,22 @@ export class ExportedSource {
   #now;
   #responses;
 
-  now() { return this.#now; }
+  now() {
+    return this.#now;
+  }
 
   async get(path) {
     if (!this.#responses.has(path)) throw new Error(`this file does not contain ${path}`);
     return this.#responses.get(path);
   }
 
-  async post() { throw new Error("this page was exported: it cannot control a run"); }
+  async post() {
+    throw new Error("this page was exported: it cannot control a run");
+  }
 
-  stream() { return () => {}; }
+  stream() {
+    return () => {};
+  }
 }
 
 /** query: [name, value] pairs; a name may come several times. Relative, so that a proxy may add a prefix. */
@@ -80,4 +92,4 @@ function address(path, query) {
 }
 
 /** JSON has no NaN: the server sends names. */
-export const number = value => typeof value === "number" ? value : value === null ? NaN : Number(value);
+export const number = value => (typeof value === "number" ? value : value === null ? NaN : Number(value));

@@ -1,8 +1,19 @@
 /** What the page shows, in the address after "#": a link or a reload restores it. */
 
 const DEFAULTS = new Map([
-  ["run", ""], ["x", "step"], ["smooth", "0"], ["log", ""], ["from", ""], ["to", ""], ["hide", ""], ["rank", ""],
-  ["q", ""], ["state", ""], ["sort", "-started"], ["pick", ""], ["show", ""],
+  ["run", ""],
+  ["x", "step"],
+  ["smooth", "0"],
+  ["log", ""],
+  ["from", ""],
+  ["to", ""],
+  ["hide", ""],
+  ["rank", ""],
+  ["q", ""],
+  ["state", ""],
+  ["sort", "-started"],
+  ["pick", ""],
+  ["show", ""],
 ]);
 /** What belongs to one picture and is dropped when another run is opened. */
 const OF_ONE_PAGE = ["from", "to", "rank"];
@@ -14,22 +25,39 @@ export class View extends EventTarget {
     super();
     this.#read();
     // Not for our own changes: replaceState and pushState do not fire it.
-    addEventListener("hashchange", () => { this.#read(); this.#announce(true); });
+    addEventListener("hashchange", () => {
+      this.#read();
+      this.#announce(true);
+    });
   }
 
-  get(name) { return this.#values.get(name); }
-  number(name) { return this.get(name) === "" ? null : Number(this.get(name)); }
+  get(name) {
+    return this.#values.get(name);
+  }
+  number(name) {
+    return this.get(name) === "" ? null : Number(this.get(name));
+  }
 
   /** A list of names, which may contain anything. */
   list(name) {
-    try { return JSON.parse(this.get(name) || "[]").map(String); } catch { return []; }
+    try {
+      return JSON.parse(this.get(name) || "[]").map(String);
+    } catch {
+      return [];
+    }
   }
 
   /** changes: an object with names from DEFAULTS, whose values are made text. */
   set(changes) {
     let isChanged = false;
     for (const [name, value] of Object.entries(changes)) {
-      const text = Array.isArray(value) ? (value.length ? JSON.stringify(value) : "") : value === null ? "" : String(value);
+      const text = Array.isArray(value)
+        ? value.length
+          ? JSON.stringify(value)
+          : ""
+        : value === null
+          ? ""
+          : String(value);
       isChanged ||= this.#values.get(name) !== text;
       this.#values.set(name, text);
     }
@@ -50,7 +78,8 @@ export class View extends EventTarget {
   address(changes = {}) {
     const query = new URLSearchParams();
     for (const [name, value] of [...this.#values, ...Object.entries(changes)])
-      if (value === DEFAULTS.get(name)) query.delete(name); else query.set(name, value);
+      if (value === DEFAULTS.get(name)) query.delete(name);
+      else query.set(name, value);
     return `${location.pathname}#${query}`;
   }
 
