@@ -26,6 +26,7 @@ example:
   paceline init spirals            create a project
   paceline train 2workers.yaml     train from a project file
   paceline run train.py            run your own script on all devices
+  paceline watch --open            show runs in the browser, live
   paceline logs plot               plot the newest run
 """
 _RUN_NOTE = """\
@@ -41,6 +42,7 @@ _COMMANDS = (
     "run",
     "rendezvous",
     "config",
+    "watch",
     "logs",
     "doctor",
     "timeline",

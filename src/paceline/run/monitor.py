@@ -180,11 +180,12 @@ class Monitor:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._write(record.step, {name: value for name, value in values.items() if value is not None})
+        self._write(record.step, {name: value for name, value in values.items() if value is not None}, _lanes(rates))
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        begin = perf_counter()
-        self._metrics.use(lambda metrics: metrics.log(step, values))
+    def _write(self, step: int, values: dict[str, Any], lanes: Mapping[str, Any] | None = None) -> None:
+        """lanes: for the metrics alone; loggers would show each of their numbers as a curve."""
+        line, begin = {**values, **(lanes or {})}, perf_counter()
+        self._metrics.use(lambda metrics: metrics.log(step, line))
         self.loggers.log(step, values)
         self._trainer.run.timeline.took("logging", begin)
 
@@ -229,6 +230,15 @@ class Monitor:
             self.note(f"cannot write the plot {path}: {describe(error)}")
         finally:
             self._trainer.run.timeline.took("plotting", begin)
+
+
+def _lanes(rates: Rates) -> dict[str, Any]:
+    """Where the workers' time went, for a line of metrics."""
+    if not rates.lanes or len(rates.shares) > MAX_WORKERS_LOGGED:
+        return {}
+    lanes = {name: [round(part, 4) for part in parts] for name, parts in rates.lanes.items()}
+    efficiency = None if rates.efficiency is None else round(rates.efficiency, 4)
+    return {"lanes": lanes, "speeds": [float(f"{speed:.4g}") for speed in rates.speeds], "efficiency": efficiency}
 
 
 @contextmanager
