@@ -15,18 +15,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from paceline.checkpoint.errors import ReplicationError
 from paceline.checkpoint.files import bytes_of
+from paceline.checkpoint.policy import Level as Level
 from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0, gather
 from paceline.core.tree import flatten
-
-Level = Literal["none", "quick", "tensor", "full"]
 
 SAMPLES_PER_TENSOR = 16
 _MAX_NAMED = 3

@@ -6,6 +6,7 @@ import argparse
 import io
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,6 +20,7 @@ from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles, last_sign, read_status
 
 RUN_NOTE = "RUN is a run's folder, its name, or an unambiguous prefix of its name.\n"
+INTERRUPTED_EXIT_CODE = 130  # as after SIGINT
 _NO_LIMIT = 100_000  # the width of tables
 
 Command = Callable[[argparse.Namespace], int | None]
@@ -141,7 +143,7 @@ def execute(options: argparse.Namespace) -> int:
             sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
             return code
         except KeyboardInterrupt:
-            return 130
+            return INTERRUPTED_EXIT_CODE
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -149,7 +151,7 @@ def execute(options: argparse.Namespace) -> int:
             message, code = str(error), getattr(error, "code", 1)
         except OSError as error:  # a path from the command line is too long or not permitted
             message, code = f"{error.filename}: {error.strerror}" if error.filename else str(error), 2
-        print(f"{options.prog}: {message}", file=sys.stderr)
+        print_message(options.prog, message)
         return code
 
 
@@ -172,6 +174,17 @@ class _EscapingStream:
 def raw(stream: TextIO) -> TextIO:
     """The stream without escaping, for terminal sequences such as colors."""
     return stream.raw if isinstance(stream, _EscapingStream) else stream
+
+
+def print_message(prog: str, text: str) -> None:
+    """To stderr; on a terminal, broken between words."""
+    shown = f"{prog}: {formats.printable(text)}"
+    is_terminal = sys.stderr.isatty()
+    print(formats.wrapped(shown, terminal_width() - 1) if is_terminal else shown, file=sys.stderr, flush=True)
+
+
+def terminal_width() -> int:
+    return shutil.get_terminal_size().columns
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from datetime import datetime
+from functools import partial
 
 # Characters that control a terminal or are invisible: control characters except tab and newline, bidirectional marks,
 # line and paragraph separators, and surrogates from file names that are not UTF-8.
@@ -27,6 +29,12 @@ def one_line(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"  # JSON contains no raw \x1b, so it stays valid
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most `width` columns, broken between words; what follows a break is indented."""
+    wrap = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrap(line, drop_whitespace=True) if len(line) > width else line for line in text.split("\n"))
 
 
 def moment(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
@@ -56,8 +54,8 @@ class Monitor:
         self._loss: tuple[float, int] | None = None
         self._origin: tuple[float, int] | None = None
         self._total = total_steps(trainer, settings)
-        step, stream = trainer.position.step, outputs.enter_context(_opened(request.terminal))
-        self._progress = Progress(self._total, start_step=step, stream=stream, quiet=request.quiet)
+        step, live_file = trainer.position.step, request.live_file
+        self._progress = Progress(self._total, start_step=step, quiet=request.quiet, live_file=live_file)
         outputs.enter_context(self._progress)
         self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
         outputs.callback(self._metrics.close)
@@ -77,6 +75,8 @@ class Monitor:
             outputs.enter_context(control)
         if trainer.resumed_from is not None:
             self.note(f"resumed after step {step}, from {trainer.resumed_from}")
+        elif request.is_resumed:
+            self.note(f"{files.root.name} has no checkpoint: it starts again from step 0")
 
     def after_step(self, record: StepRecord) -> None:
         self._unread.append(record)
@@ -199,20 +199,6 @@ def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:
     if epochs is not None and trainer.steps_per_epoch is not None:
         limits.append(epochs * trainer.steps_per_epoch)
     return min(limits, default=None)
-
-
-@contextmanager
-def _opened(terminal: str | None) -> Iterator[TextIO]:
-    """The terminal with this name, if it can be opened; otherwise this process's output."""
-    file = None
-    with suppress(OSError):
-        file = None if terminal is None else Path(terminal).open("w")  # noqa: SIM115
-    try:
-        yield file or sys.stdout
-    finally:
-        with suppress(OSError):  # buffered progress that cannot be written
-            if file is not None:
-                file.close()
 
 
 def _logger(setting: Any, settings: ProjectSettings, files: RunFiles, step: int) -> Any:

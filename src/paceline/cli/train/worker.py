@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from paceline.api.early_stopping import EarlyStopping
 from paceline.api.trainer import Trainer
+from paceline.checkpoint.folders import latest
 from paceline.cli.config import Project, schema, trainer_setup
 from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import ProjectSettings
@@ -30,14 +31,14 @@ class RunRequest:
     """A run to start or to resume.
 
     checkpoint: the one to resume from; without it, a run that `is_resumed` continues from its newest.
-    terminal: name of the terminal to show progress on; None for the process's own output.
+    live_file: where to write progress for the command, which shows it on its terminal; None to print it.
     """
 
     project: Project
     files: RunFiles
     is_resumed: bool = False
     checkpoint: Path | None = None
-    terminal: str | None = None
+    live_file: Path | None = None
     quiet: bool = False
 
 
@@ -70,8 +71,11 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     timeline = files.timeline if settings.trainer.timeline else None
     arguments = trainer_setup.setup_arguments(settings, project.folder, files.checkpoints, timeline)
     saving = arguments.get("checkpoints")
-    if saving is not None and (request.checkpoint or (request.is_resumed and saving.resume is None)):
-        arguments["checkpoints"] = replace(saving, resume=request.checkpoint or "auto")
+    if saving is not None and request.is_resumed:  # from its own, even if it once began with another's
+        own = "auto" if saving.resume is None or latest(Path(saving.folder)) else saving.resume
+        arguments["checkpoints"] = replace(saving, resume=request.checkpoint or own)
+    if request.quiet:
+        arguments["runtime"] = replace(arguments["runtime"], quiet=True)
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
     monitor = None
     if trainer.is_main:

@@ -36,6 +36,10 @@ RESULT_FILE = "result.pkl"
 STORE_FILE = "store"
 GENERATION_FILE = "generation"
 SECRET_FILE = "secret"
+# In the folder of a start: the launcher has received a signal, passes it on, and tells the user.
+ANNOUNCED_FILE = "announced"
+# There: a worker finishes its step on a signal, and saves.
+STOPPABLE_FILE = "stoppable"
 STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
 
