@@ -153,4 +153,9 @@ def _device_row(device: Document) -> tuple[str, ...]:
     name, speed = device["name"], device["speed"] or {}
     cells = [cli.or_dash(speed.get(f"{dtype}_gflop_per_s"), lambda g: rate(g * 1e9)) for dtype in ("fp32", "bf16")]
     cells += [cli.or_dash(speed.get(f"{source}_gb_per_s"), rate) for source in ("memory", "host")]
-    return device["device"], cli.shortened(name, MAX_NAME_LENGTH), cli.or_dash(device["memory_bytes"], cli.size), *cells
+    return (
+        device["device"],
+        cli.shortened(name, MAX_NAME_LENGTH),
+        cli.or_dash(device["memory_bytes"], cli.size),
+        *cells,
+    )

@@ -71,6 +71,12 @@ def rate(value: float) -> str:
     return _three_digits(value)
 
 
+def size(num_bytes: float) -> str:
+    """ "812 B", "1.23 GB"."""
+    text = rate(num_bytes)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{num_bytes:.0f} B"
+
+
 def loss(value: float | None) -> str:
     """Four significant digits: "2.312", "0.04512", "3.1e-07", "nan"; "-" for None."""
     return "-" if value is None else f"{value:.4g}"

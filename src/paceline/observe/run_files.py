@@ -58,6 +58,10 @@ class RunFiles:
         self.ranks = self.root / "ranks"
         self.timeline = self.root / "timeline"
 
+    def peak(self, rank: int) -> Path:
+        """The most memory that a worker used, written when it ends."""
+        return self.ranks / f"rank-{rank}.peak.json"
+
     @property
     def is_run(self) -> bool:
         """Whether a run wrote its status or metrics here."""

@@ -49,6 +49,7 @@ class Monitor:
         self._unread: deque[StepRecord] = deque()
         self._newest: StepRecord | None = None
         self._logged_step = 0
+        self._num_unlogged = 0  # samples since the last line of metrics
         self._meter = RateMeter(trainer.world.size)
         self._rates: Rates | None = None
         self._loss: tuple[float, int] | None = None
@@ -126,6 +127,7 @@ class Monitor:
         """Add the oldest records to the rates."""
         for _ in range(count):
             record = self._unread.popleft()
+            self._num_unlogged += record.num_samples
             syncs = [timing.sync for timing in record.timings]
             self._meter.add(record.num_samples, record.shares, syncs, record.weight if self._has_tokens else None)
 
@@ -143,10 +145,11 @@ class Monitor:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._write(record.step, {name: value for name, value in values.items() if value is not None})
+        num_samples, self._num_unlogged = self._num_unlogged, 0
+        self._write(record.step, {name: value for name, value in values.items() if value is not None}, num_samples)
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._metrics.use(lambda metrics: metrics.log(step, values))
+    def _write(self, step: int, values: dict[str, Any], num_samples: int = 0) -> None:
+        self._metrics.use(lambda metrics: metrics.log(step, values, num_samples))
         self.loggers.log(step, values)
 
     # Called in the control server's thread, which must not wait for a device: only numbers that were read before.

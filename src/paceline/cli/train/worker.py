@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitor import Monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
+from paceline.observe.best_effort import attempt
 from paceline.observe.loggers import Loggers
-from paceline.observe.run_files import RunFiles
+from paceline.observe.run_files import RunFiles, write_json
 from paceline.run.step.loop import StepRecord
 
 
@@ -77,6 +79,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     if request.quiet:
         arguments["runtime"] = replace(arguments["runtime"], quiet=True)
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
+    stack.callback(_write_peak, trainer, files)
     monitor = None
     if trainer.is_main:
         monitor = Monitor(trainer, request, stack)
@@ -87,6 +90,16 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     if settings.data.evaluation is None:
         return trainer, monitor, lambda: None
     return trainer, monitor, _evaluate_periodically(trainer, settings, evaluation_data, monitor)
+
+
+def _write_peak(trainer: Trainer, files: RunFiles) -> None:
+    """The most memory that this worker used: of its GPU, or else of its process."""
+    device = trainer.world.device
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 1024 * kilobytes
+    path = files.peak(trainer.world.rank)
+    with attempt(path):
+        write_json(path, {"peak_bytes": peak_bytes, "device": str(device)})
 
 
 def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]) -> Trainer:
