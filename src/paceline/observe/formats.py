@@ -7,6 +7,7 @@ import re
 import textwrap
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 # Characters that control a terminal or are invisible: control characters except tab and newline, bidirectional marks,
 # line and paragraph separators, and surrogates from file names that are not UTF-8.
@@ -32,9 +33,12 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most `width` columns, broken between words; what follows a break is indented."""
+    """Lines of at most `width` columns, broken between words; what follows a break is indented.
+
+    Indented lines, as of a traceback, stay as they are.
+    """
     wrap = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return "\n".join(wrap(line, drop_whitespace=True) if len(line) > width else line for line in text.split("\n"))
+    return "\n".join(wrap(line) if len(line) > width and line[0] != " " else line for line in text.split("\n"))
 
 
 def moment(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
@@ -69,6 +73,12 @@ def rate(value: float) -> str:
         if abs(value) >= 0.9995 * factor:
             return f"{_three_digits(value / factor)}{prefix}"
     return _three_digits(value)
+
+
+def short_path(path: Path) -> str:
+    """Relative to the current folder, if it is inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def size(num_bytes: float) -> str:

@@ -11,6 +11,7 @@ from paceline.observe.run_files import RunFiles
 MAX_SETTINGS = 3
 MAX_LABEL = 40
 _MAX_VALUE = 20
+_SHORT = {"learning_rate": "lr"}
 # Settings that do not change what a plot shows.
 _IGNORED = ("output", "loggers", "max_restarts", "checkpoints", "after", "trainer.timeline", "trainer.log_every")
 
@@ -62,8 +63,13 @@ def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
 
 def _short(key: str, keys: Sequence[str]) -> str:
     """The last word of a key, if no other one ends with it."""
-    last = key.rpartition(".")[2]
-    return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
+    last = _last(key)
+    return last if sum(_last(other) == last for other in keys) == 1 else key
+
+
+def _last(key: str) -> str:
+    word = key.rpartition(".")[2]
+    return _SHORT.get(word, word)
 
 
 def _value(value: Any) -> str:

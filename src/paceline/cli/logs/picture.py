@@ -22,6 +22,7 @@ FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#0b5394", "#b45309", "#1a7f4b", "#a3195b", "#5b3fa0", "#0e7c86", "#8a6d00", "#555555")
 _FONT_POINTS = 9.0
 _MARK_COLOR = "#777777"
+_EXPLAINED = {"checkpoint": "▲ checkpoint", "best": "★ best evaluation"}
 # The margins of an axis up to 1e308 would overflow.
 _LARGEST = 1e300
 _STYLE: dict[Any, Any] = {
@@ -65,6 +66,8 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
         figure.suptitle(formats.printable(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         for i, axes in figure.subplot_mosaic(rows).items():
             _draw_panel(axes, panels[i], 72 * height / len(rows))
+        explained = [text for kind, text in _EXPLAINED.items() if any(m.kind == kind for p in panels for m in p.marks)]
+        figure.text(0.995, 0.995, "   ".join(explained), color=_MARK_COLOR, fontsize=_FONT_POINTS, ha="right", va="top")
     return figure
 
 
@@ -97,8 +100,11 @@ def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
     _draw_marks(axes, panel.marks)
+    # Evaluations have the color of their run, whose name is at the end of its other line.
+    named = {one.color for one in lines if not one.is_sparse}
+    labelled = {one: line for one, line in lines.items() if not one.is_sparse or len(named) < 2}
     if len(lines) > 1:
-        label_ends(axes, lines, height_points)
+        label_ends(axes, labelled, height_points)
 
 
 def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
@@ -138,12 +144,15 @@ def label_ends(axes: Axes, lines: Mapping[Series, Line2D], height_points: float)
         x, y = to_axes.transform((one.x[finite][-1], np.clip(one.y[finite][-1], -_LARGEST, _LARGEST)))
         is_early = x < 1.0 - 0.012 * (len(str(line.get_label())) + 4)  # with room for the text inside
         ends[one] = (float(x) if is_early else 1.0, min(max(float(y), 0.0), 1.0))
-    heights = spread([y for _, y in ends.values()], 1.2 * points / room)
-    for (one, (x, _)), y in zip(ends.items(), heights, strict=True):
-        axes.annotate(
-            str(lines[one].get_label()), (x, y), xytext=(5, 0), xycoords="axes fraction", textcoords="offset points",
-            color=lines[one].get_color(), fontsize=points, va="center", annotation_clip=False,
-        )  # fmt: skip
+    for is_beside in (True, False):
+        group = [one for one, (x, _) in ends.items() if (x == 1.0) == is_beside]
+        heights = spread([ends[one][1] for one in group], 1.2 * points / room)
+        for one, y in zip(group, heights, strict=True):
+            axes.annotate(
+                str(lines[one].get_label()), (ends[one][0], y), xytext=(5, 0), xycoords="axes fraction",
+                textcoords="offset points", color=lines[one].get_color(), fontsize=points, va="center",
+                annotation_clip=False,
+            )  # fmt: skip
 
 
 def spread(heights: Sequence[float], distance: float) -> list[float]:

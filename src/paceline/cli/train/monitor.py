@@ -21,6 +21,7 @@ from paceline.cli.config.show import plain
 from paceline.cli.logs.panels import make_panels
 from paceline.cli.logs.picture import check_output, draw, write
 from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe, warn
+from paceline.observe.formats import short_path
 from paceline.observe.loggers import Loggers, make_logger
 from paceline.observe.metrics import MetricsWriter
 from paceline.observe.progress import Progress, RateMeter, Rates
@@ -75,7 +76,7 @@ class Monitor:
         else:
             outputs.enter_context(control)
         if trainer.resumed_from is not None:
-            self.note(f"resumed after step {step}, from {trainer.resumed_from}")
+            self.note(f"resumed after step {step}, from {short_path(trainer.resumed_from)}")
         elif request.is_resumed:
             self.note(f"{files.root.name} has no checkpoint: it starts again from step 0")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import GENERATION_VARIABLE, MEMBER_VARIABLE, STORE_VARIABLE
+from paceline.observe.formats import short_path
 from paceline.observe.json_lines import replace_file
 from paceline.run.launching import worker
 from paceline.run.launching.fork_server import ForkServer
@@ -94,8 +95,6 @@ class Agent:
         self._is_stopping = True
         if cause is not None and (self._folder / worker.STOPPABLE_FILE).exists():
             print(f"paceline: {cause}", file=sys.stderr, flush=True)
-            with suppress(OSError):
-                (self._folder / worker.ANNOUNCED_FILE).touch()
         self._send(signal.SIGTERM)
         deadline_s = time.monotonic() + GRACE_S
         while self._server.pids and self._server.running:
@@ -195,6 +194,8 @@ class Agent:
     def _send(self, number: signal.Signals) -> None:
         self._sent = number
         if number == signal.SIGTERM:
+            with suppress(OSError):  # workers say nothing about a signal of ours
+                (self._folder / worker.ANNOUNCED_FILE).touch()
             self._server.terminate(self._saving)  # a second signal would end those at once
         else:
             self._server.kill()
@@ -233,7 +234,8 @@ class Agent:
         elif result.is_failure:
             where = [f"rank {result.rank} ran on node {nodes.name}"] if nodes.num_nodes > 1 else []
             if self._logs is not None:
-                where.append(f"the output of rank {result.rank} is in {output_file(self._logs, result.rank, 'err')}")
+                path = short_path(output_file(self._logs, result.rank, "err"))
+                where.append(f"the output of rank {result.rank} is in {path}")
             result = result.with_notes("; ".join(where))
         is_final = nodes.num_restarts == self._max_restarts or self._is_stopping or not _FINAL.isdisjoint(kinds)
         return replace(result, is_final=is_final)

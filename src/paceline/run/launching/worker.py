@@ -36,7 +36,7 @@ RESULT_FILE = "result.pkl"
 STORE_FILE = "store"
 GENERATION_FILE = "generation"
 SECRET_FILE = "secret"
-# In the folder of a start: the launcher has received a signal, passes it on, and tells the user.
+# In the folder of a start: the agent ends the workers, and tells the user why.
 ANNOUNCED_FILE = "announced"
 # There: a worker finishes its step on a signal, and saves.
 STOPPABLE_FILE = "stoppable"

@@ -55,7 +55,7 @@ class StopSignals:
             with suppress(OSError):
                 Path(path).touch()
             if Path(path).with_name(ANNOUNCED_FILE).exists():
-                return  # the launcher sent it, and says why
+                return  # the agent sent it, and says why
         # A launcher sends the same signal to the survivors of a dead worker, whose step cannot be completed.
         text = (
             f"paceline: {signal.Signals(number).name}: stopping after this step, which is saved if all workers "
