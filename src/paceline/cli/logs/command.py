@@ -103,7 +103,7 @@ def _list(options: argparse.Namespace) -> None:
     ]
     if rows:
         header = ("run", "state", "step", "loss", "samples/s", "trained", "started")
-        cli.print_table([header, *rows], right=range(2, 6), optional=(6, 5))
+        cli.print_table([header, *rows], right=range(2, 6), optional=(6, 5, 4, 3))
     else:
         print(f"no runs in {options.folder}")
 
