@@ -46,14 +46,18 @@ def test_a_run_from_its_beginning_to_its_resumption(
         assert path.is_file(), path
     assert (files.plots / "training.png").stat().st_size > 10_000
     assert sorted(path.name for path in files.ranks.iterdir()) == [
-        f"rank-{rank}.{stream}" for rank in (0, 1) for stream in ("err", "out")
+        f"rank-{rank}.{stream}" for rank in (0, 1) for stream in ("err", "out", "peak.json")
     ]
     rows = [row for row in LineReader(files.metrics).read() if "loss" in row]
     assert [row["step"] for row in rows] == [1, 5, 10, 12]
     assert sum(rows[1]["shares"]) == 8  # four steps of two micro-batches
     # On one worker, to the end of the epochs: what a run on one worker that never stopped has.
-    assert main(["-t", str(config), "train", "--resume", "--workers", "1"]) == 0
-    assert "resumed after step 12" in capfd.readouterr().out
+    assert (
+        main(["-t", str(config), "train", "--resume", files.root.name, "--workers", "1", "trainer.max_steps=null"]) == 0
+    )
+    output = capfd.readouterr()
+    assert "resumed after step 12, from step-00000012" in output.out
+    assert "changed for this run: trainer.max_steps 12 -> null" in output.err
     assert weights(files) == weights(run_here(config, tmp_path / "alone"))
     assert json.loads(files.status.read_text())["num_starts"] == 2
 

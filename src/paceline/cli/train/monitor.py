@@ -76,7 +76,9 @@ class Monitor:
         else:
             outputs.enter_context(control)
         if trainer.resumed_from is not None:
-            self.note(f"resumed after step {step}, from {short_path(trainer.resumed_from)}")
+            found = trainer.resumed_from
+            is_own = found.parent.resolve() == files.checkpoints.resolve()
+            self.note(f"resumed after step {step}, from {found.name if is_own else short_path(found)}")
         elif request.is_resumed:
             self.note(f"{files.root.name} has no checkpoint: it starts again from step 0")
 
