@@ -57,7 +57,8 @@ class RecordedRun:
     """The outputs of a run on rank 0, from the first epoch until the trainer is closed."""
 
     def __init__(self, recording: Recording, trainer: Trainer, num_epochs: int | None, max_steps: int | None) -> None:
-        self.files, self.quiet, self.terminal = _files_of(recording), recording.quiet, None
+        self.files, self.quiet, self.live_file = _files_of(recording), recording.quiet, None
+        self.is_resumed = False  # told by the trainer
         self._trainer = trainer
         self._outputs = ExitStack()
         limits = [] if max_steps is None else [max_steps]

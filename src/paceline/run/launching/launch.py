@@ -32,6 +32,7 @@ from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import SINGLE_NODE, NodeRendezvous, Nodes
 from paceline.run.launching.output import follow_output
 from paceline.run.launching.supervisor import Elastic
+from paceline.run.saving.stopping import Stopped
 
 FOLDER_PREFIX = "paceline-run-"
 LOCK_FILE = "lock"
@@ -101,6 +102,7 @@ class Launch:
     max_restarts: int = 0
     logs: str | os.PathLike[str] | None = None
     nodes: Nodes = SINGLE_NODE
+    is_command: bool = False  # the process does nothing else: after a signal, it raises what the workers report
     min_workers: int | None = None  # to go on with when others die; None: they end with the first that dies
     stall_s: float | None = None  # how long a micro-batch may take; with min_workers only
 
@@ -212,9 +214,12 @@ def _run_workers(
     ):
         try:
             failure = agent.run()
-        except (KeyboardInterrupt, SystemExit):
-            failure = agent.stop()
-            if script is None or failure is None:
+        except (KeyboardInterrupt, SystemExit) as error:
+            failure = agent.stop(_stop_message(error))
+            # A command ends with what its workers report. A program that calls `launch` gets its Ctrl-C back.
+            is_command = options.is_command or script is not None
+            is_stopped = isinstance(failure, Stopped) and isinstance(error, SystemExit)
+            if failure is None or not (is_command or is_stopped):
                 raise
     if failure is not None:
         raise failure
@@ -224,6 +229,14 @@ def _meet(nodes: Nodes, count: int, run_id: str, common: Mapping[str, Any]) -> N
     if nodes.max_num:
         return ElasticNodes(nodes, count, common)
     return NodeRendezvous(nodes, count, run_id, common)
+
+
+def _stop_message(error: KeyboardInterrupt | SystemExit) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C: stopping after this step; press it again to exit immediately"
+    number = error.code - 128 if isinstance(error.code, int) else 0
+    name = signal.Signals(number).name if number in set(signal.Signals) else "asked to exit"
+    return f"{name}: stopping after this step; send it again to exit immediately"
 
 
 def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
