@@ -14,8 +14,10 @@ from time import monotonic, perf_counter
 from typing import Any, Protocol
 
 from paceline.checkpoint.folders import latest
+from paceline.core.events import Event
 from paceline.core.world import World
 from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe
+from paceline.observe.event_text import event_text
 from paceline.observe.formats import short_path
 from paceline.observe.loggers import Loggers
 from paceline.observe.metrics import MetricsWriter
@@ -23,6 +25,7 @@ from paceline.observe.progress import Progress, RateMeter, Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.plan.epoch import Position
 from paceline.run.control import ControlServer, end_at_once, socket_path
+from paceline.run.launching.output import show_output
 from paceline.run.report import Report
 from paceline.run.run import Run
 from paceline.run.step.loop import StepRecord
@@ -47,6 +50,7 @@ class Monitored(Protocol):
     def listen(self, listener: Callable[[Any], object]) -> None: ...
     def request_save(self) -> None: ...
     def request_stop(self) -> None: ...
+    def request_leave(self, rank: int) -> None: ...
     def report(self) -> Report: ...
 
 
@@ -110,7 +114,7 @@ class Monitor:
         save, stop = partial(self._ask, trainer.request_save), partial(self._ask, trainer.request_stop)
         abort = partial(end_at_once, trainer.world.rank)
         try:
-            control = ControlServer(socket_path(files.root), self._status, save, stop, abort)
+            control = ControlServer(socket_path(files.root), self._status, save, stop, abort, self._leave)
         except Exception as error:
             self.note(f"`paceline runs` cannot reach this run: {describe(error)}")
         else:
@@ -227,6 +231,10 @@ class Monitor:
         request()
         return {"step": step}
 
+    def _leave(self, rank: int) -> dict[str, int]:
+        self._trainer.request_leave(rank)
+        return {"step": self._trainer.position.step}
+
     def _left_s(self, step: int) -> float | None:
         if self._total is None or self._origin is None or step <= self._origin[1]:
             return None
@@ -242,6 +250,53 @@ class Monitor:
             self.note(f"cannot write the plot {path}: {describe(error)}")
         finally:
             self._trainer.run.timeline.took("plotting", begin)
+
+
+class MainMonitor:
+    """The monitor of rank 0. If that worker is lost, the next rank 0 goes on with a monitor of its own.
+
+    Every worker has one; `make` is called where and when a monitor is needed.
+    """
+
+    def __init__(self, trainer: Monitored, make: Callable[[], Monitor]) -> None:
+        self._trainer = trainer
+        self._make = make
+        self._monitor = make() if trainer.world.is_main else None
+        trainer.listen(self._hear)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether this worker has, or may get, a monitor."""
+        return self._monitor is not None or self._trainer.run.rejoining is not None
+
+    @property
+    def loggers(self) -> Loggers:
+        return Loggers([]) if self._monitor is None else self._monitor.loggers
+
+    def after_step(self, record: StepRecord) -> None:
+        if self._monitor is not None:
+            self._monitor.after_step(record)
+
+    def after_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        if self._monitor is not None:
+            self._monitor.after_evaluation(step, values)
+
+    def note(self, text: str) -> None:
+        if self._monitor is not None:
+            self._monitor.note(text)
+
+    def finish(self, result: Callable[[], str | None] = lambda: None) -> None:
+        """result: called on rank 0."""
+        if self._monitor is not None:
+            self._monitor.finish(result())
+
+    def _hear(self, event: Event) -> None:
+        if event.name != "world":
+            return
+        if self._monitor is None and self._trainer.world.is_main:
+            show_output()
+            self._monitor = self._make()  # its log of events hears this event too, as it listens from now on
+        self.note(event_text(event.name, event.details))
 
 
 def _lanes(rates: Rates) -> dict[str, Any]:

@@ -13,7 +13,17 @@ MAX_LABEL = 40
 _MAX_VALUE = 20
 _SHORT = {"learning_rate": "lr"}
 # Settings that do not change what a plot shows.
-_IGNORED = ("output", "loggers", "max_restarts", "checkpoints", "after", "trainer.timeline", "trainer.log_every")
+_IGNORED = (
+    "output",
+    "loggers",
+    "max_restarts",
+    "min_workers",
+    "stall_s",
+    "checkpoints",
+    "after",
+    "trainer.timeline",
+    "trainer.log_every",
+)
 
 
 def run_labels(runs: Sequence[RunFiles]) -> list[str]:

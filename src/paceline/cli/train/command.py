@@ -214,11 +214,18 @@ def _train(request: RunRequest, num_workers: int) -> int:
 
 def _launch(request: RunRequest, num_workers: int) -> None:
     """Run the workers. Theirs is the output of this process, which alone writes to its terminal."""
-    restarts, logs = request.project.settings.max_restarts, request.files.ranks
+    settings, logs = request.project.settings, request.files.ranks
     if is_worker():
-        launch(train, num_workers, args=(request,), max_restarts=restarts, logs=logs)
+        launch(train, num_workers, args=(request,), max_restarts=settings.max_restarts, logs=logs)
         return
-    options = Launch(workers_to_start(num_workers), restarts, logs, is_command=True)
+    options = Launch(
+        workers_to_start(num_workers),
+        settings.max_restarts,
+        logs,
+        is_command=True,
+        min_workers=settings.min_workers,
+        stall_s=settings.stall_s,
+    )
     with run_folder() as folder, shown_progress(folder / LIVE_FILE) as display:
         if display is None:
             launch_workers(train, (request,), {}, options)

@@ -21,7 +21,7 @@ PROJECT_KEY = "project"
 MAX_LISTED = 5
 # Settings that a start may choose anew: they do not change the course of a run.
 _FREE = (
-    *("workers", "devices", "output", "max_restarts", "loggers"),
+    *("workers", "devices", "output", "max_restarts", "min_workers", "stall_s", "loggers"),
     *("checkpoints.resume", "checkpoints.allow", "checkpoints.skip"),
 )
 

@@ -23,10 +23,9 @@ from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitoring import make_monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
 from paceline.observe.best_effort import attempt
-from paceline.observe.loggers import Loggers
 from paceline.observe.run_files import RunFiles, write_json
 from paceline.observe.worker_status import WorkerStatus
-from paceline.run.monitor import Monitor
+from paceline.run.monitor import MainMonitor
 from paceline.run.step.loop import StepRecord
 
 
@@ -58,12 +57,11 @@ def train(request: RunRequest) -> None:
             for batch in epoch:
                 step(batch)
         evaluate_last()
-        if monitor is not None:
-            monitor.finish(_result_of_after(trainer, settings))
+        monitor.finish(lambda: _result_of_after(trainer, settings))
 
 
-def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | None, Callable[[], None]]:
-    """Import and build everything that the run needs; `stack` closes it. Only rank 0 has a monitor.
+def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, MainMonitor, Callable[[], None]]:
+    """Import and build everything that the run needs; `stack` closes it.
 
     Returns the trainer, the monitor, and a function to call after the last step.
     """
@@ -83,12 +81,11 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
     stack.enter_context(WorkerStatus(files.ranks, lambda: trainer.world, lambda: trainer.position.step))
     stack.callback(_write_peak, trainer, files)
-    monitor = None
-    if trainer.is_main:
-        monitor = make_monitor(trainer, request, stack)
+    monitor = MainMonitor(trainer, lambda: make_monitor(trainer, request, stack))
+    if monitor.is_needed:
         trainer.every(1, monitor.after_step)
     if settings.loggers and settings.checkpoints.save:
-        trainer.register("loggers", Loggers([]) if monitor is None else monitor.loggers, "global")
+        trainer.register("loggers", monitor.loggers, "global")
     _stop_on_divergence(trainer, settings)
     if settings.data.evaluation is None:
         return trainer, monitor, lambda: None
@@ -178,7 +175,7 @@ def _stop_on_divergence(trainer: Trainer, settings: ProjectSettings) -> None:
 
 
 def _evaluate_periodically(
-    trainer: Trainer, settings: ProjectSettings, data: Any, monitor: Monitor | None
+    trainer: Trainer, settings: ProjectSettings, data: Any, monitor: MainMonitor
 ) -> Callable[[], None]:
     """Evaluate on all workers, for metrics, the best checkpoints and early stopping.
 
@@ -202,16 +199,14 @@ def _evaluate_periodically(
         last_step = trainer.position.step
         found = trainer.evaluate(data, in_precision, collate_fn=collate)
         values = found if isinstance(found, dict) else {"loss": found}
-        if monitor is not None:
-            monitor.after_evaluation(last_step, values)
+        monitor.after_evaluation(last_step, values)
         if best is not None:
             trainer.save({best.metric: _metric(values, best.metric, "checkpoints.keep_best.metric")})
         if settings.trainer.early_stopping is None:
             return
         if rule.is_over(_metric(values, stopping.metric, "trainer.early_stopping.metric")):
-            if monitor is not None:
-                count = f"{stopping.patience} evaluations"
-                monitor.note(f"{stopping.metric} did not improve in {count}: the run ends here")
+            count = f"{stopping.patience} evaluations"
+            monitor.note(f"{stopping.metric} did not improve in {count}: the run ends here")
             trainer.end()
 
     if settings.trainer.eval_every is None:

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.core.errors import WorkerError
-from paceline.core.rank_variables import is_worker
+from paceline.core.rank_variables import LAUNCHED_VARIABLE, is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.core.usable_devices import LEFT_OUT_VARIABLE, left_out
 from paceline.run.launching import worker
@@ -241,7 +242,12 @@ def _stop_message(error: KeyboardInterrupt | SystemExit) -> str:
 
 def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
     """The environment of the workers, but for their ranks."""
-    environment = {**os.environ, **allocator_environment(), LEFT_OUT_VARIABLE: json.dumps(left_out())}
+    environment = {
+        **os.environ,
+        **allocator_environment(),
+        LAUNCHED_VARIABLE: str(time.time()),
+        LEFT_OUT_VARIABLE: json.dumps(left_out()),
+    }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))  # read when torch is imported
     if not nodes.are_several:  # a secret for this run, which ends with its folder

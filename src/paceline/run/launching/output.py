@@ -22,8 +22,24 @@ def output_file(folder: Path, rank: int, stream: str) -> Path:
     return folder / f"rank-{rank}.{stream}"
 
 
+# Names the folder of a worker's output, if it goes to files.
+LOGS_VARIABLE = "PACELINE_LOGS"
+
+
+def show_output() -> None:
+    """Append this worker's output to the files of rank 0 from now on, which the launcher shows."""
+    if folder := os.environ.get(LOGS_VARIABLE):
+        for name in ("out", "err"):
+            stream = getattr(sys, f"std{name}")
+            file = os.open(output_file(Path(folder), 0, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            stream.flush()
+            os.dup2(file, stream.fileno())
+            os.close(file)
+
+
 def redirect_output(folder: Path, rank: int, num_restarts: int) -> None:
     """Append both streams to files, including the output of native code and of child processes."""
+    os.environ[LOGS_VARIABLE] = str(folder)
     for name in ("out", "err"):
         stream = getattr(sys, f"std{name}")
         file = os.open(output_file(folder, rank, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
