@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -113,7 +113,9 @@ def assemble(
         own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
         timeline, ema = config.runtime.timeline, config.optimization.ema
-        recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), world, events)
+        recorder = (
+            NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), _lane(world, membership), events)
+        )
         stack.callback(recorder.close)
         parts = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
         # Loads the weights, before the exchange reads them.
@@ -171,6 +173,13 @@ def _elastic_link(communicator: ElasticCommunicator, world: World, timeout_s: fl
     link = make_link(world, timeout_s, join_timeout_s, communicator.meeting_point())
     communicator.abort_with(link.abort)
     return link
+
+
+def _lane(world: World, membership: Membership | None) -> World:
+    """The world by which the timeline names this worker's file. Ranks may change, and a newcomer has none yet."""
+    if membership is None:
+        return world
+    return replace(world, rank=membership.number, size=max(world.size, membership.number + 1))
 
 
 def _check_device(device: torch.device) -> None:
