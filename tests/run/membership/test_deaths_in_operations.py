@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_runs import Case, Death, Points, check, digest, expected, launch, loop, loss_of, vectors
+from elastic_runs import Case, Death, Points, check, digest, expected, launch, loss_of, vectors
 from safetensors.torch import load_file
 from torch import nn
 
@@ -81,9 +80,9 @@ def train(here: Points, trainer: pl.Trainer, by_step: dict[int, Any], between: d
     results: list[Any] = []
     trainer.every(
         1,
-        lambda record: results.append(by_step[record.step](here, trainer, record.step))
-        if record.step in by_step
-        else None,
+        lambda record: (
+            results.append(by_step[record.step](here, trainer, record.step)) if record.step in by_step else None
+        ),
     )
     for epoch in trainer.epochs(3):
         for batch in epoch:
