@@ -138,20 +138,16 @@ class SignedStore(dist.Store):  # type: ignore[misc,name-defined]
     def set(self, key: str, value: str | bytes) -> None:
         self._store.set(key, self._sign(key, value))
 
-    def _sign(self, key: str, value: str | bytes) -> bytes:
-        content = value.encode() if isinstance(value, str) else bytes(value)
-        return self._secret.sign(content, f"the value of {key}")
-
     def get(self, key: str) -> bytes:
         return self._secret.check(self._store.get(key), f"the value of {key}")
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))  # counters cannot be signed
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         """Set the value if there is none yet; other comparisons are not supported. Returns the value that is set."""
         assert not expected
         return self._secret.check(self._store.compare_set(key, "", self._sign(key, value)), f"the value of {key}")
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))  # counters cannot be signed
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._store.check(keys))
@@ -171,6 +167,10 @@ class SignedStore(dist.Store):  # type: ignore[misc,name-defined]
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._store.set_timeout(timeout)
+
+    def _sign(self, key: str, value: str | bytes) -> bytes:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        return self._secret.sign(content, f"the value of {key}")
 
 
 def private_store(store: Any, secret: Secret | None, purpose: str) -> Any:
@@ -205,10 +205,23 @@ def generation_store(number: int) -> Any:
     On one host each generation has its own file: a worker that was killed may have left a half-written entry in the one
     before.
     """
-    purpose = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/{_start_name()}/generation-{number}"
+    purpose = f"{_run_id()}/{_start_name()}/generation-{number}"
     if path := os.environ.get(STORE_VARIABLE):
         return private_store(dist.FileStore(f"{path}-{number}", -1), None, purpose)  # type: ignore[attr-defined]
-    return private_store(_agent_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), run_secret(), purpose)
+    return private_store(_agent_store(), run_secret(), purpose)
+
+
+def nodes_store() -> Any:
+    """The store of the agents of several nodes, for a worker of one of them."""
+    return private_store(_agent_store(), run_secret(), nodes_purpose(_run_id()))
+
+
+def nodes_purpose(run_id: str) -> str:
+    return f"{run_id}/nodes"
+
+
+def _run_id() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "run")
 
 
 def _start_name() -> str:
@@ -217,7 +230,8 @@ def _start_name() -> str:
 
 
 @lru_cache(maxsize=1)
-def _agent_store(host: str, port: int) -> Any:
+def _agent_store() -> Any:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, timeout=timedelta(seconds=JOIN_TIMEOUT_S))  # type: ignore[attr-defined]
 
 

@@ -1,30 +1,39 @@
 """Progress of a run: a live bar on a terminal, plain lines elsewhere; and the rates between two reports.
 
-The bar is redrawn by the training thread, and the cursor is not hidden: a killed run leaves the terminal usable.
+The bar is redrawn by the training thread, and the cursor is not hidden: a killed run leaves the terminal usable. If
+another process owns the terminal, as `paceline train` does, the worker writes the bar's content to a file.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 from time import monotonic
-from typing import Self, TextIO, cast
+from typing import Protocol, Self, TextIO, cast
 
-import numpy as np
-
+from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.core.waiting import split_sync
 from paceline.observe import formats
-from paceline.observe.best_effort import SafeStream
+from paceline.observe.best_effort import SafeStream, describe, warn
 
 LIVE_INTERVAL_S = 0.2
 # Between plain lines without `every_steps`.
 PLAIN_INTERVAL_S = 10.0
 BAR_WIDTH = 30
+# On a narrow terminal, figures are left out before the bar gets shorter than this.
+MIN_BAR_WIDTH = 8
+# Left free at the right: a terminal echoes ^C there, and text in the last column would make it begin a new line.
+FREE_COLUMNS = 3
 DEFAULT_SIZE = os.terminal_size((80, 24))
+# What a worker's time goes into, besides waiting for others.
+LANES = ("computing", "data", "exchange", "rest")
 # Larger worlds are shown by the smallest and the largest value.
 MAX_WORKERS_SHOWN = 8
 
@@ -38,6 +47,7 @@ class Progress:
     total: steps of the run, None if unknown. start_step: completed steps when the run starts or is resumed. label: the
     name of a step in plain lines. keep_lines: print plain lines on a terminal too, above the bar, and only those of
     the first and every `every_steps`-th step. quiet: show nothing. stream: default sys.stdout.
+    live_file: instead of drawing the bar, write its content there for another process (see `read_live_file`).
 
     The numbers may be on a device: call `is_due` before reading them.
     """
@@ -52,6 +62,7 @@ class Progress:
         keep_lines: bool = False,
         quiet: bool = False,
         stream: TextIO | None = None,
+        live_file: Path | None = None,
     ) -> None:
         if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps={every_steps}: choose at least 1 step between two lines, or quiet=True")
@@ -62,8 +73,11 @@ class Progress:
         self._keep_lines = keep_lines
         self._quiet = quiet
         self._stream = SafeStream(sys.stdout if stream is None else stream)
-        has_bar = not quiet and self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._bar = _Bar(self._stream, total) if has_bar else None
+        self._bar: _Drawing | None = None
+        if live_file is not None and not quiet:
+            self._bar = _LiveFile(live_file, total)
+        elif not quiet and can_show_bar(self._stream):
+            self._bar = Bar(self._stream, total)
         self._shown_at = -math.inf
         # Step times are measured from the first step shown, since the first step takes longer than others.
         self._origin: tuple[float, int] | None = None
@@ -137,7 +151,17 @@ class Progress:
         self.close()
 
 
-class _Bar:
+def can_show_bar(stream: SafeStream | TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class _Drawing(Protocol):
+    def draw(self, step: int, text: str) -> None: ...
+
+    def erase(self) -> None: ...
+
+
+class Bar:
     """A rich progress bar and a line of text, redrawn on demand."""
 
     def __init__(self, stream: SafeStream, total: int | None) -> None:
@@ -150,6 +174,7 @@ class _Bar:
                 return False  # a cursor that rich hides stays hidden after kill -9
 
         self._stream = stream
+        self._total = total
         self._console = VisibleCursorConsole(file=cast(TextIO, stream), force_terminal=True)
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
         self._progress = Progress(
@@ -166,13 +191,47 @@ class _Bar:
     def draw(self, step: int, text: str) -> None:
         with suppress(OSError):  # keep the last known size
             size = os.get_terminal_size(self._stream.fileno())
-            self._console.size = size if all(size) else DEFAULT_SIZE  # a pseudo-terminal may report 0
+            columns, lines = size if all(size) else DEFAULT_SIZE  # a pseudo-terminal may report 0
+            self._console.size = (max(columns - FREE_COLUMNS, 1), lines)
+        room = self._console.width - (0 if self._total is None else MIN_BAR_WIDTH + 1)
+        while len(text) > room and "  " in text:
+            text = text.rpartition("  ")[0]
         self._progress.update(self._task, completed=step, description=text)
         self._progress.start()
         self._progress.refresh()
 
     def erase(self) -> None:
         self._progress.stop()
+
+
+class _LiveFile:
+    """The content of a bar in a file, overwritten in place. A failure is a warning, and the last one."""
+
+    def __init__(self, path: Path, total: int | None) -> None:
+        self._path: Path | None = path
+        self._total = total
+
+    def draw(self, step: int, text: str) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.write_text(json.dumps({"step": step, "total": self._total, "text": text}) + "\n")
+        except OSError as error:
+            self._path = None
+            warn(f"progress cannot be shown any more, training continues: {describe(error)}")
+
+    def erase(self) -> None:
+        """The process that draws erases."""
+
+
+def read_live_file(path: Path) -> tuple[int, int | None, str] | None:
+    """Step, total and text of the bar; None if nothing was written yet, or it is being written."""
+    try:
+        text = path.read_text()
+        found = json.loads(text) if text.endswith("\n") else None
+    except (OSError, ValueError):
+        return None
+    return None if found is None else (found["step"], found["total"], found["text"])
 
 
 def _per_worker(values: Sequence[float], form: str) -> str:
@@ -183,46 +242,113 @@ def _per_worker(values: Sequence[float], form: str) -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """shares: micro-batches per worker. waiting: fraction of the time, 0 to 1, that each worker waited for others."""
+    """What workers did in an interval; tuples have one entry per worker.
+
+    shares: micro-batches. waiting: fraction of the time, 0 to 1, spent waiting for slower workers. lanes: the other
+    fractions, by name: `computing`, `data` (waiting for data), `exchange` and `rest`; with `waiting` they add up to 1.
+    speeds: micro-batches per second while computing, including the wait for data; 0 until measured. efficiency: the
+    run's speed over the sum of the workers' speeds. Without a measurement lanes is empty and efficiency None.
+    """
 
     samples_per_s: float
     tokens_per_s: float | None
     shares: tuple[int, ...]
     waiting: tuple[float, ...]
+    lanes: Mapping[str, tuple[float, ...]]
+    speeds: tuple[float, ...]
+    efficiency: float | None
 
 
 class RateMeter:
     """Accumulates steps; `take` returns the rates since the previous `take`."""
 
     def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+        self._workers = [_WorkerTotal() for _ in range(num_workers)]
         self._reset()
 
     def _reset(self) -> None:
         self._start = monotonic()
         self._num_samples = 0
-        self._num_tokens: float | None = None
-        self._shares = np.zeros(self._num_workers, np.int64)
-        self._waiting_s = np.zeros(self._num_workers)
+        self._num_tokens = 0.0
+        self._num_counted = 0  # samples of the steps whose tokens are known
+        self._exchange_s = 0.0
+        for worker in self._workers:
+            worker.reset()
 
     def add(
-        self, num_samples: int, shares: Sequence[int], sync_s: Sequence[float] = (), num_tokens: float | None = None
+        self, num_samples: int, shares: Sequence[int], timings: Sequence[Timing] = (), num_tokens: float | None = None
     ) -> None:
-        """Add a step: each worker's micro-batches, and its seconds in the exchange (from `record.timings`)."""
+        """Add a step: each worker's micro-batches, its times (`record.timings`), and the tokens of all workers.
+
+        With averaging the tokens of the first steps are unknown (None): they are taken to be as many per sample as
+        those of the others.
+        """
         self._num_samples += num_samples
         if num_tokens is not None:
-            self._num_tokens = (self._num_tokens or 0.0) + num_tokens
-        self._shares += shares
-        if sync_s:
-            self._waiting_s += split_sync(sync_s)[1]
+            self._num_tokens += num_tokens
+            self._num_counted += num_samples
+        if len(shares) != len(self._workers):  # workers left or joined
+            self._workers = [_WorkerTotal() for _ in shares]
+        exchange_s, waiting_s = split_sync([timing.sync for timing in timings])
+        self._exchange_s += exchange_s
+        for worker, count, timing, waited_s in zip_longest(self._workers, shares, timings, waiting_s):
+            worker.add(count, timing or NOT_MEASURED, (waited_s or 0.0) + (timing or NOT_MEASURED).feed)
 
     def take(self) -> Rates:
         seconds = max(monotonic() - self._start, 1e-9)
+        workers = self._workers
+        speeds = tuple(worker.speed for worker in workers)
+        is_measured = any(speeds)
+        fractions = [worker.fractions(seconds, self._exchange_s) for worker in workers]
+        counts = tuple(worker.count for worker in workers)
         rates = Rates(
             samples_per_s=self._num_samples / seconds,
-            tokens_per_s=None if self._num_tokens is None else self._num_tokens / seconds,
-            shares=tuple(self._shares.tolist()),
-            waiting=tuple(np.minimum(self._waiting_s / seconds, 1.0).tolist()),
+            tokens_per_s=self._num_tokens / self._num_counted * self._num_samples / seconds
+            if self._num_counted
+            else None,
+            shares=counts,
+            waiting=tuple(each["waiting"] for each in fractions),
+            lanes={name: tuple(each[name] for each in fractions) for name in LANES} if is_measured else {},
+            speeds=speeds,
+            efficiency=sum(counts) / seconds / sum(speeds) if is_measured else None,
         )
         self._reset()
         return rates
+
+
+class _WorkerTotal:
+    """One worker's sums since the last `reset`."""
+
+    def __init__(self) -> None:
+        self._last = NOT_MEASURED
+        self.reset()
+
+    def reset(self) -> None:
+        self.count = 0
+        self._busy_s = self._data_s = self._waiting_s = 0.0
+
+    def add(self, count: int, timing: Timing, waiting_s: float) -> None:
+        """Not every step has a measurement: until the next one, the last one counts."""
+        if timing.micro_batch:
+            self._last = timing
+        self.count += count
+        self._busy_s += count * self._last.micro_batch
+        self._data_s += count * self._last.data
+        self._waiting_s += waiting_s
+
+    @property
+    def speed(self) -> float:
+        if self._busy_s:
+            return self.count / self._busy_s
+        return 1.0 / self._last.micro_batch if self._last.micro_batch else 0.0
+
+    def fractions(self, seconds: float, exchange_s: float) -> dict[str, float]:
+        """Of the time since the last `reset`. Measurements of a GPU lag behind, so their sum may exceed it."""
+        total_s = max(seconds, self._busy_s + self._waiting_s + exchange_s)
+        parts = {
+            "computing": (self._busy_s - self._data_s) / total_s,
+            "data": self._data_s / total_s,
+            "waiting": self._waiting_s / total_s,
+            "exchange": exchange_s / total_s,
+        }
+        return {**parts, "rest": max(1.0 - sum(parts.values()), 0.0)}

@@ -7,9 +7,10 @@
         metrics.jsonl      see paceline.observe.metrics
         events.jsonl       see paceline.observe.best_effort
         report.json        where the workers' time went
-        checkpoints/  plots/  ranks/ (the workers' output)  timeline/ (what each worker did when)
+        checkpoints/  plots/  ranks/ (the workers' output and status)  timeline/ (what each worker did when)
 
-Rank 0 writes them. Any process may read them, also during the run.
+Rank 0 writes them, and each worker its status (see paceline.observe.worker_status). Any process may read them, also
+during the run.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from time import time
@@ -39,23 +42,31 @@ _NAME = re.compile(r"(?P<config>.+)_(?P<date>\d{4}-\d\d-\d\d)_(?P<time>\d\d-\d\d
 State = Literal["live", "finished", "stopped", "failed", "broken off", "unknown"]
 
 
+def _path(name: str) -> cached_property[Path]:
+    """Computed on demand: a list of a thousand runs needs few of the paths."""
+    return cached_property(lambda files: files.root / name)
+
+
 @dataclass
 class RunFiles:
     """The paths in a run's folder."""
 
     root: Path
 
-    def __post_init__(self) -> None:
-        self.config = self.root / "config.yaml"
-        self.environment = self.root / "environment.json"
-        self.status = self.root / "status.json"
-        self.metrics = self.root / "metrics.jsonl"
-        self.events = self.root / "events.jsonl"
-        self.report = self.root / "report.json"
-        self.checkpoints = self.root / "checkpoints"
-        self.plots = self.root / "plots"
-        self.ranks = self.root / "ranks"
-        self.timeline = self.root / "timeline"
+    config = _path("config.yaml")
+    environment = _path("environment.json")
+    status = _path("status.json")
+    metrics = _path("metrics.jsonl")
+    events = _path("events.jsonl")
+    report = _path("report.json")
+    checkpoints = _path("checkpoints")
+    plots = _path("plots")
+    ranks = _path("ranks")
+    timeline = _path("timeline")
+
+    def peak(self, rank: int) -> Path:
+        """The most memory that a worker used, written when it ends."""
+        return self.ranks / f"rank-{rank}.peak.json"
 
     @property
     def is_run(self) -> bool:
@@ -124,13 +135,14 @@ def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
     """Wraps a run in its leading process: status.json says "running", and afterwards how the run ended.
 
     An exception means "failed", with its text as the reason. Ctrl-C and the exit code of a requested stop (75) mean
-    "stopped". A killed process writes nothing, which `state_of` detects. Failure to write the status is a warning.
+    "stopped", as does a signal to end. A killed process writes nothing, which `state_of` detects. Failure to write the
+    status is a warning.
     """
     before = read_status(files)
     status = Status(
         state="running",
         pid=os.getpid(),
-        process_started=_process_started(os.getpid()),
+        process_started=process_started(os.getpid()),
         host=socket.gethostname(),
         started=round(time(), 3) if before is None else before.started,
         num_starts=1 if before is None else before.num_starts + 1,
@@ -172,7 +184,7 @@ def state_of(files: RunFiles, status: Status | None) -> State:
     if status.state != "running":
         return status.state if status.state in ("finished", "stopped", "failed") else "unknown"  # type: ignore[return-value]
     if status.host == socket.gethostname():
-        return "live" if _process_started(status.pid) == status.process_started else "broken off"
+        return "live" if process_started(status.pid) == status.process_started else "broken off"
     return "live" if time() - last_sign(files) < SILENT_S else "unknown"
 
 
@@ -204,12 +216,16 @@ def _ending_of(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return "finished", None
-        return ("stopped", "asked to stop") if error.code == os.EX_TEMPFAIL else ("failed", f"exit code {error.code}")
+        if error.code == os.EX_TEMPFAIL:
+            return "stopped", "asked to stop"
+        number = error.code - 128 if isinstance(error.code, int) else 0
+        is_signal = number in (signal.SIGTERM, signal.SIGHUP)
+        return ("stopped", signal.Signals(number).name) if is_signal else ("failed", f"exit code {error.code}")
     return "failed", describe(error).split("\n", 1)[0]
 
 
-def _process_started(pid: int) -> int:
-    """In the kernel's ticks since boot; -1 for a dead process."""
+def process_started(pid: int) -> int:
+    """The start time of a process, in the kernel's ticks since boot; -1 for a dead process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

@@ -19,9 +19,9 @@ from paceline.plan import cadence
 from paceline.run.saving import options
 from paceline.run.saving.options import Mode
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
-from paceline.sync.averaging import strategy
+from paceline.sync.averaging import settings as averaging
 
-LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 Schedule = Literal["constant", "linear", "cosine"]
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
@@ -109,7 +109,7 @@ class Cadence(Section, cadence.Cadence, kind="cadence"):
     speed_hint: SpeedHint | None = setting("which worker is slow, used until speeds are measured", None)  # type: ignore[assignment]
 
 
-class Averaging(Section, strategy.Averaging, kind="averaging"):
+class Averaging(Section, averaging.Averaging, kind="averaging"):
     """Workers take steps independently; their weights are averaged periodically."""
 
     every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)

@@ -5,9 +5,10 @@ several times a second, in a thread, because a broken link can block it. A gener
 its number; there is no leader. A node that loses contact with the store ends its workers: the others go on without it,
 and the same command lets it join again.
 
-    over                    the run has ended; the next launch at this address begins another
-    node-I                  the record of node I
-    generation-N            the N-th generation, written once
+    over            the run has ended; the next launch at this address begins another
+    node-I          the record of node I
+    generation-N    the N-th generation, written once
+    leave-M         member M is asked to leave
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from paceline.run.launching.nodes import (
     worker_environment,
 )
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure
-from paceline.run.membership.generation import Generation
+from paceline.run.membership.generation import Generation, Member
+from paceline.run.membership.member import leave_key
 from paceline.run.membership.roster import Report
 
 # A node is lost after this long without a heartbeat.
@@ -39,6 +41,8 @@ LOST_S = 1.5
 LEAVE_S = 30.0
 # A store that is unreachable blocks the thread. It is lost after this long.
 STORE_LOST_S = 3.0
+# Silence that counts between two looks.
+MAX_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,23 @@ class _Record:
         return cls(**{**values, "report": Report.from_dict(values["report"]), "result": result})
 
 
+class _Silence:
+    """How long nothing was heard. Only looks that were made in time count: on a busy machine this process may stand."""
+
+    def __init__(self) -> None:
+        self.hear()
+
+    def hear(self) -> None:
+        self.seconds = 0.0
+        self._looked_s = time.monotonic()
+
+    def look(self) -> float:
+        now_s = time.monotonic()
+        self.seconds += min(now_s - self._looked_s, MAX_LOOK_S)
+        self._looked_s = now_s
+        return self.seconds
+
+
 class ElasticNodes:
     """The nodes of a launch with `Nodes(min_num, max_num=...)`, as the agent of one of them sees them.
 
@@ -78,28 +99,28 @@ class ElasticNodes:
         deadline_s = time.monotonic() + nodes.join_timeout_s
         self._nodes = nodes
         self._store_error = ""
-        self._heard_s: dict[int, float] = {}  # when the record of a peer last changed
-        self._contact_s = time.monotonic()  # when the store last answered
+        self._silence: dict[int, _Silence] = {}  # since the record of a peer last changed; of the thread
         self._num_heartbeats = 0
         self._proposed: list[Generation] = []
         # Replaced by the thread, and never modified.
         self._peers: dict[int, _Record] = {}
         self._decided: tuple[Generation, ...] = ()
+        self._asked: frozenset[Member] = frozenset()
         self._has_news = threading.Event()
         shared_store, self._hosts_store, address = open_store(nodes)
         self._store, self.run_id = _run_of(shared_store, nodes)
         self.index = int(self._store.add("arrived", 1)) - 1
-        if self.index >= nodes.max_num:
-            raise NodesError(f"{nodes.max_num} nodes have already joined at {nodes.address}: choose a larger maximum")
         self.first_rank = int(self._store.add("workers", num_workers)) - num_workers  # numbers of workers, for messages
         self.name = f"{socket.gethostname()} ({address})"
         self.environment = worker_environment(nodes, address, shared_store.port)
         self.num_workers_here = num_workers
         self._own = _Record(self.name, num_workers, options)
+        self._store_silence = _Silence()
         self._thread = threading.Thread(target=self._exchange_all, name="paceline-nodes", daemon=True)
         self._thread.start()
         try:
             self._wait_for_first(deadline_s)
+            self._wait_for_place()
         except BaseException:
             self.close()
             raise
@@ -132,6 +153,16 @@ class ElasticNodes:
                 )
             time.sleep(POLL_S)
 
+    def _wait_for_place(self) -> None:
+        """Raise if as many nodes as allowed take part. One that was lost is known after LOST_S."""
+        deadline_s = time.monotonic() + 2 * LOST_S
+        while len(self._peers) - len(self._silent()) >= self._nodes.max_num:
+            if time.monotonic() > deadline_s:
+                raise NodesError(
+                    f"{self._nodes.max_num} nodes take part at {self._nodes.address}: choose a larger maximum"
+                )
+            time.sleep(POLL_S)
+
     def _check_options(self) -> None:
         options = self._own.options
         if other := next((peer for peer in self._peers.values() if peer.options != options), None):
@@ -152,6 +183,10 @@ class ElasticNodes:
     def propose(self, generation: Generation) -> None:
         self._proposed = [*self._proposed, generation]
         self._has_news.set()
+
+    def asked_to_leave(self) -> frozenset[Member]:
+        """The members of this node that a worker of another node has asked to leave."""
+        return self._asked
 
     def decided(self, after: int) -> list[Generation]:
         """The generations that were decided after number `after`."""
@@ -183,7 +218,7 @@ class ElasticNodes:
 
     def lost(self) -> str:
         """Why this node has lost contact with the run; empty if it has not."""
-        silence_s = time.monotonic() - self._contact_s
+        silence_s = self._store_silence.look()
         if self._store_error or silence_s > STORE_LOST_S:
             reason = self._store_error or f"no answer for {silence_s:.1f} s"
             again = "the others go on without this node; start the same command again to rejoin"
@@ -212,13 +247,13 @@ class ElasticNodes:
 
     def _silent(self) -> dict[int, str]:
         """The nodes that do not answer, and those that have left."""
-        if time.monotonic() - self._contact_s > LOST_S:
+        if self._store_silence.look() > LOST_S:
             return {}  # it is this node that hears nothing
         silent = {}
         for index, peer in self._peers.items():
             if peer.has_left:
                 silent[index] = f"node {peer.name} has left"
-            elif time.monotonic() - self._heard_s[index] > LOST_S:
+            elif self._silence[index].seconds > LOST_S:
                 silent[index] = f"node {peer.name} sent no heartbeat for {LOST_S:g} s: it is down, or the link to it"
         return silent
 
@@ -240,14 +275,19 @@ class ElasticNodes:
         for index in range(int(store.add("arrived", 0))):
             if index != self.index and (index in self._peers or store.check([f"node-{index}"])):
                 record = _Record.parse(store.get(f"node-{index}"))
-                if index not in self._peers or record.heartbeat != self._peers[index].heartbeat:
-                    self._heard_s[index] = time.monotonic()
+                silence = self._silence.setdefault(index, _Silence())
+                if index in self._peers and record.heartbeat == self._peers[index].heartbeat:
+                    silence.look()
+                else:
+                    silence.hear()
                     self._peers = {**self._peers, index: record}
-        self._contact_s = time.monotonic()
+        here = own.report.entered
+        self._asked = frozenset(member for member in here if store.check([leave_key(member)]))
+        self._store_silence.hear()
         if not own.has_left:
             return False
         staying = [index for index, peer in self._peers.items() if not peer.has_left]
-        is_last = all(time.monotonic() - self._heard_s[index] > STORE_LOST_S for index in staying)
+        is_last = all(self._silence[index].seconds > STORE_LOST_S for index in staying)
         if is_last:
             store.set("over", "1")
         return is_last or not self._hosts_store
@@ -265,7 +305,7 @@ class ElasticNodes:
 
 def _run_of(shared_store: Any, nodes: Nodes) -> tuple[Any, str]:
     """The part of the store for the current run, and its name. A store that outlives a run serves the next one."""
-    from paceline.comm.rendezvous import private_store
+    from paceline.comm.rendezvous import nodes_purpose, private_store
 
     secret = nodes.secret()
     if secret is None:
@@ -273,7 +313,7 @@ def _run_of(shared_store: Any, nodes: Nodes) -> tuple[Any, str]:
     number = 0
     while True:
         run_id = f"run-{number}"
-        store = private_store(shared_store, secret, f"{run_id}/nodes")
+        store = private_store(shared_store, secret, nodes_purpose(run_id))
         if not store.check(["over"]):
             return store, run_id
         number += 1

@@ -5,12 +5,16 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
+
+# Between the output of two starts in the same file. It is not shown.
+_HEADING = re.compile(rb"\n--- [-\d]+ [:\d]+: start \d+\n")
 
 
 def output_file(folder: Path, rank: int, stream: str) -> Path:
@@ -77,7 +81,7 @@ class Follower:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def copy(self) -> None:
-        if (new := self._file.read()) and not self._has_failed:
+        if (new := _HEADING.sub(b"", self._file.read())) and not self._has_failed:
             try:
                 self._stream.write(self._decode(new))
                 self._stream.flush()

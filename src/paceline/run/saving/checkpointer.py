@@ -11,10 +11,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
-from paceline.checkpoint.compare import check_replication
+from paceline.checkpoint.compare import check_components
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import new_token, step_folder, step_of
 from paceline.checkpoint.manifest import Manifest, Pattern
@@ -27,6 +27,7 @@ from paceline.comm.messages import decided_by_rank_0, gather, wait_for_all
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import CommunicationError, MisuseError
 from paceline.core.events import Events
+from paceline.observe.formats import short_path
 from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.epoch import Position
 from paceline.run.membership.communicator import ElasticCommunicator
@@ -304,7 +305,7 @@ class Checkpointer:
             raise error
         self._leave_together()
         if self._world.is_main:
-            folder = step_folder(self._folder.root, loop.position.step)
+            folder = short_path(step_folder(self._folder.root, loop.position.step))
             print(f"paceline: stopped after step {loop.position.step}, saved as {folder}", file=sys.stderr)
 
     def save(self, loop: Loop, metrics: Mapping[str, float]) -> None:
@@ -326,9 +327,11 @@ class Checkpointer:
         """The run ended without an error: return when everything is on the disk, on all workers."""
         if self._is_finished or not self._writers:
             return
+        begin = perf_counter()
         self._poll(self._writers[0], wait=True)
         self.save_last(loop, again=self._has_failed_on_rank_0())  # the disk may have recovered
         self._poll(self._writers[0], wait=True)
+        self._run.timeline.took("saving", begin)
         self._leave_together()
 
     def close(self) -> None:
@@ -367,10 +370,7 @@ class Checkpointer:
             loop.synchronize()
             loop.check_replicas()
             components = self._states(loop)
-            level = self._settings.check_replicas
-            for component in components:
-                if component.pattern is Pattern.REPLICATED:
-                    check_replication(component.name, component.state, level, self._run.communicator)
+            check_components(components, self._settings.check_replicas, self._run.communicator)
             self._poll(writer, wait=True)
             step, position = loop.position.step, loop.position.to_dict()
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)
@@ -389,7 +389,10 @@ class Checkpointer:
 
     def _has_failed_on_rank_0(self) -> bool:
         """Whether the last checkpoint did not become visible. Rank 0 publishes it, and all must act alike."""
-        return bool(decided_by_rank_0(lambda: self._has_failed, self._run.communicator))
+        begin = perf_counter()
+        has_failed = bool(decided_by_rank_0(lambda: self._has_failed, self._run.communicator))
+        self._run.timeline.took("wait", begin)
+        return has_failed
 
     def complete_writing(self) -> None:
         """Wait for the checkpoint that is being written: after this, a worker may leave."""

@@ -4,15 +4,12 @@ Nothing is exchanged between two averages, so a slow link costs little. In retur
 the result depends on the number of workers (local SGD). A worker's step uses its own share of the global batch.
 """
 
-# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
-
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,12 +17,12 @@ from paceline.comm.base import Communicator
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
-from paceline.core.settings import setting
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.averaging.guard import DivergenceGuard
 from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
+from paceline.sync.averaging.settings import Averaging as Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
 from paceline.sync.step_numbers import StepNumbers
@@ -34,46 +31,6 @@ from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 logger = logging.getLogger("paceline")
 
 TRANSFER_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """Settings of the strategy.
-
-    every: steps between two averages, or a `Cadence` that finds the number: its overhead_target bounds the cost of
-        averaging, its anchor is the initial number of steps.
-    first_step: gradients are exchanged in every step until this many steps are done (post-local SGD).
-    overlap: replicas train on while their mean is computed, and apply the difference at the next average. No step is
-        lost.
-    transfer: the dtype in which changes are sent.
-    outer: an optimizer over the common weights that uses the mean change as its gradient, for example
-        `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`; None uses the mean itself.
-    divergence_threshold: relative drift above which three rises in a row halve the steps between averages; None
-        disables the guard.
-    """
-
-    every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
-    first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
-    overlap: bool = setting("continue training while the average is computed", False)
-    transfer: Literal["fp32", "bf16", "fp16"] = setting("data type of the transfer", "fp32")
-    outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = setting(
-        "optimizer over the averaged weights, called with the parameters", None
-    )
-    divergence_threshold: float | None = setting("drift above which averaging becomes more frequent", 0.05, above=0)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.every, Cadence) and (type(self.every) is not int or self.every < 1):
-            raise ValueError(
-                f"every={self.every!r}: choose the number of steps between two averages, at least 1, or a Cadence(...)"
-            )
-        if isinstance(self.every, Cadence) and self.every.speed_hint is not None:
-            raise ValueError("Averaging ignores Cadence(speed_hint=): give speed_hints to the run instead")
-        if type(self.first_step) is not int or self.first_step < 0:
-            raise ValueError(f"first_step={self.first_step!r}: choose a number of steps >= 0")
-        if self.transfer not in TRANSFER_TYPES:
-            raise ValueError(f"transfer={self.transfer!r} is unknown: choose one of {', '.join(TRANSFER_TYPES)}")
-        if self.divergence_threshold is not None:
-            DivergenceGuard(self.divergence_threshold)
 
 
 class AveragedReplicas:
@@ -101,6 +58,8 @@ class AveragedReplicas:
         self._is_cadence = isinstance(every, Cadence)
         # The number of steps between two averages. All workers take the same: shares follow their speeds.
         self._interval = (every if isinstance(every, Cadence) else Cadence(every, max_anchor=every)).for_workers(1)
+        self._max_lead = self._interval.max_batch_diff or math.inf
+        self._counts = [0] * self._world.size  # micro-batches of the round, by rank
         self._guard = DivergenceGuard(math.inf if threshold is None else threshold)
         self._events = events
         transfer = TRANSFER_TYPES[settings.transfer]
@@ -109,7 +68,7 @@ class AveragedReplicas:
         self._mean = RoundMean()
         self._newest: LocalNumbers | None = None  # of the last finished step
         self._losses = DeferredReader(self._add_loss, is_ready=lambda numbers: numbers.has_arrived)  # of this round
-        self._timing = NOT_MEASURED
+        self._times = _RoundTimes()
         self._request = 0.0
         # Timings and requests by rank, reported in the step after an average.
         self._nothing_reported = ((NOT_MEASURED,) * self._world.size, (0.0,) * self._world.size)
@@ -152,8 +111,7 @@ class AveragedReplicas:
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
         self._request = message.request
-        if message.timing.micro_batch:
-            self._timing = message.timing
+        self._times.add(message.timing, len(self._mine))
         if self._mine:
             self._local.send(message)
 
@@ -172,8 +130,15 @@ class AveragedReplicas:
         self._round.weight += self._weight
         self._round.num_steps += 1
         self._round.num_micro_batches += self._plan[-1].stop
-        if self._round.num_steps >= self._interval.total_batches:
+        self._counts = [count + len(own) for count, own in zip(self._counts, self._plan, strict=True)]
+        # Another step like this one would exceed it.
+        is_lead_reached = max(self._counts) - min(self._counts) + self._lead_of_step() > self._max_lead
+        if self._round.num_steps >= self._interval.total_batches or is_lead_reached:
             self._start_average(is_final=False)
+
+    def _lead_of_step(self) -> int:
+        counts = list(map(len, self._plan))
+        return max(counts) - min(counts)
 
     def synchronize(self) -> None:
         if self._round.num_steps or self._average.is_under_way:
@@ -209,10 +174,12 @@ class AveragedReplicas:
         if self._average.is_under_way:
             self._finish_average()
         self._losses.flush()
-        self._round.micro_batch_s, self._round.rest_s = self._timing.micro_batch, self._timing.rest
+        own, self._times = self._times.mean, _RoundTimes()
+        self._round.micro_batch_s, _, self._round.rest_s, self._round.data_s, self._round.feed_s = own
         self._round.request = self._request
         self._average.start(self._round)
         self._round = WorkerRound()
+        self._counts = [0] * self._world.size
         if is_final or not self._is_overlapping:
             self._finish_average()
 
@@ -220,7 +187,8 @@ class AveragedReplicas:
         rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
         requests, num_steps = [each.request for each in rounds], int(rounds[0].num_steps)
         check_nobody_left(requests)
-        self._reported = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], requests
+        timings = [Timing(each.micro_batch_s, each.sync_s, each.rest_s, each.data_s, each.feed_s) for each in rounds]
+        self._reported = timings, requests
         loss_weight = sum(each.loss_weight for each in rounds)
         loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
         self._mean = RoundMean(loss, sum(each.weight for each in rounds) / max(num_steps, 1))
@@ -239,6 +207,29 @@ class AveragedReplicas:
                 drift,
                 every,
             )
+
+
+class _RoundTimes:
+    """This worker's times since the last average. It reports none of a round in which it had no micro-batch."""
+
+    def __init__(self) -> None:
+        self._num_micro_batches = self._num_rests = 0
+        self._compute_s = self._rest_s = self._data_s = self._feed_s = 0.0
+
+    def add(self, timing: Timing, num_micro_batches: int) -> None:
+        if timing.micro_batch:
+            self._num_micro_batches += num_micro_batches
+            self._compute_s += num_micro_batches * timing.micro_batch
+            self._data_s += num_micro_batches * timing.data
+        if timing.rest:
+            self._num_rests += 1
+            self._rest_s += timing.rest
+        self._feed_s += timing.feed
+
+    @property
+    def mean(self) -> Timing:
+        count, num_rests = max(self._num_micro_batches, 1), max(self._num_rests, 1)
+        return Timing(self._compute_s / count, 0.0, self._rest_s / num_rests, self._data_s / count, self._feed_s)
 
 
 class GradientsFirst:

@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO
+from time import monotonic, perf_counter
+from typing import Any, Protocol
 
-from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
-from paceline.cli.commands import CommandError
-from paceline.cli.config.parts import Part
-from paceline.cli.config.schema import Logger, ProjectSettings
-from paceline.cli.config.show import plain
-from paceline.cli.logs.panels import make_panels
-from paceline.cli.logs.picture import check_output, draw, write
-from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe, warn
-from paceline.observe.loggers import Loggers, make_logger
+from paceline.core.world import World
+from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe
+from paceline.observe.formats import short_path
+from paceline.observe.loggers import Loggers
 from paceline.observe.metrics import MetricsWriter
 from paceline.observe.progress import Progress, RateMeter, Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
+from paceline.plan.epoch import Position
 from paceline.run.control import ControlServer, end_at_once, socket_path
+from paceline.run.report import Report
+from paceline.run.run import Run
 from paceline.run.step.loop import StepRecord
-
-if TYPE_CHECKING:
-    from paceline.cli.train.worker import RunRequest
 
 # With more workers, their shares are left out of the lines of metrics.
 MAX_WORKERS_LOGGED = 64
@@ -39,31 +33,77 @@ MAX_WORKERS_LOGGED = 64
 MAX_UNREAD_STEPS = 64
 
 
+class Monitored(Protocol):
+    """What a monitor needs of a trainer."""
+
+    @property
+    def run(self) -> Run: ...
+    @property
+    def position(self) -> Position: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def resumed_from(self) -> Path | None: ...
+    def listen(self, listener: Callable[[Any], object]) -> None: ...
+    def request_save(self) -> None: ...
+    def request_stop(self) -> None: ...
+    def report(self) -> Report: ...
+
+
+class Shown(Protocol):
+    """Where a run is shown and recorded."""
+
+    @property
+    def files(self) -> RunFiles: ...
+    @property
+    def live_file(self) -> Path | None: ...
+    @property
+    def quiet(self) -> bool: ...
+    @property
+    def is_resumed(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """What is recorded, and how often.
+
+    has_tokens: weights are tokens. make_loggers: called with the number of completed steps. plot: draws the run's
+    metrics into a file; returns the reason if it cannot.
+    """
+
+    total_steps: int | None
+    log_every: int
+    has_tokens: bool
+    make_loggers: Callable[[int], Sequence[Any]]
+    plot: Callable[[RunFiles, Path], str | None]
+
+
 class Monitor:
     """Shows and records a run. outputs: closes what the monitor opens, however the run ends."""
 
-    def __init__(self, trainer: Trainer, request: RunRequest, outputs: ExitStack) -> None:
-        settings, files = request.project.settings, request.files
+    def __init__(self, trainer: Monitored, request: Shown, outputs: ExitStack, settings: MonitorSettings) -> None:
+        files = request.files
         self._trainer = trainer
         self._files = files
-        self._log_every = settings.trainer.log_every
-        self._has_tokens = settings.data.weight is not None
+        self._log_every = settings.log_every
+        self._has_tokens = settings.has_tokens
+        self._plot = settings.plot
         self._unread: deque[StepRecord] = deque()
         self._newest: StepRecord | None = None
         self._logged_step = 0
+        self._num_unlogged = 0  # samples since the last line of metrics
         self._meter = RateMeter(trainer.world.size)
         self._rates: Rates | None = None
         self._loss: tuple[float, int] | None = None
         self._origin: tuple[float, int] | None = None
-        self._total = total_steps(trainer, settings)
-        step, stream = trainer.position.step, outputs.enter_context(_opened(request.terminal))
-        self._progress = Progress(self._total, start_step=step, stream=stream, quiet=request.quiet)
+        self._total = settings.total_steps
+        step, live_file = trainer.position.step, request.live_file
+        self._progress = Progress(self._total, start_step=step, quiet=request.quiet, live_file=live_file)
         outputs.enter_context(self._progress)
         self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
         outputs.callback(self._metrics.close)
         events = outputs.enter_context(closing(EventLog(files.events)))
-        made = [_logger(each, settings, files, step) for each in settings.loggers]
-        self.loggers = outputs.enter_context(closing(Loggers([logger for logger in made if logger is not None])))
+        self.loggers = outputs.enter_context(closing(Loggers(settings.make_loggers(step))))
         trainer.listen(events.write)
         with attempt(files.status):
             note_total_steps(files, self._total)
@@ -76,7 +116,11 @@ class Monitor:
         else:
             outputs.enter_context(control)
         if trainer.resumed_from is not None:
-            self.note(f"resumed after step {step}, from {trainer.resumed_from}")
+            found = trainer.resumed_from
+            is_own = found.parent.resolve() == files.checkpoints.resolve()
+            self.note(f"resumed after step {step}, from {found.name if is_own else short_path(found)}")
+        elif request.is_resumed:
+            self.note(f"{files.root.name} has no checkpoint: it starts again from step 0")
 
     def after_step(self, record: StepRecord) -> None:
         self._unread.append(record)
@@ -126,8 +170,9 @@ class Monitor:
         """Add the oldest records to the rates."""
         for _ in range(count):
             record = self._unread.popleft()
-            syncs = [timing.sync for timing in record.timings]
-            self._meter.add(record.num_samples, record.shares, syncs, record.weight if self._has_tokens else None)
+            self._num_unlogged += record.num_samples
+            num_tokens = _known(record.weight) if self._has_tokens else None
+            self._meter.add(record.num_samples, record.shares, record.timings, num_tokens)
 
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
@@ -143,11 +188,18 @@ class Monitor:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._write(record.step, {name: value for name, value in values.items() if value is not None})
+        num_samples, self._num_unlogged = self._num_unlogged, 0
+        known = {name: value for name, value in values.items() if value is not None}
+        self._write(record.step, known, num_samples, _lanes(rates))
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._metrics.use(lambda metrics: metrics.log(step, values))
+    def _write(
+        self, step: int, values: dict[str, Any], num_samples: int = 0, lanes: Mapping[str, Any] | None = None
+    ) -> None:
+        """lanes: for the metrics alone; loggers would show each of their numbers as a curve."""
+        line, begin = {**values, **(lanes or {})}, perf_counter()
+        self._metrics.use(lambda metrics: metrics.log(step, line, num_samples))
         self.loggers.log(step, values)
+        self._trainer.run.timeline.took("logging", begin)
 
     # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
 
@@ -182,52 +234,25 @@ class Monitor:
         return (monotonic() - since_s) / (step - first) * (self._total - step)
 
     def _draw(self) -> None:
-        path = self._files.plots / "training.png"
+        path, begin = self._files.plots / "training.png", perf_counter()
         try:
-            check_output(path)
-            write(draw(make_panels([self._files]), self._files.root.name), path)
-        except CommandError as error:
-            self.note(f"no plot: {error}")
+            if (reason := self._plot(self._files, path)) is not None:
+                self.note(f"no plot: {reason}")
         except Exception as error:
             self.note(f"cannot write the plot {path}: {describe(error)}")
+        finally:
+            self._trainer.run.timeline.took("plotting", begin)
 
 
-def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:
-    """Steps of the whole run; None if unknown."""
-    epochs, max_steps = settings.trainer.epochs, settings.trainer.max_steps
-    limits = [] if max_steps is None else [max_steps]
-    if epochs is not None and trainer.steps_per_epoch is not None:
-        limits.append(epochs * trainer.steps_per_epoch)
-    return min(limits, default=None)
+def _lanes(rates: Rates) -> dict[str, Any]:
+    """Where the workers' time went, for a line of metrics."""
+    if not rates.lanes or len(rates.shares) > MAX_WORKERS_LOGGED:
+        return {}
+    lanes = {name: [round(part, 4) for part in parts] for name, parts in rates.lanes.items()}
+    efficiency = None if rates.efficiency is None else round(rates.efficiency, 4)
+    return {"lanes": lanes, "speeds": [float(f"{speed:.4g}") for speed in rates.speeds], "efficiency": efficiency}
 
 
-@contextmanager
-def _opened(terminal: str | None) -> Iterator[TextIO]:
-    """The terminal with this name, if it can be opened; otherwise this process's output."""
-    file = None
-    with suppress(OSError):
-        file = None if terminal is None else Path(terminal).open("w")  # noqa: SIM115
-    try:
-        yield file or sys.stdout
-    finally:
-        with suppress(OSError):  # buffered progress that cannot be written
-            if file is not None:
-                file.close()
-
-
-def _logger(setting: Any, settings: ProjectSettings, files: RunFiles, step: int) -> Any:
-    """None, after a warning, if its files or its service cannot be reached. Wrong arguments are errors."""
-    name = setting if isinstance(setting, str) else setting.name if isinstance(setting, Logger) else setting.target
-    try:
-        if isinstance(setting, Part):
-            return setting.build()
-        arguments = (setting.arguments or {}) if isinstance(setting, Logger) else {}
-        return make_logger(name, files, step, plain(settings), **arguments)
-    except OSError as error:
-        warn(f"cannot create the logger {name}, training continues without it: {describe(error)}")
-        return None
-
-
-def _known(loss: float) -> float | None:
-    """None for NaN: with averaging, the loss is unknown before the first average."""
-    return None if math.isnan(loss) else loss
+def _known(number: float) -> float | None:
+    """None for NaN: with averaging, loss and weight are unknown before the first average."""
+    return None if math.isnan(number) else number
