@@ -66,6 +66,7 @@ TABLE = {
         FINE,
     ),
     "another world before": (run(part(), part(), before=(part(), part(), part(speed=1))), FINE),
+    "alone before": (run(part(), part(speed=10), before=(part(),)), ["slow worker"]),
     "slow before, not now": (run(part(), part(), before=(part(), part(speed=10))), FINE),
     "slow, but works little": (run(part(), part(speed=10, computing=0.25, data=0.04)), FINE),
     "slow, and works": (run(part(), part(speed=10, computing=0.25, data=0.06)), ["slow worker"]),
