@@ -41,7 +41,7 @@ CUDA_ERROR = "CUDA error: an illegal memory access was encountered"
 VARIANTS: dict[str, dict[str, Any]] = {
     "sharded": {},
     "dispatched": {"feed": "dispatched"},
-    "stream": {"shuffle_buffer": 24, "num_shards": 3},
+    "stream": {"shuffle_buffer": 24},
     "readers": {"readers": 1},
 }
 

@@ -10,7 +10,6 @@ import os
 import random
 import sys
 from collections import Counter
-from functools import cache, partial
 from pathlib import Path
 
 import chaos_program
