@@ -69,7 +69,10 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        return self.send(0) and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        try:
+            return self.send(0) and Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:  # it has just gone
+            return False
 
 
 @dataclass
