@@ -119,7 +119,8 @@ def _call_back(task: WorkerTask, trainer: Trainer, metrics: EpochMetrics) -> boo
     if task.epoch_fn is None and task.metrics_fn is None:
         return False
     wants_end = any(isinstance(answer, bool | np.bool_) and bool(answer) for answer in answers)
-    return any(gather("end" if wants_end else "", trainer.run.communicator))
+    run = trainer.run
+    return any(run.together(lambda: gather("end" if wants_end else "", run.communicator)))
 
 
 def _scaled(factory: Callable[[list[torch.Tensor]], Any], factor: float, parameters: list[torch.Tensor]) -> Any:

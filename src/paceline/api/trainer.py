@@ -421,9 +421,13 @@ class Trainer:
         Between epochs or inside `every`, on all workers. Replicas that differ are averaged first.
         """
         self.run.synchronize("evaluate()")
+
+        def evaluate_all() -> float | dict[str, float]:
+            made = self._evaluation_data(data, micro_batch, collate_fn)
+            return evaluate(self.model, made, eval_fn, self.run.weight_fn)
+
         with self.run.timeline.during("evaluation"):
-            data = self._evaluation_data(data, micro_batch, collate_fn)
-            return evaluate(self.model, data, eval_fn, self.run.weight_fn)
+            return self.run.together(evaluate_all)
 
     def predict(
         self,
@@ -442,8 +446,13 @@ class Trainer:
         tensor whose rows differ in shape becomes a list of rows. Between epochs or inside `every`, as `evaluate`.
         """
         self.run.synchronize("predict()")
+
+        def predict_all() -> Any:
+            made = self._evaluation_data(data, micro_batch, collate_fn)
+            return predict(self.model, made, fn or self._predict_batch)
+
         with self.run.timeline.during("evaluation"):
-            return predict(self.model, self._evaluation_data(data, micro_batch, collate_fn), fn or self._predict_batch)
+            return self.run.together(predict_all)
 
     def _evaluation_data(self, data: Any, micro_batch: int | None, collate_fn: Any) -> EvaluationData:
         run = self.run
@@ -471,7 +480,7 @@ class Trainer:
             ". For a loss over more samples than a micro-batch has, such as in-batch negatives, choose a larger "
             "micro_batch, or see docs/contrastive.md",
         )
-        return collect.gather(value, self.run.communicator)
+        return self.run.together(lambda: collect.gather(value, self.run.communicator))
 
     def reduce(self, value: Any, how: collect.Reduction = "mean") -> Any:
         """The "mean", "sum", "max" or "min" of a tensor or number over the workers, on every worker.
@@ -480,12 +489,12 @@ class Trainer:
         of them: use it for metrics, not for large tensors. Between epochs or inside `every`, on all workers.
         """
         self.run.check_between_steps("reduce()")
-        return collect.reduce(value, how, self.run.communicator)
+        return self.run.together(lambda: collect.reduce(value, how, self.run.communicator))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of rank `source`, on every worker, in the form that `gather` returns."""
         self.run.check_between_steps("broadcast()")
-        return collect.broadcast(value, source, self.run.communicator)
+        return self.run.together(lambda: collect.broadcast(value, source, self.run.communicator))
 
     def main_first(self) -> AbstractContextManager[None]:
         """Rank 0 runs the block first, for example to fill a cache; then all other workers run it.
@@ -493,7 +502,7 @@ class Trainer:
         They wait for it at most `timeout_s`. An error on rank 0 is raised on all workers.
         """
         self.run.check_between_steps("main_first()")
-        return collect.main_first(self.run.communicator)
+        return collect.main_first(self.run.communicator, self.run.together)
 
     def export(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model's weights, with `ema` the averaged ones, to one safetensors file.
@@ -503,13 +512,13 @@ class Trainer:
         """
         self.run.synchronize("export()")
         with self.ema_weights() if ema else nullcontext():
-            export_weights(self.model, Path(path), self.run.communicator)
+            self.run.together(lambda: export_weights(self.model, Path(path), self.run.communicator))
 
     def save_pretrained(self, folder: str | PathLike[str], *, ema: bool = False) -> None:
         """Like `export`, but the model's own `save_pretrained` writes it, and its `tokenizer` if it has one."""
         self.run.synchronize("save_pretrained()")
         with self.ema_weights() if ema else nullcontext():
-            save_pretrained(self.model, Path(folder), self.run.communicator)
+            self.run.together(lambda: save_pretrained(self.model, Path(folder), self.run.communicator))
 
     def register(self, name: str, thing: HasState, pattern: Pattern | str = Pattern.REPLICATED) -> None:
         """Include an object with `state_dict` and `load_state_dict` in checkpoints; before the first epoch.
@@ -532,7 +541,7 @@ class Trainer:
         Between epochs or inside `every`, on all workers. From a hook the checkpoint is written at the end of the step.
         """
         self.run.check_between_steps("save()")
-        self.run.checkpointer.save(self._loop, metrics or {})
+        self.run.together(lambda: self.run.checkpointer.save(self._loop, metrics or {}))
 
     def request_save(self) -> None:
         """Have all workers save after one of the next steps. From any worker and any thread."""

@@ -12,11 +12,15 @@ Best: TypeAlias = tuple[str, int] | tuple[str, int, Mode]
 
 
 class Decision(IntEnum):
-    """What all workers do before the next step. Of several requests the largest wins."""
+    """What all workers do before the next step. Of several requests the largest wins.
+
+    CHANGE: workers join or leave the run. A worker asks for it in every step until it is done.
+    """
 
     CONTINUE = 0
-    SAVE = 1
-    STOP = 2
+    CHANGE = 1
+    SAVE = 2
+    STOP = 3
 
 
 class Retention(NamedTuple):

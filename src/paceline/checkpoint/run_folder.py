@@ -101,7 +101,8 @@ class RunFolder:
     """The folders, locked until `close`. Every worker creates one, at the same point.
 
     `shared_disk`: all workers see the same folder; otherwise each node has one. `with_memory`: the run takes snapshots,
-    so those of an earlier start count; otherwise leftover snapshots are removed.
+    so those of an earlier start count; otherwise leftover snapshots are removed. A worker that joins a run later calls
+    `reconnect` before anything else.
     """
 
     def __init__(
@@ -112,6 +113,10 @@ class RunFolder:
         self._shared_disk = shared_disk
         self._has_memory = with_memory
         self._locks = ExitStack()
+        self._owns_root = self._owns_memory = False
+        self.memory = Path()
+        if communicator.world.is_joining:
+            return
         self._assign_roles()
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -130,14 +135,18 @@ class RunFolder:
 
     def reconnect(self) -> None:
         """The communicator has other workers now, none of which is writing. The lock of a lost owner is free."""
-        had_lock = self._owns_root
+        communicator, owned_root, identifier = self._communicator, self._owns_root, ""
         self._assign_roles()
-        wait_for_all(self._communicator)
-        with raising_on_all_workers(self._communicator):
-            if self._owns_root and not had_lock:
-                self._open()
+        if owned_root and not self._owns_root:
+            self._locks.close()
+        wait_for_all(communicator)
+        with raising_on_all_workers(communicator):
+            if self._owns_root and not owned_root:
+                identifier = self._open()
             elif self._owns_root:
                 clean_up(self.root)
+                identifier = _identifier(self.root)
+        self.memory = memory_folder(self.root, decided_by_rank_0(lambda: identifier, communicator))
 
     def _open(self) -> str:
         try:

@@ -161,8 +161,12 @@ class AsyncWriter:
         if error := self.poll(wait=True):
             raise error
 
+    @property
+    def is_abandoned(self) -> bool:
+        return self._is_abandoned.is_set()
+
     def abandon(self) -> None:
-        """Stop waiting for other workers' shares: they may never come."""
+        """Stop waiting for other workers' shares: they may never come. Called from any thread."""
         self._is_abandoned.set()
 
     def close(self) -> None:

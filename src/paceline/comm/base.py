@@ -54,6 +54,12 @@ class Communicator(Protocol):
         A communicator may place the buffer in memory where exchanges are fastest, such as shared memory.
         """
 
+    def abort(self) -> None:
+        """Fail the exchanges in progress and all later ones with `CommunicationError`. Called from any thread.
+
+        Peers that wait for this worker fail too. Used when a peer was lost whose loss an exchange may not notice.
+        """
+
     def close(self) -> None:
         """Release all resources. Later exchanges raise `MisuseError`; closing again is a no-op."""
 

@@ -187,9 +187,29 @@ def _run_store(world: World) -> Any:
             )
         store = _environment_store(world.rank, world.size)
     secret = None if path else run_secret()  # the file is in a private folder of this user
-    # Restarted workers may find the store of the previous attempt.
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return private_store(store, secret, f"start-{start}")
+    return private_store(store, secret, _start_name())
+
+
+def generation_store(number: int) -> Any:
+    """The store of one generation of a run whose workers change; see `run.membership`.
+
+    On one host each generation has its own file: a worker that was killed may have left a half-written entry in the one
+    before.
+    """
+    purpose = f"{_start_name()}/generation-{number}"
+    if path := os.environ.get(STORE_VARIABLE):
+        return private_store(dist.FileStore(f"{path}-{number}", -1), None, purpose)  # type: ignore[attr-defined]
+    return private_store(_agent_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), run_secret(), purpose)
+
+
+def _start_name() -> str:
+    """Restarted workers may find the store of the previous attempt."""
+    return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+@lru_cache(maxsize=1)
+def _agent_store(host: str, port: int) -> Any:
+    return dist.TCPStore(host, port, timeout=timedelta(seconds=JOIN_TIMEOUT_S))  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1)  # rank 0 may host the store, which must then live as long as the process

@@ -26,5 +26,8 @@ class SingleCommunicator:
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
 
+    def abort(self) -> None:
+        return
+
     def close(self) -> None:
         return

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 # The file of the rendezvous store for workers of one host, in the launcher's private folder.
 STORE_VARIABLE = "PACELINE_STORE"
-# Of workers that may be lost while the others go on: the file with the newest generation, and the number of the member.
-GENERATION_VARIABLE = "PACELINE_GENERATION"
+# Of workers that may change during a run: the folder with their board and generations, and which member this is.
+MEMBERSHIP_VARIABLE = "PACELINE_MEMBERSHIP"
 MEMBER_VARIABLE = "PACELINE_MEMBER"
 
 

@@ -16,7 +16,8 @@ from paceline.core.rank_variables import is_worker
 class World:
     """One worker's view of the current workers.
 
-    `local_rank` and `local_size` count the workers on this host; `device` is the device of this worker.
+    `local_rank` and `local_size` count the workers on this host; `device` is the device of this worker. `is_joining`:
+    this worker sets itself up to join a run that goes on; it is a world of one until then.
     """
 
     rank: int = 0
@@ -25,6 +26,7 @@ class World:
     local_size: int = 1
     host: str = ""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    is_joining: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.local_size < 1:
@@ -39,7 +41,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        return self.rank == 0
+        return self.rank == 0 and not self.is_joining
 
     @property
     def shares_device(self) -> bool:

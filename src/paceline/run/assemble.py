@@ -29,7 +29,7 @@ from paceline.run.capture.step import Stepping
 from paceline.run.config import RunConfig
 from paceline.run.determinism import process_settings
 from paceline.run.membership.communicator import ElasticCommunicator
-from paceline.run.membership.member import Member
+from paceline.run.membership.member import Membership
 from paceline.run.membership.rejoining import Rejoining
 from paceline.run.run import Run
 from paceline.run.saving.checkpointer import Checkpointer, RunParts
@@ -71,13 +71,15 @@ def assemble(
     """Check what can be checked, connect the workers and build the run. After a failure nothing is left behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
+    membership = None if isinstance(config.strategy, Averaging) else Membership.from_environment()
     graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
             _check_device(world.device)
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
-        communicator = _connect(config, world)
+        communicator = _connect(config, world, membership)
+        world, can_change = communicator.world, membership is not None
         stack.callback(communicator.close)
         replica = Replica(
             model,
@@ -116,9 +118,9 @@ def assemble(
             checkpointer.register("ema", average, Pattern.REPLICATED)
         exchange = _exchange(config, replica, communicator, events)
         stack.callback(exchange.close)
-        planner = planner_for(config, world, config.max_micro_batches(world.size))
+        planner = planner_for(config, world, config.max_micro_batches(world.size), can_change=can_change)
         settings = _data_settings(config, world, weight_fn)
-        link = partial(_link, communicator) if isinstance(communicator, ElasticCommunicator) else make_link
+        link = partial(_elastic_link, communicator) if isinstance(communicator, ElasticCommunicator) else make_link
         feed = make_feed(data, settings, steps, planner.plan, communicator, link)
         stack.callback(feed.close)
         gc_policy = GcPolicy(config.runtime.garbage_collection)
@@ -127,8 +129,10 @@ def assemble(
             config, communicator, replica, exchange, feed, planner, events, checkpointer, average, recorder, gc_policy
         )
         checkpointer.load_loop(loop)
+        rejoining = None
         if isinstance(communicator, ElasticCommunicator):
-            loop.recover_with(Rejoining(communicator, loop, checkpointer, average, events))
+            rejoining = Rejoining(communicator, loop, checkpointer, average, events)
+            loop.recover_with(rejoining)
         stepping = Stepping(loop, exchange, events, graphs, config)
         is_counted = not isinstance(data, IterableStream)
         return Run(
@@ -143,21 +147,24 @@ def assemble(
             average=average,
             timeline=recorder,
             stepping=stepping,
+            rejoining=rejoining,
             weight_fn=weight_fn,
             cleanup=stack.pop_all(),
         )
 
 
-def _connect(config: RunConfig, world: World) -> Communicator:
+def _connect(config: RunConfig, world: World, membership: Membership | None) -> Communicator:
     backend, timeout_s = config.runtime.backend, config.runtime.timeout_s
-    member = Member.from_environment()
-    if member is None or isinstance(config.strategy, Averaging) or world.size == 1:
+    if membership is None:
         return connect(world, backend, timeout_s)
-    return ElasticCommunicator(member, world, backend, timeout_s)
+    return ElasticCommunicator(membership, world, backend, timeout_s)
 
 
-def _link(communicator: ElasticCommunicator, world: World, timeout_s: float, join_timeout_s: float) -> Link:
-    return make_link(world, timeout_s, join_timeout_s, communicator.meeting_point)
+def _elastic_link(communicator: ElasticCommunicator, world: World, timeout_s: float, join_timeout_s: float) -> Link:
+    """A link that ends with the generation in which it was made."""
+    link = make_link(world, timeout_s, join_timeout_s, communicator.meeting_point())
+    communicator.abort_with(link.abort)
+    return link
 
 
 def _check_device(device: torch.device) -> None:
@@ -207,7 +214,7 @@ def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, e
 
 
 def _gradients(config: RunConfig, replica: Replica, communicator: Communicator) -> GradientExchange:
-    is_alone = communicator.world.size == 1
+    is_alone = isinstance(communicator, SingleCommunicator)
     if is_alone and config.max_micro_batches(1) == 1 and not config.exact and config.precision != "fp16":
         return DirectGradients(replica.parameters)
     return _mean_gradients(config, replica, communicator)

@@ -95,9 +95,8 @@ class Tally:
         self._records.flush()
         loss = self._loss
         scalars = {name: [float(total), weight] for name, (total, weight) in self._scalars.items()}
-        parts = [
-            json.loads(text) for text in gather(json.dumps({"loss": loss, "scalars": scalars}), self._run.communicator)
-        ]
+        own = json.dumps({"loss": loss, "scalars": scalars})
+        parts = [json.loads(text) for text in self._run.together(lambda: gather(own, self._run.communicator))]
         names = dict.fromkeys(name for part in parts for name in part["scalars"])
         return EpochMetrics(
             epoch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,9 +17,12 @@ from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.epoch import Steps
 from paceline.run.capture.step import Stepping
 from paceline.run.config import RunConfig
+from paceline.run.membership.rejoining import Rejoining
 from paceline.run.saving.checkpointer import Checkpointer
 from paceline.run.step.ema import WeightAverage
 from paceline.run.step.loop import Loop
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Run:
     average: WeightAverage | None
     timeline: Recorder
     stepping: Stepping
+    rejoining: Rejoining | None  # if workers may join or leave
     weight_fn: Callable[[Any], int] | None
     cleanup: ExitStack
 
@@ -78,6 +82,10 @@ class Run:
                 f"epochs, or register it with trainer.every(n, lambda record: ...){advice}"
             )
 
+    def together(self, operation: Callable[[], T]) -> T:
+        """The result of what all workers do together outside of steps. It is done again if a worker is lost."""
+        return operation() if self.rejoining is None else self.rejoining.run(operation)
+
     def synchronize(self, call: str) -> None:
         """All workers are here. Make their replicas equal where the strategy lets them differ."""
         self.check_between_steps(call)
@@ -87,6 +95,8 @@ class Run:
         """See `Trainer.epochs`."""
         self.check_open()
         loop = self.loop
+        if self.rejoining is not None:
+            self.rejoining.enter()
         loop.begin_next_epoch()  # where the last one was left by `break`
         loop.max_steps = max_steps
         while not loop.is_over and (count is None or loop.position.epoch < count):
@@ -107,7 +117,7 @@ class Run:
                     f"epoch {epoch.number} was not iterated, so the next one cannot begin: write "
                     "`for batch in epoch`, or leave the loop over the epochs with `break`"
                 )
-        self.checkpointer.save_last(loop)
+        self.together(lambda: self.checkpointer.save_last(loop))
 
     def close(self, *, has_failed: bool) -> None:
         """Write the last checkpoint, unless the run has failed, and release everything. Safe to call twice."""
@@ -119,7 +129,7 @@ class Run:
                 self.loop.abandon()
             else:
                 self.loop.settle()
-                self.checkpointer.finish(self.loop)
+                self.together(lambda: self.checkpointer.finish(self.loop))
         finally:
             self.cleanup.close()
 

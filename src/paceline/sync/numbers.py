@@ -39,7 +39,7 @@ class WorkerMessage(NamedTuple):
 SILENCE = WorkerMessage()
 
 # Sent by a worker that left its epoch's loop: all workers end with an error.
-LEFT = 3.0
+LEFT = 4.0
 
 
 def check_nobody_left(requests: Sequence[float]) -> None:

@@ -69,6 +69,10 @@ class SharedMemoryCommunicator:
         self._buffers[buffer.tensor.data_ptr(), buffer.tensor.nbytes, dtype] = buffer
         return buffer.tensor
 
+    def abort(self) -> None:
+        if self._peers.segments:  # not closed
+            self._fail(CommunicationError("the exchange was aborted"))
+
     def close(self) -> None:
         if self._bridge is not None:
             self._bridge.close()

@@ -159,6 +159,8 @@ class LocalPeers:
                     signal, lost = segment.signal.value, self.lost()
                     if is_ready(segment):
                         break
+                    if self.own.state != State.OPEN:  # aborted by another thread
+                        raise CommunicationError(f"rank {self.world.rank} in {call}: {self.own.reason}")
                     if lost or monotonic() > deadline:
                         missing = [rank for rank, each in segments.items() if not is_ready(each)]
                         self._raise_if_lost(missing, lost, call)

@@ -7,7 +7,7 @@ the result does not depend on the number of workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from numbers import Real
 from typing import Any, Literal, NamedTuple
@@ -59,10 +59,23 @@ def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
 
 
 @contextmanager
-def main_first(communicator: Communicator) -> Iterator[None]:
-    """Rank 0 runs the block, then the others do. An error on rank 0 is raised on all."""
-    if not communicator.world.is_main:
-        if failure := from_rank_0(b"", communicator):
+def main_first(communicator: Communicator, together: Callable[[Callable[[], bytes]], bytes]) -> Iterator[None]:
+    """Rank 0 runs the block, then the others do. An error on rank 0 is raised on all.
+
+    together: does what it is given, again if a worker is lost. If rank 0 is lost, the new one runs the block.
+    """
+
+    def wait_for_main() -> bytes:
+        if communicator.world.is_main:
+            raise _IsMain
+        return from_rank_0(b"", communicator)
+
+    try:
+        failure = together(wait_for_main)
+    except _IsMain:
+        pass
+    else:
+        if failure:
             raise PacelineError(f"on rank 0: {failure.decode()}")
         yield
         return
@@ -72,7 +85,11 @@ def main_first(communicator: Communicator) -> Iterator[None]:
         with suppress(CommunicationError):  # raise the first error
             from_rank_0(f"{type(error).__name__}: {error}".encode(), communicator)
         raise
-    from_rank_0(b"", communicator)
+    together(lambda: from_rank_0(b"", communicator))
+
+
+class _IsMain(Exception):
+    """This worker is rank 0."""
 
 
 def _kind(value: Any) -> str:

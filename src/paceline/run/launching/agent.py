@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import WorkerError
-from paceline.core.rank_variables import GENERATION_VARIABLE, MEMBER_VARIABLE, STORE_VARIABLE
-from paceline.observe.json_lines import replace_file
+from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, STORE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import NodeRendezvous
 from paceline.run.launching.output import output_file
+from paceline.run.launching.supervisor import Elastic, Supervisor
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
-from paceline.run.membership.generation import Generation
+from paceline.run.membership.generation import Generation, Member
 from paceline.run.saving.stopping import Stopped
 
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
@@ -41,8 +41,8 @@ class Agent:
     of all nodes are restarted, up to `max_restarts` times. `logs` is the folder of the workers' output, if it goes to
     files. `on_poll` is called several times a second; the workers are killed once it returns True.
 
-    With `min_workers`, on one node: as long as that many workers are left, those that die leave the run and the others
-    go on.
+    With `elastic`, workers that die leave the run and the others go on, see `supervisor.py`. All workers are restarted
+    only if too few are left, or if one dies before all have set themselves up.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Agent:
         max_restarts: int = 0,
         logs: Path | None = None,
         on_poll: Callable[[], bool] = lambda: False,
-        min_workers: int | None = None,
+        elastic: Elastic | None = None,
     ) -> None:
         self._launch_folder = folder
         self._server = server
@@ -61,11 +61,12 @@ class Agent:
         self._max_restarts = max_restarts
         self._logs = logs
         self._on_poll = on_poll
-        self._min_workers = min_workers
-        self._generation = Generation.first(nodes.num_workers_here)  # of the current start
+        self._elastic = elastic
+        self._supervisor: Supervisor | None = None  # of the current start
         self._exits: dict[int, WorkerExit] = {}  # by rank, of the current start
         self._sent: signal.Signals | None = None  # the last signal to the running workers of the current start
         self._is_stopping = False
+        self._shared_environment: dict[str, Any] = {}  # of all workers of the current start
         self._reserved_port = socket.socket()
 
     def __enter__(self) -> Agent:
@@ -129,15 +130,28 @@ class Agent:
             "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
             **(nodes.environment or self._rendezvous_of_one_node()),
         }
-        if self._min_workers is not None:
-            self._publish(Generation.first(nodes.num_workers_here))
-            shared[GENERATION_VARIABLE] = self._folder / worker.GENERATION_FILE
-        environments = {}
-        for local_rank in range(nodes.num_workers_here):
-            rank = nodes.first_rank + local_rank
-            own = shared | {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": local_rank, MEMBER_VARIABLE: rank}
-            environments[rank] = {name: str(value) for name, value in own.items()}
-        self._server.start(environments)
+        if self._elastic is not None:
+            first = Generation.first({nodes.index: nodes.num_workers_here})
+            self._supervisor = Supervisor(
+                self._elastic, self._folder, self._server, first, nodes.index, nodes.first_rank, self._replace
+            )
+            shared[MEMBERSHIP_VARIABLE] = self._folder
+        self._shared_environment = shared
+        slots = range(nodes.num_workers_here)
+        self._server.start({nodes.first_rank + slot: self._environment(Member(nodes.index, slot)) for slot in slots})
+
+    def _environment(self, member: Member) -> dict[str, str]:
+        rank = self._nodes.first_rank + member.slot
+        own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": member.slot, MEMBER_VARIABLE: member}
+        return {name: str(value) for name, value in {**self._shared_environment, **own}.items()}
+
+    def _replace(self, slot: int, member: Member) -> None:
+        """Start a worker in place of one that has left."""
+        rank = self._nodes.first_rank + slot
+        for kind in ("report", "heard", "stack"):
+            worker_file(self._folder, kind, rank).unlink(missing_ok=True)
+        del self._exits[rank]
+        self._server.replace(rank, self._environment(member))
 
     def _rendezvous_of_one_node(self) -> dict[str, Any]:
         """Paceline's own is a file. The port is for process groups of the user.
@@ -150,18 +164,6 @@ class Agent:
         self._reserved_port.bind(("127.0.0.1", 0))
         host, port = self._reserved_port.getsockname()
         return {STORE_VARIABLE: self._folder / worker.STORE_FILE, "MASTER_ADDR": host, "MASTER_PORT": port}
-
-    def _publish(self, generation: Generation) -> None:
-        """Tell the workers who takes part from now on."""
-        self._generation = generation
-        self._folder.mkdir(exist_ok=True)
-        replace_file(self._folder / worker.GENERATION_FILE, generation.to_json().encode())
-
-    def _leaves(self, ended: WorkerExit) -> bool:
-        """Whether the others go on without this worker. An exception of the user's would come again, so it is none."""
-        num_left = len(self._generation.members) - 1
-        is_lost = ended.kind == ExitKind.DIED and self._sent is None
-        return is_lost and self._min_workers is not None and num_left >= self._min_workers
 
     def _watch(self) -> None:
         """Return when this node's workers have ended: by themselves, or because a worker of any node failed."""
@@ -190,11 +192,13 @@ class Agent:
         for rank, exit_code in self._server.exit_codes.items():
             if rank not in self._exits:
                 ended = self._read_exit(rank, exit_code)
-                if self._leaves(ended):
-                    self._publish(self._generation.without({rank: ended.message}))
-                    print(f"paceline: {ended.message}: {len(self._generation.members)} workers go on", file=sys.stderr)
-                    ended = replace(ended, kind=ExitKind.LEFT)
+                if self._supervisor is not None and self._sent is None:
+                    ended = self._supervisor.note_exit(rank - self._nodes.first_rank, ended)
                 self._exits[rank] = ended
+        if self._supervisor is not None and self._sent is None and not self._failures():
+            self._supervisor.poll()
+            if self._supervisor.is_over and self._server.running:
+                self._send(signal.SIGKILL)
         if self._on_poll():
             self._server.kill()
 
@@ -211,7 +215,8 @@ class Agent:
     def _result(self) -> WorkerExit:
         """How the current start ended on this node."""
         nodes, kinds = self._nodes, [each.kind for each in self._exits.values()]
-        if len(kinds) == nodes.num_workers_here and set(kinds) <= {ExitKind.DONE, ExitKind.LEFT}:
+        is_done = set(kinds) <= {ExitKind.DONE, ExitKind.LEFT, ExitKind.ENDED} and ExitKind.DONE in kinds
+        if len(kinds) == nodes.num_workers_here and is_done:
             return WorkerExit(ExitKind.DONE, nodes.first_rank, is_final=True)
         result = first_failure(self._exits.values()) or WorkerExit(ExitKind.ENDED, nodes.first_rank)
         if self._is_stopping and result.kind not in _REPORTED:

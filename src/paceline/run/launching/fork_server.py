@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,6 +76,13 @@ class ForkServer:
         with suppress(OSError):  # just killed: `poll` notices
             self._channel.send(environments)
 
+    def replace(self, rank: int, environment: dict[str, str]) -> None:
+        """Start a worker in place of one that has ended, while others run."""
+        del self.exit_codes[rank]
+        self.pids.pop(rank, None)
+        with suppress(OSError):  # just killed: `poll` notices
+            self._channel.send({rank: environment})
+
     @property
     def running(self) -> list[int]:
         """The ranks that have not ended, including those that have not started yet."""
@@ -87,7 +94,7 @@ class ForkServer:
         try:
             match self._channel.recv() if self._channel.poll(timeout_s) else None:
                 case dict(pids):
-                    self.pids = pids
+                    self.pids |= pids
                 case rank, exit_code:
                     self.exit_codes[rank] = exit_code
         except (EOFError, OSError):  # the server is gone, and the kernel has killed its workers
@@ -102,9 +109,13 @@ class ForkServer:
 
     def kill(self) -> None:
         """Kill the process groups of all workers, including the children of workers that have ended."""
-        for pid in self.pids.values():
-            with suppress(OSError):  # gone
-                os.killpg(pid, signal.SIGKILL)
+        for rank in self.pids:
+            self.kill_group(rank)
+
+    def kill_group(self, rank: int) -> None:
+        """Kill one worker and its children."""
+        with suppress(OSError, KeyError):  # gone, or not started yet
+            os.killpg(self.pids[rank], signal.SIGKILL)
 
     def _kill_stopped_server(self) -> None:
         with suppress(ChildProcessError):  # it has ended
@@ -123,6 +134,7 @@ class ForkServer:
             self.kill()
             while self.pids and self.running and time.monotonic() < deadline_s:
                 self.poll(deadline_s - time.monotonic())
+                self.kill()  # a replacement may have been started meanwhile
         finally:
             self._server.kill()  # this also ends a worker that it is just forking
             self._server.wait()
@@ -137,17 +149,31 @@ def main(start_file: Path, channel: Connection, modules: Sequence[str]) -> NoRet
     die_with_parent(start["launcher_pid"])
     sys.path[:] = start["path"]
     _import(modules)
+    running: dict[int, int] = {}  # ranks, by process id
+    wake_up = _wake_on_child_exit()
     with suppress(EOFError):  # the launcher has closed the channel
         while True:
-            environments = channel.recv()
-            running = {
-                _fork_worker(each, start_file.parent, start, channel): rank for rank, each in environments.items()
-            }
-            channel.send({rank: pid for pid, rank in running.items()})
-            while running:
-                pid, status = os.wait()
-                channel.send((running.pop(pid), os.waitstatus_to_exitcode(status)))
+            ready = wait([channel, wake_up])
+            if wake_up in ready:
+                os.read(wake_up, 4096)
+            while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                channel.send((running.pop(ended[0]), os.waitstatus_to_exitcode(ended[1])))
+            if channel in ready:
+                environments = channel.recv()
+                started = {
+                    rank: _fork_worker(each, start_file.parent, start, channel) for rank, each in environments.items()
+                }
+                running |= {pid: rank for rank, pid in started.items()}
+                channel.send(started)
     os._exit(0)
+
+
+def _wake_on_child_exit() -> int:
+    """The reading end of a pipe that becomes readable when a child process ends."""
+    reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(writing)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return reading
 
 
 def die_with_parent(parent_pid: int) -> None:
@@ -184,6 +210,8 @@ def _fork_worker(environment: dict[str, str], folder: Path, start: dict[str, Any
     try:
         die_with_parent(parent_pid)
         channel.close()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()  # its own process group, so that its children can be killed with it
         os.environ.update(environment)
         if (numpy_random := sys.modules.get("numpy.random")) is not None:

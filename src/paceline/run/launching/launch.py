@@ -28,6 +28,7 @@ from paceline.run.launching.allocator import allocator_environment
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import SINGLE_NODE, NodeRendezvous, Nodes
 from paceline.run.launching.output import follow_output
+from paceline.run.launching.supervisor import Elastic
 
 FOLDER_PREFIX = "paceline-run-"
 LOCK_FILE = "lock"
@@ -41,6 +42,7 @@ def launch(
     kwargs: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
     min_workers: int | None = None,
+    stall_s: float | None = None,
     logs: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Call `fn(*args, **kwargs)` on `num_workers` workers of this machine and return rank 0's result.
@@ -57,14 +59,16 @@ def launch(
     called again, and a trainer in it continues from its newest checkpoint. Under torchrun its own --max-restarts
     applies.
 
-    With `min_workers` a worker that dies (killed, out of memory, crashed) leaves the run, and the others go on without
-    a restart, as long as this many are left: they begin the step again, with all its samples, and in exact mode the
-    weights are what they would have been. An exception in `fn` still ends the run. See docs/elastic.md.
+    With `min_workers` a worker that dies (killed, crashed, a failed device) leaves the run, and the others go on
+    without a restart, as long as this many are left: they begin the step again, with all its samples, and in exact mode
+    the weights are what they would have been. Up to `max_restarts` replacements join the run while it goes on. A worker
+    that computes nothing for `stall_s` counts as dead; the default follows the measured times. An exception in `fn`
+    still ends the run. See docs/elastic.md.
 
     With `logs` the standard output and error of rank R, even of a single worker, are appended to `rank-R.out` and
     `rank-R.err` in that folder, and rank 0's are also shown here.
     """
-    options = Launch(workers_to_start(num_workers), max_restarts, logs, min_workers=min_workers)
+    options = Launch(workers_to_start(num_workers), max_restarts, logs, min_workers=min_workers, stall_s=stall_s)
     if options.runs_here:
         return fn(*args, **(kwargs or {}))
     return launch_workers(fn, args, kwargs or {}, options)
@@ -95,6 +99,7 @@ class Launch:
     logs: str | os.PathLike[str] | None = None
     nodes: Nodes = SINGLE_NODE
     min_workers: int | None = None  # to go on with when others die; None: they end with the first that dies
+    stall_s: float | None = None  # how long a micro-batch may take; with min_workers only
 
     def __post_init__(self) -> None:
         if self.min_workers is not None:
@@ -106,6 +111,8 @@ class Launch:
                 raise ValueError(
                     f"min_workers={self.min_workers} is more than num_workers={self.num_workers}: choose at most that"
                 )
+        if self.stall_s is not None and (self.min_workers is None or not self.stall_s > 0):
+            raise ValueError(f"stall_s={self.stall_s!r}: choose seconds > 0, and set min_workers with it")
         if type(self.max_restarts) is not int or self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts!r}: choose an integer >= 0")
         if self.logs is not None and Path(self.logs).exists() and not Path(self.logs).is_dir():
@@ -119,8 +126,15 @@ class Launch:
     @property
     def runs_here(self) -> bool:
         """Whether this process does the work: it is a worker, or the only one and needs no process around it."""
-        is_plain = self.max_restarts == 0 and self.logs is None and self.nodes.num == 1
+        is_plain = (self.max_restarts, self.logs, self.min_workers, self.nodes.num) == (0, None, None, 1)
         return self.num_workers == 1 and (is_worker() or is_plain)
+
+    @property
+    def elastic(self) -> Elastic | None:
+        """How the run goes on when workers die; None if all are restarted."""
+        if self.min_workers is None:
+            return None
+        return Elastic(self.min_workers, self.max_restarts, self.stall_s)
 
 
 def workers_to_start(num_workers: int | None) -> int:
@@ -186,7 +200,7 @@ def _run_workers(
             options.max_restarts,
             logs,
             lambda: copy_output() or on_poll(),
-            options.min_workers if count > 1 else None,
+            options.elastic,
         ) as agent,
     ):
         try:

@@ -3,10 +3,10 @@
 It prints nothing itself: it writes how it ended to the folder of the launch, where its agent reads it.
 
 That folder contains `start.json`, `call.pkl` and `secret` from the launcher, `result.pkl` from rank 0, and for the N-th
-start of the workers a folder `start-N` with `store`, the rendezvous of the workers of one host, `generation`, who takes
-part now (if workers may be lost; each has its own `store-G`), and for each rank R
+start of the workers a folder `start-N` with `store`, the rendezvous of the workers of one host, and for each rank R
 `stack-R` (process id, then Python stacks on STACK_SIGNAL and after a crash), `heard-R` (the worker has received SIGTERM
-and is saving), `report-R` (how it ended). Each node has its own folder.
+and is saving), `report-R` (how it ended). If workers may change during a start, its folder also has `board` and
+`generation` (see `run.membership`), and a store per generation. Each node has its own folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ START_FILE = "start.json"
 CALL_FILE = "call.pkl"
 RESULT_FILE = "result.pkl"
 STORE_FILE = "store"
-GENERATION_FILE = "generation"
 SECRET_FILE = "secret"
 STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
@@ -49,6 +48,7 @@ _KINDS = (
     ("builtins", "KeyboardInterrupt", ExitKind.INTERRUPTED),
     ("paceline.core.errors", "CommunicationError", ExitKind.COMMUNICATION),
     ("paceline.run.saving.stopping", "Stopped", ExitKind.STOPPED),
+    ("paceline.run.membership.communicator", "LeftRun", ExitKind.LEFT),
     ("paceline.run.saving.resuming", "NoProgressError", ExitKind.NO_PROGRESS),
 )
 
@@ -97,7 +97,7 @@ def main(shared: Path, start: dict[str, Any]) -> NoReturn:
         peers = range(rank - local_rank, rank - local_rank + local_size)
         ended = _describe(error, folder, rank, [peer for peer in peers if peer != rank])
     ended.write(folder)
-    _exit({ExitKind.DONE: 0, ExitKind.STOPPED: STOPPED_EXIT_CODE}.get(ended.kind, 1))
+    _exit({ExitKind.DONE: 0, ExitKind.LEFT: 0, ExitKind.STOPPED: STOPPED_EXIT_CODE}.get(ended.kind, 1))
 
 
 def _answer_stack_requests(folder: Path, rank: int) -> None:
@@ -117,7 +117,7 @@ def _run(script: str | None, folder: Path) -> None:
             fn, args, kwargs = load(folder / CALL_FILE)
             result = fn(*args, **kwargs)
     except SystemExit as exit_request:
-        if exit_request.code not in (None, 0):
+        if exit_request.code not in (None, 0) or _kind(exit_request) is ExitKind.LEFT:
             raise
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -136,6 +136,8 @@ def _describe(error: BaseException, folder: Path, rank: int, peers: list[int]) -
     summary = f"{type(error).__name__}: {text}" if text else type(error).__name__
     trace, kind = user_traceback(error), _kind(error)
     step = error.step if kind == ExitKind.STOPPED else 0  # type: ignore[attr-defined]
+    if kind == ExitKind.LEFT:
+        return WorkerExit(kind, rank, f"rank {rank} left: {error.reason}")  # type: ignore[attr-defined]
     ended = WorkerExit(kind, rank, f"rank {rank} failed: {summary}\n\n{trace.rstrip()}", trace, step)
     if isinstance(error, CommunicationTimeout):
         return ended.with_notes(*_stacks_of(folder, peers))
@@ -147,7 +149,15 @@ def _kind(error: BaseException) -> ExitKind:
     for module, name, kind in _KINDS:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
             return kind
-    return ExitKind.FAILED
+    return ExitKind.DIED if _is_of_hardware(error) else ExitKind.FAILED
+
+
+def _is_of_hardware(error: BaseException) -> bool:
+    """Whether a device failed. That counts as a death; running out of its memory does not, as it would come again."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    return isinstance(error, torch.AcceleratorError) or str(error).startswith(("CUDA error", "HIP error", "NCCL error"))
 
 
 def _stacks_of(folder: Path, peers: list[int]) -> list[str]:

@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
-import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from paceline.comm import connect
 from paceline.comm.base import Communicator, Pending
+from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import CommunicationError, CommunicationTimeout, GenerationEnded
 from paceline.core.world import World
+from paceline.run.membership.board import Activity
 from paceline.run.membership.generation import Generation
-from paceline.run.membership.member import Member
+from paceline.run.membership.member import Membership
 
 if TYPE_CHECKING:
     from paceline.comm.rendezvous import MeetingPoint
 
-# A member that lost another one learns within milliseconds from its agent that the run goes on. Without such news the
-# failure was not a death, or not enough members are left.
-NEWS_WAIT_S = 3.0
+# How long to wait for the announcement of the next generation after an exchange has failed. The agents notice a lost
+# worker within milliseconds and a lost node within a second or two. Without an announcement the failure was not a loss,
+# or too few members are left.
+NEWS_WAIT_S = 6.0
+
+
+class LeftRun(SystemExit):
+    """This worker was asked to leave the run, or the others have lost contact with it: they go on without it."""
+
+    def __init__(self, reason: str = "") -> None:
+        super().__init__(0)
+        self.reason = reason
 
 
 class ElasticCommunicator:
     """Exchanges between the members of the newest generation.
 
-    When a member is lost, exchanges raise `GenerationEnded` on all others. They then call `rejoin` together; memory of
-    `empty` belongs to the generation in which it was allocated.
+    When a member is lost, exchanges raise `GenerationEnded` on all others, once `can_recover` is set. They then call
+    `rejoin` together. Memory of `empty` belongs to the generation in which it was allocated. A worker that joins later
+    is a world of one until its first `rejoin`.
     """
 
-    def __init__(self, member: Member, world: World, backend: str | None, timeout_s: float) -> None:
-        self.member = member
+    def __init__(self, membership: Membership, world: World, backend: str | None, timeout_s: float) -> None:
+        self.membership = membership
         self.timeout_s = timeout_s
         self._backend = backend
-        self.world = world
-        self.generation = member.newest()
-        self.is_interruptible = False  # whether the caller can begin again what it does
-        self._inner: Communicator = connect(world, backend, timeout_s)
+        self.can_recover = False
+        self.generation = membership.newest()
+        self.is_joining = membership.member not in self.generation.members
+        self._inner: Communicator
+        if self.is_joining:
+            self.world = World(host=world.host, device=world.device, is_joining=True)
+            self._inner = SingleCommunicator(self.world, timeout_s)
+        else:
+            self.world = membership.world(self.generation, world)
+            self._inner = connect(self.world, backend, timeout_s, membership.meeting_point(self.generation))
+        self._links: list[Callable[[], None]] = []  # abort the connections beside this one
+        self._lock = threading.Lock()  # of the four above: the watcher aborts the generation that has ended, no other
+        self._is_closed = False
+        self._watcher = threading.Thread(target=self._watch, name="paceline membership", daemon=True)
+        self._watcher.start()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         try:
@@ -58,48 +84,85 @@ class ElasticCommunicator:
 
     def interrupt(self, error: CommunicationError) -> NoReturn:
         """Raise `GenerationEnded` if the exchange failed because a member was lost and the run goes on."""
-        if isinstance(error, CommunicationTimeout) or not self.is_interruptible:
+        if isinstance(error, CommunicationTimeout) or not self.can_recover:
             raise error
-        if self.member.wait_for_newer(self.generation, NEWS_WAIT_S) is None:
+        membership, deadline_s = self.membership, monotonic() + NEWS_WAIT_S
+        while not membership.is_broken(self.generation) and (left_s := deadline_s - monotonic()) > 0:
+            membership.board.wait_for_news(membership.board.newest, min(left_s, 0.1))
+        if not membership.is_broken(self.generation):
             raise error
         raise GenerationEnded(str(error)) from error
 
+    def complete(self) -> None:
+        """With NCCL `wait` returns before the exchange is done, and an aborted exchange raises nothing: make sure."""
+        if getattr(self._inner, "backend", None) == "nccl":
+            torch.cuda.current_stream(self.world.device).synchronize()
+            if self.membership.is_broken(self.generation):
+                raise CommunicationError("a worker was lost during the exchange")
+
     def rejoin(self) -> Generation:
-        """Connect the newest generation; returns it. All its members call this together."""
+        """Connect the newest generation that includes this worker; returns it. All its members call this together."""
+        membership = self.membership
         while True:
-            generation = self.member.newest()
-            world = self.member.world(generation, self.world)
+            generation = membership.newest()
+            if membership.member not in generation.members:
+                self._wait_to_join(generation)
+                continue
+            world = membership.world(generation, self.world)
             try:
-                inner = connect(world, self._backend, self.timeout_s, self._meeting_point_of(generation))
+                inner = connect(world, self._backend, self.timeout_s, membership.meeting_point(generation))
                 break
             except CommunicationError:
-                if self.member.wait_for_newer(generation, NEWS_WAIT_S) is None:
+                if not membership.wait_for_newer(generation, NEWS_WAIT_S):
                     raise
         # The new connection stands before the old one is destroyed.
-        self._inner.close()
-        self._inner, self.world, self.generation = inner, world, generation
-        os.environ.update(self.member.environment(generation))  # for what is opened later in this process
+        with self._lock:
+            before, self._inner = self._inner, inner
+            self.world, self.generation = world, generation
+            self._links.clear()
+        before.close()
+        membership.note_rank(world)
         return generation
 
+    def _wait_to_join(self, generation: Generation) -> None:
+        self.is_joining |= self.membership.member in generation.postponed
+        if not self.is_joining:
+            reason = generation.left.get(self.membership.member, "the others have lost contact with this worker")
+            raise LeftRun(reason)
+        self.membership.row.enter(Activity.READY)
+        self.membership.wait_for_newer(generation, float("inf"))
+
+    def meeting_point(self) -> MeetingPoint:
+        """Where the members of the current generation open further connections."""
+        return self.membership.meeting_point(self.generation)
+
+    def abort_with(self, abort_link: Callable[[], None]) -> None:
+        """Call `abort_link` in another thread when the current generation ends by a loss."""
+        self._links.append(abort_link)
+
+    def abort(self) -> None:
+        for abort_link in [*self._links]:
+            abort_link()
+        self._inner.abort()
+
     def close(self) -> None:
+        self._is_closed, self.can_recover = True, False
+        while self._watcher.is_alive():
+            self.membership.board.wake()
+            self._watcher.join(0.005)
         self._inner.close()
 
-    @property
-    def meeting_point(self) -> MeetingPoint | None:
-        """Where the members of the current generation open further connections."""
-        return self._meeting_point_of(self.generation) if self.generation.number else None
-
-    def _meeting_point_of(self, generation: Generation) -> MeetingPoint:
-        # Imported here: a world of one needs no torch.distributed.
-        from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-        from paceline.comm.rendezvous import MeetingPoint
-
-        def check() -> None:
-            if self.member.newest().number != generation.number:
-                raise CommunicationError(f"generation {generation.number} ended while its members connected")
-
-        return MeetingPoint(FileStore(self.member.store_of(generation), -1), check)
+    def _watch(self) -> None:
+        """Abort exchanges that wait for a lost member: not every transport notices a loss by itself."""
+        board, aborted = self.membership.board, -1
+        while not self._is_closed:
+            newest = board.newest
+            with self._lock:
+                if self.membership.is_broken(self.generation) and aborted < self.generation.number:
+                    aborted = self.generation.number
+                    with suppress(RuntimeError, OSError):  # closed meanwhile
+                        self.abort()
+            board.wait_for_news(newest, 1.0)
 
 
 class _Interruptible:
@@ -110,7 +173,12 @@ class _Interruptible:
         self._communicator = communicator
 
     def wait(self) -> None:
+        communicator = self._communicator
+        row = communicator.membership.row
+        before = row.enter(Activity.WAITING)
         try:
             self._pending.wait()
+            communicator.complete()
         except CommunicationError as error:
-            self._communicator.interrupt(error)
+            communicator.interrupt(error)
+        row.enter(before)

@@ -1,65 +1,86 @@
-"""A worker's view of the generations, which its agent publishes in a file."""
+"""A worker's view of the generations, which its agent publishes in a file and on the board."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
+from typing import TYPE_CHECKING
 
-from paceline.core.rank_variables import GENERATION_VARIABLE, MEMBER_VARIABLE, STORE_VARIABLE
+from paceline.core.errors import CommunicationError
+from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE
 from paceline.core.world import World
-from paceline.run.membership.generation import Generation
+from paceline.run.membership.board import Board
+from paceline.run.membership.generation import Generation, Member
 
-POLL_S = 0.002
+if TYPE_CHECKING:
+    from paceline.comm.rendezvous import MeetingPoint
+
+BOARD_FILE = "board"
+GENERATION_FILE = "generation"
 
 
-class Member:
+def leave_file(folder: Path, member: Member) -> Path:
+    """A worker creates it to let the member leave."""
+    return folder / f"leave-{member.slot}-{member.start}"
+
+
+class Membership:
     """This process as a member of its run."""
 
-    def __init__(self, number: int, file: Path, store: str) -> None:
-        self.number = number
-        self._file = file
-        self._store = store
+    def __init__(self, member: Member, folder: Path) -> None:
+        self.member = member
+        self._folder = folder
+        self.board = Board(folder / BOARD_FILE)
+        self.row = self.board.row(member.slot)
 
     @classmethod
-    def from_environment(cls) -> Member | None:
+    def from_environment(cls) -> Membership | None:
         """None if the workers of this run cannot change."""
-        if GENERATION_VARIABLE not in os.environ:
+        if MEMBERSHIP_VARIABLE not in os.environ:
             return None
-        file = Path(os.environ[GENERATION_VARIABLE])
-        return cls(int(os.environ[MEMBER_VARIABLE]), file, os.environ[STORE_VARIABLE])
+        return cls(Member.parse(os.environ[MEMBER_VARIABLE]), Path(os.environ[MEMBERSHIP_VARIABLE]))
 
     def newest(self) -> Generation:
-        return Generation.from_json(self._file.read_text())
+        return Generation.from_json((self._folder / GENERATION_FILE).read_bytes())
 
-    def wait_for_newer(self, generation: Generation, limit_s: float) -> Generation | None:
-        """The newest generation after this one, or None if none was published within `limit_s`."""
+    def wait_for_newer(self, generation: Generation, limit_s: float) -> bool:
+        """Whether another generation was announced within `limit_s`."""
         deadline_s = monotonic() + limit_s
-        while (newest := self.newest()).number == generation.number:
-            if monotonic() > deadline_s:
-                return None
-            sleep(POLL_S)
-        return newest
+        while self.board.newest == generation.number and (left_s := deadline_s - monotonic()) > 0:
+            self.board.wait_for_news(generation.number, min(left_s, 1.0))
+        return self.board.newest != generation.number
+
+    def ask_to_leave(self, member: Member) -> None:
+        """Let a member of this node leave the run after a step."""
+        leave_file(self._folder, member).touch()
+
+    def is_broken(self, generation: Generation) -> bool:
+        """Whether a member of the generation was lost."""
+        return generation.number < self.board.intact
 
     def world(self, generation: Generation, before: World) -> World:
         """This member's world in a generation. Its device and host stay."""
-        rank = generation.rank_of(self.number)
-        if rank is None:
-            raise ValueError(f"member {self.number} is not in generation {generation.number}")
+        rank = generation.rank_of(self.member)
+        assert rank is not None, f"{self.member} is not in generation {generation.number}"
+        local_rank, local_size = generation.local_ranks(self.member)
         size = len(generation.members)
-        return replace(before, rank=rank, size=size, local_rank=rank, local_size=size)
+        return replace(before, rank=rank, size=size, local_rank=local_rank, local_size=local_size, is_joining=False)
 
-    def environment(self, generation: Generation) -> dict[str, str]:
-        """The variables of this member's rank in a generation."""
-        rank, size = generation.members.index(self.number), len(generation.members)
-        values = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank}
-        values |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "ROLE_WORLD_SIZE": size}
-        return {name: str(value) for name, value in values.items()} | {STORE_VARIABLE: self.store_of(generation)}
+    def note_rank(self, world: World) -> None:
+        """Set the variables of this member's rank, for what is opened later in this process."""
+        values = {"RANK": world.rank, "LOCAL_RANK": world.local_rank, "ROLE_RANK": world.rank}
+        values |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.local_size, "ROLE_WORLD_SIZE": world.size}
+        os.environ.update({name: str(value) for name, value in values.items()})
 
-    def store_of(self, generation: Generation) -> str:
-        """The file through which the members of a generation find each other.
+    def meeting_point(self, generation: Generation) -> MeetingPoint:
+        """Where the members of a generation find each other."""
+        # Imported here: launchers import this module.
+        from paceline.comm.rendezvous import MeetingPoint, generation_store
 
-        Each generation has its own: a member that was killed may have left a half-written entry in the one before.
-        """
-        return f"{self._store}-{generation.number}" if generation.number else self._store
+        def check() -> None:
+            if self.board.newest != generation.number:
+                raise CommunicationError(f"generation {generation.number} ended while its members connected")
+
+        return MeetingPoint(generation_store(generation.number), check)

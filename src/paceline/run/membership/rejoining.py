@@ -1,33 +1,57 @@
-"""What a worker does when another one was lost: connect with those who are left, agree on the last step, go on."""
+"""What a worker does when the members of the run have changed: connect with them, agree on the state, go on."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from itertools import count
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from paceline.comm.messages import gather
-from paceline.core.errors import CommunicationError, GenerationEnded
+from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
 from paceline.core.events import Events
 from paceline.core.message import decode, encode
+from paceline.run.evaluation.collect import broadcast
+from paceline.run.membership.board import Activity
 from paceline.run.membership.communicator import ElasticCommunicator
+from paceline.run.membership.generation import Generation
 from paceline.run.saving.checkpointer import Checkpointer
-from paceline.run.saving.state import load_replica, replica_states
+from paceline.run.saving.state import load_random_state, load_replica, random_state, replica_states
 from paceline.run.step.ema import WeightAverage
 from paceline.run.step.loop import Loop
 
-logger = logging.getLogger("paceline")
+T = TypeVar("T")
+
+# Numbers the runs that this process sets up, one after the other or side by side.
+_runs_of_process = count()
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """How far a worker is. Steps and operations are collective, so that two workers differ by at most one of them."""
+
+    step: int
+    operations: int
+    is_joining: bool
+    run: int  # which of the runs that its process has set up
+
+    @property
+    def total(self) -> int:
+        return self.step + self.operations
 
 
 class Rejoining:
     """Brings this worker into the newest generation, as often as needed.
 
-    After an exchange that only some workers completed, those are one step ahead. The others take over their state.
+    The work between two changes consists of steps and of operations (an evaluation, a save), which all workers do
+    together. What a loss interrupts is begun again by those who are left. If it was complete on some workers only,
+    these are one step or operation ahead, and the others take over their state or result.
     """
 
     def __init__(
@@ -43,16 +67,57 @@ class Rejoining:
         self._checkpointer = checkpointer
         self._average = average
         self._events = events
-        self._entered = communicator.generation
+        self._row = communicator.membership.row
+        self._base = communicator.generation  # whose members the planner knows
+        self._number = next(_runs_of_process)
+        self._num_operations = 0
+        self._result: Any = None  # of the last operation
+        self._is_operating = False
+        self._has_entered = False
 
-    def arm(self) -> None:
-        self._communicator.is_interruptible = True
+    def enter(self) -> None:
+        """Set-up is complete: from now on this worker can go on after a loss. A newcomer joins the others here."""
+        if self._has_entered:
+            return
+        self._has_entered = self._communicator.can_recover = True
+        if self._communicator.is_joining:
+            self.rejoin(None)
+        else:
+            self._note_entered()
+        self._row.enter(Activity.ELSEWHERE)
 
-    def disarm(self) -> None:
-        self._communicator.is_interruptible = False
+    @property
+    def is_change_pending(self) -> bool:
+        """Whether workers wait to join, or are asked to leave, after the current step."""
+        return self._communicator.membership.board.newest != self._communicator.generation.number
 
-    def rejoin(self, error: BaseException) -> None:
-        began_s, before = monotonic(), self._entered
+    def note(self, *, is_computing: bool) -> None:
+        """Tell the agent, which limits the time of a micro-batch but not of hooks."""
+        self._row.enter(Activity.COMPUTING if is_computing else Activity.ELSEWHERE)
+        self._row.note_steps(self._loop.position.step)
+
+    def run(self, operation: Callable[[], T]) -> T:
+        """Do what all workers do together outside of steps, again if a loss interrupts it. Returns its result."""
+        if self._is_operating or not self._has_entered:
+            return operation()
+        self._is_operating = True
+        before, number = self._row.enter(Activity.ELSEWHERE), self._num_operations
+        try:
+            while self._num_operations == number:
+                try:
+                    self._result = operation()
+                    self._num_operations += 1
+                except (GenerationEnded, CommunicationError) as error:
+                    self.rejoin(error)
+            result: T = self._result
+            return result
+        finally:
+            self._is_operating = False
+            self._row.enter(before)
+
+    def rejoin(self, error: BaseException | None) -> None:
+        """An exchange failed with this error, or a change is due: return when the run can go on, or raise the error."""
+        before, began_s = self._communicator.generation, monotonic()
         if isinstance(error, CommunicationError):  # of a connection beside the communicator
             with suppress(GenerationEnded):
                 self._communicator.interrupt(error)
@@ -62,67 +127,113 @@ class Rejoining:
                 break
             except GenerationEnded:
                 continue  # another one was lost meanwhile
-        generation = self._entered
-        left = {member: before.rank_of(member) for member in before.members if member not in generation.members}
-        reasons = [generation.left.get(member, f"member {member} left") for member in left]
-        self._events.emit(
-            "world",
-            generation=generation.number,
-            size=len(generation.members),
-            left=[rank for rank in left.values() if rank is not None],
-            reason="; ".join(reasons),
-            seconds=round(monotonic() - began_s, 3),
-        )
+            except CommunicationError as another:
+                with suppress(GenerationEnded):
+                    self._communicator.interrupt(another)
+        self._emit(before, monotonic() - began_s)
 
     def _rejoin(self) -> None:
-        generation = self._communicator.rejoin()
-        self._close_gap()
-        self._loop.regroup(generation.previous_ranks(self._entered))
-        self._entered = generation
+        communicator = self._communicator
+        generation = communicator.rejoin()
+        self._take_over_state(generation)
         self._loop.reconnect()
-        self._checkpointer.reconnect()
+        self._checkpointer.reconnect(self._loop)
+        self._note_entered()
 
-    def _close_gap(self) -> None:
-        """Bring all workers to the step that the most advanced one has completed."""
+    def _note_entered(self) -> None:
+        self._row.note_steps(self._loop.position.step)
+        self._row.note_entered(self._communicator.generation)
+
+    def _take_over_state(self, generation: Generation) -> None:
+        """Bring all workers to where the most advanced one is, and newcomers too."""
         communicator, loop = self._communicator, self._loop
-        own = {"step": loop.position.step, "hooks": loop.num_done}
-        by_rank: list[dict[str, int]] = [json.loads(text) for text in gather(json.dumps(own), communicator)]
-        newest = max(each["step"] for each in by_rank)
-        ahead = [rank for rank, each in enumerate(by_rank) if each["step"] == newest]
-        if len(ahead) < len(by_rank):
-            content = _broadcast(self._state() if communicator.world.rank == ahead[0] else None, ahead[0], communicator)
-            if own["step"] < newest:
-                self._load(decode(content))
+        rank = communicator.world.rank
+        own = _Progress(loop.position.step, self._num_operations, communicator.is_joining, self._number)
+        workers = [_Progress(**json.loads(text)) for text in gather(json.dumps(asdict(own)), communicator)]
+        holders = [rank for rank, each in enumerate(workers) if not each.is_joining]
+        if not holders:
+            raise CommunicationError("no worker that has the state of the run is left: it starts again")
+        source = max(holders, key=lambda rank: (workers[rank].total, -rank))
+        ahead = workers[source]
+        self._check_same_run(own, workers, ahead)
+        base, planner = broadcast((self._base.to_json(), loop.planner_state()), source, communicator)
+        if any(each.step < ahead.step or each.is_joining for each in workers):
+            state = _shared(self._message() if rank == source else None, source, communicator)
+            if own.step < ahead.step or own.is_joining:
+                self._load(state, is_joining=own.is_joining)
             loop.check_replicas()
-        if own["step"] == newest:
-            # A hook that communicates was interrupted for all: it runs again from its beginning.
-            loop.repeat_hooks(min(by_rank[rank]["hooks"] for rank in ahead))
+        if any(each.operations < ahead.operations and not each.is_joining for each in workers):
+            result = broadcast(self._result if rank == source else None, source, communicator)
+            if own.operations < ahead.operations:
+                self._result = result
+        self._num_operations, communicator.is_joining = ahead.operations, False
+        # All plan from the same knowledge: some workers may not have been in the generation before.
+        loop.regroup(planner, generation.previous_ranks(Generation.from_json(base)))
+        unknown = (None,) * len(workers)
+        loop.regroup_report(unknown if own.is_joining else generation.previous_ranks(self._base))
+        self._base = generation
 
-    def _state(self) -> dict[str, Any]:
-        registered = {name: thing.state_dict() for name, thing in self._checkpointer.registered.items()}
-        average = None if self._average is None else self._average.state_dict()
-        return {
-            "replica": replica_states(self._loop.replica),
-            "loop": self._loop.handover(),
-            "average": average,
-            "registered": registered,
-        }
+    def _check_same_run(self, own: _Progress, workers: list[_Progress], ahead: _Progress) -> None:
+        if own.run != ahead.run:
+            raise MisuseError(
+                f"this worker was started to join a run, which is number {ahead.run + 1} that the others have set up "
+                f"and number {own.run + 1} here: a script that trains several runs one after the other cannot replace "
+                "workers; set max_restarts=0"
+            )
+        if any(each.run != ahead.run for each in workers):
+            raise CommunicationError("a worker that tried to join was in another run")
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def _message(self) -> torch.Tensor:
+        """The state of the run on this worker."""
+        with nullcontext() if self._average is None else self._average.not_in_model():
+            state = {
+                "replica": replica_states(self._loop.replica),
+                "loop": self._loop.handover(),
+                "average": None if self._average is None else self._average.state_dict(),
+                "registered": {name: thing.state_dict() for name, thing in self._checkpointer.registered.items()},
+                "random": random_state(self._communicator.world.device),
+            }
+            return encode(state, "state")
+
+    def _load(self, state: Mapping[str, Any], *, is_joining: bool) -> None:
         load_replica(self._loop.replica, state["replica"])
-        self._loop.take_over(state["loop"])
+        self._loop.take_over(state["loop"], is_joining=is_joining)
         if self._average is not None:
             self._average.load_state_dict(state["average"])
         for name, thing in self._checkpointer.registered.items():
             thing.load_state_dict(state["registered"][name])
+        if is_joining:
+            load_random_state(state["random"], self._communicator.world.device)
+
+    def _emit(self, before: Generation, seconds: float) -> None:
+        now = self._communicator.generation
+        if self._communicator.membership.member not in before.members:
+            before = now  # this worker has joined and does not know who left
+        left = {member: before.rank_of(member) for member in before.members if member not in now.members}
+        reasons = [now.left.get(member, "it was lost") for member in left]
+        joined = [rank for rank, member in enumerate(now.members) if member not in before.members]
+        self._events.emit(
+            "world",
+            generation=now.number,
+            size=len(now.members),
+            left=list(left.values()),
+            joined=joined,
+            reason="; ".join(reasons),
+            seconds=round(seconds, 3),
+        )
 
 
-def _broadcast(value: Any, source: int, communicator: ElasticCommunicator) -> torch.Tensor:
-    """The bytes of one worker's value, on every worker."""
-    device = communicator.world.device
-    own = encode(value, "state") if value is not None else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([len(own)], dtype=torch.int64, device=device)
-    communicator.broadcast(length, source).wait()
-    content = own.to(device) if value is not None else torch.empty(int(length.item()), dtype=torch.uint8, device=device)
-    communicator.broadcast(content, source).wait()
-    return content.cpu()
+def _shared(message: torch.Tensor | None, source: int, communicator: ElasticCommunicator) -> Any:
+    """The state in the message of rank `source`, on every worker, compared with its digest."""
+    message, digest = broadcast((message, None if message is None else _digest(message)), source, communicator)
+    if (found := _digest(message)) != digest:
+        raise MisuseError(
+            f"the state of rank {source} arrived on rank {communicator.world.rank} with digest {found[:12]} instead of "
+            f"{digest[:12]}: check the memory and the network of this machine"
+        )
+    return decode(message)
+
+
+def _digest(message: torch.Tensor) -> str:
+    content: Any = message.numpy()
+    return sha256(content).hexdigest()

@@ -25,10 +25,11 @@ from paceline.checkpoint.writer import AsyncWriter, Component
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather, wait_for_all
 from paceline.core.deferred import DeferredReader
-from paceline.core.errors import MisuseError
+from paceline.core.errors import CommunicationError, MisuseError
 from paceline.core.events import Events
 from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.epoch import Position
+from paceline.run.membership.communicator import ElasticCommunicator
 from paceline.run.saving.options import DEFAULT_MINUTES, Checkpoints
 from paceline.run.saving.resuming import OWN, Resumption, load_weights
 from paceline.run.saving.state import HasState, has_state, random_state, replica_states
@@ -81,6 +82,7 @@ class Checkpointer:
         self._resumption: Resumption | None = None
         self.resumed_from: Path | None = None
         self._last_step = 0  # that was saved, or at which the run started
+        self._last_saved: tuple[int, Mapping[str, float]] = (0, {})  # step and metrics of the last checkpoint begun
         self._next_step = self._next_epoch = self._next_snapshot = self._next_time_s = math.inf
         with ExitStack() as stack:
             if settings is not None:
@@ -95,13 +97,16 @@ class Checkpointer:
         root = Path(settings.folder).absolute()
         self._folder = RunFolder(root, run.communicator, shared_disk=shared_disk, with_memory=has_snapshots)
         stack.callback(lambda: self._folder.close(is_abandoned=self._has_saved and not self._is_finished))
-        self._resumption = Resumption(settings, init_from, self._folder, run.communicator, run.replica, run.identity)
-        self.resumed_from = self._resumption.folder
-        self._schedule(self._resumption.position)
         stack.callback(self._close_writers)
-        if has_snapshots:
-            self._folder.make_memory()
-        self._open_writers(settings)
+        if not self._world.is_joining:  # else the state comes from another worker
+            self._resumption = Resumption(
+                settings, init_from, self._folder, run.communicator, run.replica, run.identity
+            )
+            self.resumed_from = self._resumption.folder
+            self._schedule(self._resumption.position)
+            if has_snapshots:
+                self._folder.make_memory()
+            self._open_writers(settings)
         if settings.handle_signals:
             self._signals = StopSignals(lambda: self.request(Decision.STOP))
             stack.callback(self._signals.close)
@@ -119,22 +124,38 @@ class Checkpointer:
         if settings.snapshot_every is not None:
             keep = Retention(last=1)
             self._writers.append(make_writer(self._folder.memory, shared_disk=False, retention=keep, flush=False))
+        if isinstance(run.communicator, ElasticCommunicator):
+            for writer in self._writers:  # otherwise rank 0 waits for the part of a lost worker
+                run.communicator.abort_with(writer.abandon)
 
-    def reconnect(self) -> None:
-        """Save with the workers of the new world, which call this together. An unfinished checkpoint is due again."""
+    def reconnect(self, loop: Loop) -> None:
+        """Save with the workers of the new world, which call this together.
+
+        A checkpoint that the workers before have not completed is due again, now or at the end of the current step.
+        """
         communicator = self._run.communicator
         self._world = communicator.world
         self._reader.clear()
+        if self._agreed is Decision.CHANGE:
+            self._agreed = Decision.CONTINUE
+        self._set_request(Decision.CONTINUE if self.requested is Decision.CHANGE else self.requested)
         # A worker that took over the state of another one may not know what was agreed in that step.
         self._agreed = Decision(max(int(own) for own in gather(str(int(self._agreed)), communicator)))
         self.is_active |= self._agreed > Decision.CONTINUE
-        if self._settings is not None:
-            self._close_writers()
-            self._writers.clear()
-            self._folder.reconnect()
-            self._open_writers(self._settings)
-            self._schedule(Position.from_dict(decided_by_rank_0(self._newest_position, communicator)))
-            self._is_prepared = False
+        if self._settings is None:
+            return
+        self._close_writers()
+        self._writers.clear()
+        self._folder.reconnect()
+        if self._settings.snapshot_every is not None:
+            self._folder.make_memory()
+        self._open_writers(self._settings)
+        newest = Position.from_dict(decided_by_rank_0(self._newest_position, communicator))
+        self._schedule(newest)
+        self._is_prepared = self._has_failed = False
+        step, metrics = self._last_saved
+        if step == loop.position.step > newest.step:
+            self._metrics, self._agreed = dict(metrics), max(self._agreed, Decision.SAVE)
 
     def _newest_position(self) -> dict[str, int]:
         """Of the newest complete checkpoint on the disk."""
@@ -168,7 +189,7 @@ class Checkpointer:
 
     def register(self, name: str, thing: HasState, pattern: Pattern) -> None:
         """Save this object too, and load its state in a resumed run. Checked also in a run without checkpoints."""
-        if self._settings is not None and self._resumption is None:
+        if self._settings is not None and self._resumption is None and not self._world.is_joining:
             raise MisuseError(f"register({name!r}) was called after the first step: call it before the first epoch")
         if name in self._registered or name in OWN:
             raise ValueError(f"{name!r} is taken: choose another name than {', '.join([*OWN, *self._registered])}")
@@ -197,6 +218,11 @@ class Checkpointer:
         self._must_stop |= decision is Decision.STOP
         self._set_request(decision)
 
+    def request_change(self) -> None:
+        """Let all workers enter the next generation after this step, unless something else is requested."""
+        if self.requested is Decision.CONTINUE:
+            self._set_request(Decision.CHANGE)
+
     def _set_request(self, decision: Decision) -> None:
         self.requested = decision
         if self._must_stop:  # second: a signal may arrive between the two
@@ -221,7 +247,7 @@ class Checkpointer:
             self._resumption = None
         for writer in self._writers:
             if writer.pending is not None or self._has_failed:
-                self._report(writer.poll())
+                self._poll(writer)
         if self._writers and not self._is_prepared and position.step > self._last_step:
             # Now optimizers have their state: allocate the memory for copies before a save needs it.
             self._is_prepared = True
@@ -271,10 +297,10 @@ class Checkpointer:
             self._forget_requests()
             loop.synchronize()
             return
-        self._has_failed |= self._writers[0].poll(wait=True) is not None
+        self._has_failed |= self._outcome(self._writers[0], wait=True) is not None
         if self._metrics is not None or loop.position.step > self._last_step or self._has_failed_on_rank_0():
             self._save(loop)
-        if error := self._writers[0].poll(wait=True):
+        if error := self._outcome(self._writers[0], wait=True):
             raise error
         self._leave_together()
         if self._world.is_main:
@@ -300,9 +326,9 @@ class Checkpointer:
         """The run ended without an error: return when everything is on the disk, on all workers."""
         if self._is_finished or not self._writers:
             return
-        self._report(self._writers[0].poll(wait=True))
+        self._poll(self._writers[0], wait=True)
         self.save_last(loop, again=self._has_failed_on_rank_0())  # the disk may have recovered
-        self._report(self._writers[0].poll(wait=True))
+        self._poll(self._writers[0], wait=True)
         self._leave_together()
 
     def close(self) -> None:
@@ -322,6 +348,7 @@ class Checkpointer:
 
     def _save(self, loop: Loop) -> None:
         metrics, self._metrics = self._metrics or {}, None
+        self._last_saved = loop.position.step, metrics
         self._write(self._writers[0], loop, metrics)
         self._schedule(loop.position)
         self._has_failed = False
@@ -344,7 +371,7 @@ class Checkpointer:
             for component in components:
                 if component.pattern is Pattern.REPLICATED:
                     check_replication(component.name, component.state, level, self._run.communicator)
-            self._report(writer.poll(wait=True))
+            self._poll(writer, wait=True)
             step, position = loop.position.step, loop.position.to_dict()
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)
             writer.save(manifest, components)
@@ -355,7 +382,7 @@ class Checkpointer:
         is_on_disk = not self._has_failed_on_rank_0()
         wait_for_all(self._run.communicator)
         for snapshots in self._writers[1:]:
-            snapshots.poll(wait=True)
+            self._outcome(snapshots, wait=True)
             if is_on_disk:
                 self._folder.remove_memory()
         self._is_finished = True
@@ -364,9 +391,21 @@ class Checkpointer:
         """Whether the last checkpoint did not become visible. Rank 0 publishes it, and all must act alike."""
         return bool(decided_by_rank_0(lambda: self._has_failed, self._run.communicator))
 
-    def _report(self, error: CheckpointError | None) -> None:
+    def complete_writing(self) -> None:
+        """Wait for the checkpoint that is being written: after this, a worker may leave."""
+        for writer in self._writers:
+            self._poll(writer, wait=True)
+
+    def _outcome(self, writer: AsyncWriter, *, wait: bool = False) -> CheckpointError | None:
+        """See `AsyncWriter.poll`. Raises CommunicationError if the save failed because a worker was lost."""
+        error = writer.poll(wait=wait)
+        if error is not None and writer.is_abandoned:
+            raise CommunicationError(f"a worker was lost while a checkpoint was written: {error}")
+        return error
+
+    def _poll(self, writer: AsyncWriter, *, wait: bool = False) -> None:
         """Handle a failed save as `on_error` says."""
-        if error is None:
+        if (error := self._outcome(writer, wait=wait)) is None:
             return
         self._has_failed = True
         if self._settings is not None and self._settings.on_error == "stop":

@@ -128,9 +128,10 @@ def random_state(device: torch.device) -> dict[str, Any]:
 def load_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(python_state(state["python"]))
     np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    # Copies: torch crashes on a state that is a view into other memory.
+    torch.set_rng_state(state["torch"].clone())
     if device.type == "cuda" and state["device"] is not None:
-        torch.cuda.set_rng_state(state["device"], device)
+        torch.cuda.set_rng_state(state["device"].clone(), device)
 
 
 def python_state(saved: Any) -> Any:

@@ -29,6 +29,7 @@ class WeightAverage:
         self.set_parameters(replica)
         self._weight_of_new = 1.0 - decay
         self._is_in_use = False
+        self._own: list[torch.Tensor] = []  # the model's own weights while it has the averages
 
     def set_parameters(self, replica: Replica) -> None:
         """The set of trained parameters changed."""
@@ -58,14 +59,27 @@ class WeightAverage:
             raise MisuseError(
                 "ema_weights() was called inside ema_weights(): the model has the averaged weights already"
             )
-        own = [parameter.detach().clone() for parameter in self._parameters]
+        self._own = [parameter.detach().clone() for parameter in self._parameters]
         self._is_in_use = True
         try:
             _copy(self._averages, self._parameters)
             yield
         finally:
-            _copy(own, self._parameters)
-            self._is_in_use = False
+            _copy(self._own, self._parameters)
+            self._is_in_use, self._own = False, []
+
+    @contextmanager
+    def not_in_model(self) -> Iterator[None]:
+        """The model has its own weights inside the block, also inside `in_model`."""
+        was_in_use, self._is_in_use = self._is_in_use, False
+        if was_in_use:
+            _copy(self._own, self._parameters)
+        try:
+            yield
+        finally:
+            if was_in_use:
+                _copy(self._averages, self._parameters)
+            self._is_in_use = was_in_use
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         if self._is_in_use:

@@ -7,6 +7,7 @@ The loop yields this worker's micro-batches, and `step` is called after each. It
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 
 from paceline.checkpoint.policy import Decision
 from paceline.comm.base import Communicator
+from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError, NonFiniteError
 from paceline.core.events import Events
 from paceline.core.generators import generators_of
@@ -53,15 +55,17 @@ NO_STEP = Step((), 0, None, is_cut=False)  # before the first
 
 
 class Recovery(Protocol):
-    """Goes on after the loss of a worker."""
+    """How a run goes on when its workers change."""
 
-    def arm(self) -> None:
-        """From now on the loop can begin again what a lost worker interrupts."""
+    @property
+    def is_change_pending(self) -> bool:
+        """Whether workers are to join or leave after the current step."""
 
-    def disarm(self) -> None: ...
+    def note(self, *, is_computing: bool) -> None:
+        """This worker begins a micro-batch, or a part of the run that may take any time."""
 
-    def rejoin(self, error: BaseException) -> None:
-        """An exchange failed with this error: return when the run can go on, or raise the error."""
+    def rejoin(self, error: BaseException | None) -> None:
+        """Return when the run can go on, or raise the error. None: workers join or leave between two steps."""
 
 
 class Loop:
@@ -98,7 +102,7 @@ class Loop:
         self._step_to_seed: int | None = None  # the step whose seed for all workers was not used yet
         self._watch = FiniteWatch()
         # One worker needs no times for its plan.
-        is_planned = world.size > 1 or config.strategy != "gradients"
+        is_planned = not isinstance(communicator, SingleCommunicator) or config.strategy != "gradients"
         self._stopwatch = stopwatch_for(world.device, timeline, 1 if is_planned else SELDOM_MEASURED)
         self._timeline = timeline
         self._account = Account(world.size)
@@ -124,8 +128,7 @@ class Loop:
         self._communicator = communicator
         self._added: list[torch.Tensor] | None = None  # new parameters, trained once all workers have them
         self._requested_rate: tuple[float, int] | None = None
-        # A rate that is requested in the loop's body is exchanged; on several GPUs it would arrive too late.
-        self._may_request_rates = world.size == 1 or (world.device.type == "cpu" and check_of is not None)
+        self._may_request_rates = self._can_request_rates()
         self._loss: torch.Tensor | None = None
         self.weight = 0  # of the open micro-batch
         self._is_open = False
@@ -136,8 +139,7 @@ class Loop:
         self._is_left_open = False  # the work at the end of an epoch is still due
         self.is_repeating = False  # exact mode repeats this step
         self.last_record: StepRecord | None = None
-        self._due: list[Callable[[], None]] = []  # what follows the last step: hooks
-        self._num_done = 0  # of these
+        self._due: deque[Callable[[], None]] = deque()  # hooks of the last step, and of the epoch that it has ended
         self._ended_epoch = -1  # the last one whose end was handled
         self._recovery: Recovery | None = None
 
@@ -150,8 +152,6 @@ class Loop:
         self.is_inside_epoch = True
         self._timeline.event("epoch begin", number=epoch)
         self._gc_policy.begin_epoch()
-        if self._recovery is not None:
-            self._recovery.arm()
         self._begun_at: Position | None = None
         try:
             while self.position.epoch == epoch and not self.is_over:
@@ -182,7 +182,7 @@ class Loop:
             self._gc_policy.end_epoch()
             self.is_inside_epoch = False
             if self._recovery is not None:
-                self._recovery.disarm()
+                self._recovery.note(is_computing=False)
             # Several workers keep the step open until the others have been told.
             if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
                 self.abandon()
@@ -199,7 +199,12 @@ class Loop:
 
     def _save_or_stop(self) -> None:
         decision = self._checkpointer.decide(self)
-        if decision is Decision.SAVE:
+        if decision is Decision.CHANGE:
+            assert self._recovery is not None, "nobody else asks for it"
+            self._checkpointer.complete_writing()
+            self._recovery.rejoin(None)
+            self._save_or_stop()
+        elif decision is Decision.SAVE:
             self._checkpointer.save_due(self)
         elif decision is Decision.STOP:
             self._checkpointer.stop(self)
@@ -443,15 +448,6 @@ class Loop:
     def recover_with(self, recovery: Recovery) -> None:
         self._recovery = recovery
 
-    @property
-    def num_done(self) -> int:
-        """How many of the hooks after the last step have run."""
-        return self._num_done
-
-    def repeat_hooks(self, first: int) -> None:
-        """Run the last step's hooks again from this one on."""
-        self._num_done = min(first, self._num_done)
-
     def handover(self) -> dict[str, Any]:
         """What a worker that is behind needs besides weights and optimizer to be where this one is."""
         record = self.last_record
@@ -461,8 +457,11 @@ class Loop:
             "ended_epoch": self._ended_epoch,
         }
 
-    def take_over(self, state: Mapping[str, Any]) -> None:
-        """Continue where the worker is that made `handover`. All its hooks are still to be run here."""
+    def take_over(self, state: Mapping[str, Any], *, is_joining: bool) -> None:
+        """Continue where the worker is that made `handover`.
+
+        A worker that was one step behind has still to run the hooks of that step. One that joins runs none of them.
+        """
         engine = state["engine"]
         self.position = Position.from_dict(engine["position"])
         self._events.step = self.position.step
@@ -473,25 +472,40 @@ class Loop:
             self.replica.take_changes()
         self.replica.note_schedulers()
         self._exchange.load_state_dict(engine["exchange"])
-        self._planner.load_state_dict(engine["planner"])
-        self._ended_epoch = state["ended_epoch"]
         if state["record"] is not None:
             self.last_record = record = StepRecord.from_dict(state["record"])
-            self._due, self._num_done = self._hooks_of_step(record), 0
-            if self._ended_epoch == record.epoch:
-                self._due += self._hooks_of_epoch(record.epoch)
+            if is_joining:
+                self._ended_epoch = state["ended_epoch"]
+            else:
+                self._due = deque(self._hooks_of_step(record))
 
-    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
-        """Divide the work among the workers of the new world. previous_ranks: by rank, None for a new worker."""
+    def planner_state(self) -> dict[str, Any]:
+        return self._planner.handover()
+
+    def regroup(self, planner_state: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
+        """Divide the work among the workers of the new world.
+
+        planner_state: of a worker that knows the world before. previous_ranks: the ranks in it, by rank; None for a new
+        worker.
+        """
         self._world = self._communicator.world
-        self._planner.regroup(previous_ranks)
-        self._account.regroup(previous_ranks)
+        self._planner.regroup(planner_state, previous_ranks)
         self._usual_plan, self._step = (), NO_STEP
+        self._may_request_rates = self._can_request_rates()
+
+    def regroup_report(self, previous_ranks: Sequence[int | None]) -> None:
+        """previous_ranks: the ranks in the world that this worker has reported on so far."""
+        self._account.regroup(previous_ranks)
 
     def reconnect(self) -> None:
         """Exchange with the workers of the new world. All of them call this together."""
         self._use_parameters([])
         self._feed.reconnect()
+
+    def _can_request_rates(self) -> bool:
+        """A rate that is requested in the loop's body is exchanged; on several GPUs it would arrive too late."""
+        is_exchanged = self._world.device.type == "cpu" and not isinstance(self._config.strategy, Averaging)
+        return self._world.size == 1 or is_exchanged
 
     # The parts of a step
 
@@ -526,6 +540,8 @@ class Loop:
         self._exchange.begin_micro_batch(numbers[-1], self.weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
         self._seed(Purpose.MICRO_BATCH, self.position.step, numbers[0])
+        if self._recovery is not None:
+            self._recovery.note(is_computing=True)
         self._loss = None
         self._is_last = is_last
         self._is_open = True
@@ -536,6 +552,8 @@ class Loop:
         plan, num_samples = self._step.plan, self._step.num_samples
         timing = self._stopwatch.send(len(plan[self._world.rank]))
         digest = self.replica.digest() if self._world.size > 1 else 0
+        if self._recovery is not None and self._recovery.is_change_pending:
+            self._checkpointer.request_change()
         message = WorkerMessage(timing, self._checkpointer.requested, digest, self._requested_rate)
         self._exchange.send(message)
         early: list[Number | None] = []  # the norm, if the update was queued early
@@ -591,9 +609,10 @@ class Loop:
         )
         self.last_record = record
         self.position = self._feed.after_step(position)
+        if self._hooks:
+            self._due.extend(self._hooks_of_step(record))
         if record.step % checks.REPLICA_CHECK_STEPS == 0 and self._world.size > 1:
             self._replica_check.after_step(len(plan[0]), numbers, record.step)
-        self._due, self._num_done = self._hooks_of_step(record) if self._hooks else [], 0
         if self._due or self.position.epoch != position.epoch:
             self._run_hooks()
         return record
@@ -601,7 +620,7 @@ class Loop:
     def _run_hooks(self) -> None:
         """Run what is due after the last step: its hooks, then those of the epoch if it has ended.
 
-        Can be called again after an interruption: it continues with the hook that was interrupted.
+        Can be called again after an interruption: it continues with the next hook.
         """
         record = self.last_record
         if record is not None:
@@ -615,9 +634,8 @@ class Loop:
         self._run_due()
 
     def _run_due(self) -> None:
-        while self._num_done < len(self._due):
-            self._due[self._num_done]()
-            self._num_done += 1
+        while self._due:
+            self._due.popleft()()
 
     def _update_unless(self, norms: list[Number | None]) -> UpdateUnless | None:
         """Queues the update before the host waits for the exchange, if no code of the user runs in between."""
@@ -632,7 +650,7 @@ class Loop:
         self._timeline.event("epoch end", number=number)
         if self._config.optimization.scheduler_every == "epoch":
             self.replica.step_schedulers()
-        self._due += self._hooks_of_epoch(number)
+        self._due.extend(self._hooks_of_epoch(number))
         self._run_due()
 
     def _hooks_of_step(self, record: StepRecord) -> list[Callable[[], None]]:
@@ -727,6 +745,8 @@ class Loop:
     def _run_hook(self, hook: Callable[[Any], object], subject: Any) -> None:
         self._seed_for_all()
         is_inside, self.is_inside_epoch, self.is_in_hook = self.is_inside_epoch, False, True
+        if self._recovery is not None:
+            self._recovery.note(is_computing=False)
         try:
             hook(subject)
         finally:

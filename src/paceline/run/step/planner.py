@@ -39,8 +39,15 @@ class Planner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned in a world of the same size."""
 
-    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
-        """Plan for other workers from now on. previous_ranks: by rank, None for a new worker."""
+    def handover(self) -> dict[str, Any]:
+        """What a worker that joins must know to plan as this one does."""
+        return self.state_dict()
+
+    def regroup(self, known: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
+        """Plan for other workers from now on. known: `handover` of a planner for the workers before.
+
+        previous_ranks: by rank, the rank among the workers before; None for a new worker.
+        """
         raise NotImplementedError
 
 
@@ -55,9 +62,13 @@ class FixedPlanner(Planner):
     def plan(self, num_left: int) -> Plan:
         return self._whole if num_left >= self._step_size else ranges(shares(num_left, self._speeds))
 
-    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
-        usual = sum(self._speeds) / len(self._speeds)
-        self._speeds = tuple(usual if rank is None else self._speeds[rank] for rank in previous_ranks)
+    def handover(self) -> dict[str, Any]:
+        return {"speeds": list(self._speeds)}
+
+    def regroup(self, known: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
+        speeds: Sequence[float] = known["speeds"]
+        usual = sum(speeds) / len(speeds)
+        self._speeds = tuple(usual if rank is None else speeds[rank] for rank in previous_ranks)
         self._whole = ranges(shares(self._step_size, self._speeds))
 
 
@@ -96,9 +107,9 @@ class MeasuringPlanner(Planner):
             self._balancer = Balancer.from_dict(state["balancer"])
             self._plans = {}
 
-    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
-        self._balancer = self._balancer.regrouped(previous_ranks)
-        self._plans = {}
+    def regroup(self, known: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
+        self._balancer = Balancer.from_dict(known["balancer"]).regrouped(previous_ranks)
+        self._plans, self._num_unseen = {}, 0
 
 
 class CadencePlanner(Planner):
@@ -126,8 +137,8 @@ class CadencePlanner(Planner):
         if "el_che" in state:
             self._el_che = ElChe.from_dict(state["el_che"])
 
-    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
-        self._el_che = self._el_che.regrouped(previous_ranks)
+    def regroup(self, known: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
+        self._el_che = ElChe.from_dict(known["el_che"]).regrouped(previous_ranks)
 
 
 class LaggedPlanner(Planner):
@@ -149,20 +160,24 @@ class LaggedPlanner(Planner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._planner.load_state_dict(state)
 
-    def regroup(self, previous_ranks: Sequence[int | None]) -> None:
+    def handover(self) -> dict[str, Any]:
+        return self._planner.handover()
+
+    def regroup(self, known: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
         self._reader.clear()  # numbers of the workers before
-        self._planner.regroup(previous_ranks)
+        self._planner.regroup(known, previous_ranks)
 
 
-def planner_for(config: RunConfig, world: World, step_size: int) -> Planner:
-    """step_size: micro-batches of a full step; the maximum if a cadence decides."""
+def planner_for(config: RunConfig, world: World, step_size: int, *, can_change: bool = False) -> Planner:
+    """step_size: micro-batches of a full step; the maximum if a cadence decides. can_change: workers may come or go."""
     planner: Planner
     if isinstance(config.strategy, Cadence):
         planner = CadencePlanner(config.strategy.for_workers(world.size), step_size)
     elif isinstance(config.balancing.shares, tuple):
         return FixedPlanner(step_size, config.balancing.shares)
-    elif config.balancing.shares == "equal" or world.size == 1:
+    elif config.balancing.shares == "equal" or (world.size == 1 and not can_change):
         return FixedPlanner(step_size, (1.0,) * world.size)
     else:
-        planner = MeasuringPlanner(step_size, Balancer(world.size, config.balancing.speed_hints))
+        hints = None if world.is_joining else config.balancing.speed_hints
+        planner = MeasuringPlanner(step_size, Balancer(world.size, hints))
     return LaggedPlanner(planner, GPU_LAG_STEPS) if world.device.type == "cuda" else planner

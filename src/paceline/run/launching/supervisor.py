@@ -1,0 +1,240 @@
+"""The agent's part of a run whose workers may change: it announces who takes part, and starts replacements.
+
+A worker that dies leaves the run, and the others go on with the step. If there are restarts left, a replacement is
+started in its slot; it joins the others when it has set itself up. A worker that stands still is ended, which makes it
+a death like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paceline.observe.json_lines import replace_file
+from paceline.run.launching import worker
+from paceline.run.launching.fork_server import ForkServer
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, read_stack
+from paceline.run.membership.board import Activity, Board
+from paceline.run.membership.generation import Generation, Member
+from paceline.run.membership.member import BOARD_FILE, GENERATION_FILE, leave_file
+from paceline.run.membership.roster import Report, is_entered_by_all, next_generation
+
+# A micro-batch may take this many times the longest one so far, and never less than MIN_STALL_S: compiling takes long.
+STALL_FACTOR = 20.0
+MIN_STALL_S = 120.0
+# A process that was stopped (SIGSTOP) does not compile.
+STOPPED_S = 10.0
+# Time that counts between two looks: if the agent itself was suspended, its workers did not stand still.
+MAX_LOOK_S = 1.0
+STACK_WAIT_S = 0.5
+MAX_BACK_OFF_S = 30.0
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """How a run goes on when workers die.
+
+    min_workers: end the run if fewer are left. max_restarts: how many replacements are started on this node. stall_s:
+    how long a micro-batch may take; None for a limit from the measured times.
+    """
+
+    min_workers: int
+    max_restarts: int = 0
+    stall_s: float | None = None
+
+
+@dataclass
+class _Slot:
+    """A place for a worker."""
+
+    member: Member
+    num_ticks: int = 0
+    was_computing: bool = False
+    idle_s: float = 0.0  # since the worker began something
+    stopped_s: float = 0.0  # since its process was stopped
+    ending_since_s: float | None = None  # it stood still: its stack was requested
+    num_failed_starts: int = 0  # in a row: replacements that died before they joined
+    start_at_s: float = field(default=float("inf"))  # of the next replacement
+
+
+class Supervisor:
+    """Watches the workers of one start on this node. `start_replacement(slot, member)` starts a worker."""
+
+    def __init__(
+        self,
+        options: Elastic,
+        folder: Path,
+        server: ForkServer,
+        first: Generation,
+        node: int,
+        first_rank: int,
+        start_replacement: Callable[[int, Member], None],
+    ) -> None:
+        self._options = options
+        self._folder = folder
+        self._server = server
+        self._node = node
+        self._first_rank = first_rank
+        self._start_replacement = start_replacement
+        members = [member for member in first.members if member.node == node]
+        self._slots = {member.slot: _Slot(member) for member in members}
+        folder.mkdir(exist_ok=True)
+        self._board = Board.create(folder / BOARD_FILE, len(members))
+        self._lost: dict[Member, str] = {}
+        self._leaving: dict[Member, str] = {}
+        self._deaths: Counter[tuple[int, int]] = Counter()  # by slot and step
+        self._num_replaced = 0
+        self._longest_s = 0.0  # of what any worker has computed between two exchanges
+        self._looked_s = time.monotonic()
+        self.generation = first
+        self._announce(first)
+
+    def note_exit(self, slot: int, ended: WorkerExit) -> WorkerExit:
+        """A worker has ended. If the others go on without it, its exit becomes `LEFT`."""
+        member = self._slots[slot].member
+        if ended.kind is ExitKind.DONE:
+            self._lost[member] = "has finished"
+            self._advance()
+            return ended
+        if ended.kind is ExitKind.LEFT:
+            print(f"paceline: {ended.message}: {self._num_members} workers go on", file=sys.stderr)
+            return ended
+        if ended.kind is not ExitKind.DIED:
+            return ended  # an exception of the user's would come again
+        step = self._board.num_steps(slot)
+        self._deaths[slot, step] += 1
+        if 0 < self._options.max_restarts < self._deaths[slot, step]:
+            times = f"{self._deaths[slot, step]} times at step {step + 1}"
+            return replace(ended.with_notes(f"its slot died {times}: the run ends, as it would again"), is_final=True)
+        has_joined = member in self.generation.members
+        if has_joined and not self._can_go_on(member):
+            return ended
+        self._server.kill_group(self._first_rank + slot)  # the processes that it has started
+        reason = ended.message.partition("\n")[0]
+        self._lost[member] = reason
+        self._advance()
+        self._schedule_replacement(slot, has_joined=has_joined)
+        going_on = f"{self._num_members} workers go on" if has_joined else "it was about to join"
+        print(f"paceline: {reason}: {going_on}", file=sys.stderr)
+        return replace(ended, kind=ExitKind.LEFT)
+
+    def _can_go_on(self, lost: Member) -> bool:
+        """Whether enough workers are left that can begin the step again."""
+        reports, gone = self._reports(), {**self._lost, lost: "died"}
+        is_set_up = self.generation.number > 0 or is_entered_by_all(self.generation, reports, gone)
+        left = [member for member in self.generation.members if member not in gone]
+        return is_set_up and len(left) >= self._options.min_workers
+
+    @property
+    def _num_members(self) -> int:
+        return len(self.generation.members)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether only workers are left that have not joined: there is nothing left to join."""
+        return not any(member not in self._lost for member in self.generation.members)
+
+    def poll(self) -> None:
+        """Called several times a second: let workers join and leave, start replacements, end stalled workers."""
+        for slot in self._slots.values():
+            if leave_file(self._folder, slot.member).exists():
+                self._leaving.setdefault(slot.member, f"rank {self._first_rank + slot.member.slot} was asked to leave")
+        self._advance()
+        now_s = time.monotonic()
+        elapsed_s, self._looked_s = min(now_s - self._looked_s, MAX_LOOK_S), now_s
+        for number, slot in self._slots.items():
+            rank = self._first_rank + number
+            if slot.start_at_s <= now_s and rank in self._server.exit_codes:
+                self._replace(number)
+            elif rank in self._server.pids and rank not in self._server.exit_codes:
+                self._watch(number, elapsed_s)
+
+    def _advance(self) -> None:
+        """Announce the next generation, if there is one."""
+        following = next_generation(self.generation, self._reports())
+        if following is not None and following.members:
+            self._announce(following)
+
+    def _announce(self, generation: Generation) -> None:
+        self.generation = generation
+        replace_file(self._folder / GENERATION_FILE, generation.to_json().encode())
+        self._board.announce(generation)
+
+    def _reports(self) -> dict[int, Report]:
+        alive = {number: slot.member for number, slot in self._slots.items() if slot.member not in self._lost}
+        ready = {member for number, member in alive.items() if self._board.activity(number) is Activity.READY}
+        entered = {member: self._board.entered(number) for number, member in alive.items()}
+        return {self._node: Report(dict(self._lost), dict(self._leaving), frozenset(ready), entered)}
+
+    # Replacements
+
+    def _schedule_replacement(self, number: int, *, has_joined: bool) -> None:
+        slot = self._slots[number]
+        slot.num_failed_starts = 0 if has_joined else slot.num_failed_starts + 1
+        if self._num_replaced < self._options.max_restarts:
+            self._num_replaced += 1
+            back_off_s = min(2.0 ** (slot.num_failed_starts - 1), MAX_BACK_OFF_S) if slot.num_failed_starts else 0.0
+            slot.start_at_s = time.monotonic() + back_off_s
+
+    def _replace(self, number: int) -> None:
+        before = self._slots[number]
+        member = before.member._replace(start=before.member.start + 1)
+        self._slots[number] = _Slot(member, num_failed_starts=before.num_failed_starts)
+        self._board.clear(number)
+        self._start_replacement(number, member)
+
+    # Workers that stand still
+
+    def _watch(self, number: int, elapsed_s: float) -> None:
+        slot, rank = self._slots[number], self._first_rank + number
+        activity, num_ticks = self._board.activity(number), self._board.num_ticks(number)
+        if num_ticks == slot.num_ticks:
+            slot.idle_s += elapsed_s
+        else:
+            if slot.was_computing:  # and has completed it
+                self._longest_s = max(self._longest_s, slot.idle_s)
+            slot.num_ticks, slot.idle_s = num_ticks, 0.0
+        slot.was_computing = activity is Activity.COMPUTING
+        slot.stopped_s = slot.stopped_s + elapsed_s if _is_stopped(self._server.pids[rank]) else 0.0
+        if slot.ending_since_s is not None:
+            self._end(number)
+        elif (activity is Activity.COMPUTING and slot.idle_s > self._limit_s) or slot.stopped_s > self._stopped_limit_s:
+            slot.ending_since_s = time.monotonic()
+            with suppress(OSError):
+                os.kill(self._server.pids[rank], worker.STACK_SIGNAL)
+
+    @property
+    def _limit_s(self) -> float:
+        return self._options.stall_s or max(STALL_FACTOR * self._longest_s, MIN_STALL_S)
+
+    @property
+    def _stopped_limit_s(self) -> float:
+        return min(self._options.stall_s or STOPPED_S, STOPPED_S)
+
+    def _end(self, number: int) -> None:
+        """End a worker that stood still, when its stack has had the time to be written."""
+        slot, rank = self._slots[number], self._first_rank + number
+        assert slot.ending_since_s is not None
+        if time.monotonic() - slot.ending_since_s < STACK_WAIT_S:
+            return
+        stack = read_stack(self._folder, rank)
+        if slot.stopped_s:
+            what = f"rank {rank} was stopped for {slot.stopped_s:.1f} s (SIGSTOP)"
+        else:
+            line = stack.splitlines()[-2].strip() if len(stack.splitlines()) > 1 else stack.strip()
+            what = f"rank {rank} stood still for {slot.idle_s:.1f} s" + (f", at {line}" if line else "")
+        WorkerExit(ExitKind.DIED, rank, f"{what}, and was ended", stack).write(self._folder)
+        self._server.kill_group(rank)
+        slot.ending_since_s = float("inf")
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

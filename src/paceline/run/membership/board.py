@@ -1,0 +1,126 @@
+"""Words in a file that an agent and its workers map: what the agent announces, and what each worker is doing.
+
+Reading and writing a word takes less than a microsecond, so workers do it in every step. Each word has one writer.
+Imports no torch, for launchers.
+
+    newest      the number of the newest generation
+    intact      generations below this number have lost a member: their exchanges never complete
+    signal      a futex, incremented after each change of the two above
+    slot rows   the worker's activity, a count of what it has begun, its completed steps, the generation it is in
+"""
+
+from __future__ import annotations
+
+import mmap
+from enum import IntEnum
+from pathlib import Path
+
+from paceline.core.futex import Futex
+from paceline.run.membership.generation import Generation
+
+_NEWEST, _INTACT, _SIGNAL = range(3)
+_HEADER_WORDS, _ROW_WORDS = 8, 8  # a cache line each
+_ACTIVITY, _TICKS, _STEPS, _ENTERED = range(4)  # _ENTERED: a generation's number + 1
+
+
+class Activity(IntEnum):
+    """What a worker is doing. Only COMPUTING has a time limit: in all others it may take any time."""
+
+    SETTING_UP = 0
+    READY = 1  # it waits to be let into a run that goes on
+    COMPUTING = 2
+    WAITING = 3  # for other workers
+    ELSEWHERE = 4  # in a hook, in an evaluation, or in the user's code between epochs
+
+
+class Board:
+    """The file, mapped. The agent creates it with `create`; workers open it."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            self._memory = memoryview(mmap.mmap(file.fileno(), 0))
+        self._words = self._memory.cast("Q")
+        self._signal = Futex(self._memory, 8 * _SIGNAL)
+
+    @classmethod
+    def create(cls, path: Path, num_slots: int) -> Board:
+        unfinished = path.with_suffix(".new")
+        unfinished.write_bytes(bytes(8 * (_HEADER_WORDS + num_slots * _ROW_WORDS)))
+        unfinished.replace(path)  # after it has its size
+        return cls(path)
+
+    # The agent's part
+
+    def announce(self, generation: Generation) -> None:
+        if generation.is_urgent:
+            self._words[_INTACT] = generation.number
+        self._words[_NEWEST] = generation.number
+        self._signal.increment()
+
+    def clear(self, slot: int) -> None:
+        """Before a replacement is started."""
+        for word in range(_ROW_WORDS):
+            self._words[self._row(slot) + word] = 0
+
+    def activity(self, slot: int) -> Activity:
+        return Activity(self._words[self._row(slot) + _ACTIVITY])
+
+    def num_steps(self, slot: int) -> int:
+        return self._words[self._row(slot) + _STEPS]
+
+    def num_ticks(self, slot: int) -> int:
+        return self._words[self._row(slot) + _TICKS]
+
+    def entered(self, slot: int) -> int:
+        """The generation in which the worker can go on after a loss; -1 before the first."""
+        return self._words[self._row(slot) + _ENTERED] - 1
+
+    # The workers' part
+
+    @property
+    def newest(self) -> int:
+        return self._words[_NEWEST]
+
+    @property
+    def intact(self) -> int:
+        return self._words[_INTACT]
+
+    def wait_for_news(self, known: int, timeout_s: float) -> None:
+        """Return when another generation than `known` is the newest, or after `timeout_s`; may return early."""
+        signal = self._signal.value
+        if self.newest == known:
+            self._signal.sleep(signal, timeout_s)
+
+    def wake(self) -> None:
+        """Let all `wait_for_news` return early."""
+        self._signal.wake()
+
+    def row(self, slot: int) -> Row:
+        return Row(self._words[self._row(slot) : self._row(slot) + _ROW_WORDS])
+
+    @staticmethod
+    def _row(slot: int) -> int:
+        return _HEADER_WORDS + slot * _ROW_WORDS
+
+
+class Row:
+    """The words of one worker, which it alone writes."""
+
+    __slots__ = ("_words",)
+
+    def __init__(self, words: memoryview) -> None:
+        self._words = words
+
+    def enter(self, activity: int) -> int:
+        """Begin another `Activity`; returns the one before."""
+        words = self._words
+        before: int = words[_ACTIVITY]
+        words[_TICKS] += 1
+        words[_ACTIVITY] = activity
+        return before
+
+    def note_steps(self, num_steps: int) -> None:
+        self._words[_STEPS] = num_steps
+
+    def note_entered(self, generation: Generation) -> None:
+        self._words[_ENTERED] = generation.number + 1

@@ -1,0 +1,79 @@
+"""Decides on the next generation from what the agents of all nodes report. Arithmetic only.
+
+Any agent may decide, from reports that may be old: a generation number is given away once, to the first decision that
+reaches the store. What a decision missed is in the reports, so that a later one makes up for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.run.membership.generation import Generation, Member
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an agent knows about the workers of its node.
+
+    lost: members that died, or finished, and why. leaving: members that shall leave after a step. ready: workers that
+    wait to join. entered: the generation that each running member is in.
+    """
+
+    lost: Mapping[Member, str] = field(default_factory=dict)
+    leaving: Mapping[Member, str] = field(default_factory=dict)
+    ready: frozenset[Member] = frozenset()
+    entered: Mapping[Member, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "lost": {str(member): why for member, why in self.lost.items()},
+            "leaving": {str(member): why for member, why in self.leaving.items()},
+            "ready": sorted(map(str, self.ready)),
+            "entered": {str(member): number for member, number in self.entered.items()},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Report:
+        return cls(
+            {Member.parse(member): why for member, why in values["lost"].items()},
+            {Member.parse(member): why for member, why in values["leaving"].items()},
+            frozenset(map(Member.parse, values["ready"])),
+            {Member.parse(member): number for member, number in values["entered"].items()},
+        )
+
+
+def next_generation(
+    current: Generation, reports: Mapping[int, Report], lost_nodes: Mapping[int, str] | None = None
+) -> Generation | None:
+    """The generation after `current`, or None if it stays.
+
+    reports: by node. lost_nodes: nodes that do not answer, and why.
+
+    Members that are still joining are not let in by a generation that follows a loss: the others may be in the middle
+    of an operation that newcomers know nothing of. And nobody joins or leaves before all members have entered the
+    current generation, so that all of them enter the next one after the same step.
+    """
+    lost_nodes = lost_nodes or {}
+    lost = {member: why for report in reports.values() for member, why in report.lost.items()}
+    lost |= {member: lost_nodes[member.node] for member in current.members if member.node in lost_nodes}
+    lost = {member: why for member, why in lost.items() if member in current.members}
+    is_entered = is_entered_by_all(current, reports, lost)
+    if lost:
+        return current.without(lost, () if is_entered else current.joined)
+    if not is_entered:
+        return None
+    leaving = {member: why for report in reports.values() for member, why in report.leaving.items()}
+    ready = {member for node, report in reports.items() if node not in lost_nodes for member in report.ready}
+    return current.changed(leaving, ready - {*leaving})
+
+
+def is_entered_by_all(
+    generation: Generation, reports: Mapping[int, Report], lost: Mapping[Member, str] | None = None
+) -> bool:
+    """Whether all members, except lost ones, are in this generation."""
+    entered = {member: number for report in reports.values() for member, number in report.entered.items()}
+    return all(
+        entered.get(member, -1) == generation.number for member in generation.members if member not in (lost or {})
+    )
