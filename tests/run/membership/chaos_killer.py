@@ -33,6 +33,7 @@ class Order:
     kind: str
     moment: str
     num_victims: int
+    num_there: int  # workers to wait for
     num_steps: int  # to wait for
     delay_s: float
     draw: int  # of the victims
@@ -44,6 +45,7 @@ class Order:
             source.choices(known, [KINDS[kind] for kind in known])[0],
             source.choices([*MOMENTS], [*MOMENTS.values()])[0],
             2 if source.random() < 0.15 else 1,
+            source.randrange(2, 5),
             source.randrange(1, 6),
             source.uniform(0.0, 0.03),
             source.randrange(10**6),
@@ -79,13 +81,12 @@ class Worker:
 class Killer:
     """Carries out orders one after the other until they are used up or the run ends.
 
-    `num_workers`: of a whole world. `replaces`: whether lost workers come back; otherwise the last one is never lost.
+    `num_workers`: of a whole world.
     """
 
     program: Program
     orders: list[Order]
     num_workers: int
-    replaces: bool
     log: list[str] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
     hang: str | None = None
@@ -114,8 +115,6 @@ class Killer:
         while self.orders and not self._is_over.is_set():
             if self._carry_out(self.orders[0]):
                 self.orders.pop(0)
-            elif not self.replaces and len(self._joined()) <= 1 and self.kills:
-                break  # nobody left to lose
         (Path(self.program.folder) / HURRY_FILE).touch()
         while not self._is_over.is_set():
             self._wait(lambda: False)
@@ -150,11 +149,9 @@ class Killer:
     def _is_whole(self, order: Order) -> bool:
         """Whether the workers are there that the moment asks for: all have done a step, or one has just come."""
         joined, alive = self._joined(), self._alive()
-        if not self.replaces:
-            return len(self._workers) == self.num_workers and len(joined) == len(alive)
         if order.moment == "join" and self.kills:
             return bool(joined) and len(alive) > len(joined)
-        return len(joined) >= self.num_workers
+        return len(joined) >= order.num_there or len(joined) == self.num_workers
 
     def _choose(self, order: Order) -> list[Worker]:
         """Whom to lose; one that has completed a step is left, or there would be nobody to take over from."""

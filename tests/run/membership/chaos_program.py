@@ -43,6 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dispatched": {"feed": "dispatched"},
     "stream": {"shuffle_buffer": 24},
     "readers": {"readers": 1},
+    "unsaved": {"checkpoints": None},
 }
 
 
@@ -52,7 +53,7 @@ class Program:
 
     folder: str
     variant: str = "sharded"
-    num_epochs: int = 12
+    num_epochs: int = 30
     exact: bool = True
     pause_s: float = 0.0
 
@@ -171,7 +172,8 @@ class Faults:
 
 
 def setup(program: Program) -> pl.Trainer:
-    settings = VARIANTS[program.variant]
+    checkpoints = pl.Checkpoints(Path(program.folder) / "run", every_steps=SAVE_EVERY, keep_last=2)
+    settings = {"checkpoints": checkpoints, **VARIANTS[program.variant]}
     return pl.Trainer.setup(
         Model,
         lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
@@ -186,7 +188,6 @@ def setup(program: Program) -> pl.Trainer:
             ema=0.9,
             threads=1,
             quiet=True,
-            checkpoints=pl.Checkpoints(Path(program.folder) / "run", every_steps=SAVE_EVERY, keep_last=2),
             **settings,
         ),
     )
