@@ -108,9 +108,14 @@ def _add_run(commands: Any) -> None:
     add("--workers", type=integer(1), metavar="N", help="number of workers (default: one per device)")
     what = "append the output of each rank to DIR/rank-R.out and DIR/rank-R.err; rank 0's is also shown here"
     add("--logs", metavar="DIR", help=what)
-    what = "restart the workers when one fails, at most N times (default: 0)"
+    what = "restart the workers when one fails, at most N times (default: 0); with --min-workers only the one that died"
     add("--max-restarts", type=integer(0), default=0, metavar="N", help=what)
-    add("--nodes", type=integer(1), default=1, metavar="N", help="number of machines (default: 1)")
+    what = "go on without workers that die, as long as N are left"
+    add("--min-workers", type=integer(1), metavar="N", help=what)
+    what = "with --min-workers: a micro-batch that takes longer counts as a death (default: from measured times)"
+    add("--stall", type=float, metavar="S", help=what)
+    what = "number of machines (default: 1); MIN:MAX for machines that may come and go"
+    add("--nodes", type=_nodes, default=(1, 0), metavar="N", help=what)
     add("--address", metavar="HOST:PORT", help="the rendezvous: one of the machines, and a free port on it")
     what = "how many seconds to wait for the other machines (default: %(default)s)"
     add("--join-timeout", type=integer(1), default=int(DEFAULT_JOIN_TIMEOUT_S), metavar="S", help=what)
@@ -122,13 +127,22 @@ def _add_run(commands: Any) -> None:
     parser.set_defaults(run=partial(_run, parser))
 
 
+def _nodes(text: str) -> tuple[int, int]:
+    """The number of machines, as its minimum and its maximum; 0 for the maximum if the number is fixed."""
+    least, colon, most = text.partition(":")
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r}: choose an integer >= 1, or MIN:MAX such as 1:4")
+    return int(least), int(most or 0)
+
+
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         parser.error(f"no such file: {options.script}")
     try:
-        nodes = Nodes(options.nodes, options.address, options.join_timeout, options.secret_file)
+        least, most = options.nodes
+        nodes = Nodes(least, options.address, options.join_timeout, options.secret_file, most)
         count = launch.workers_to_start(options.workers)
-        how = launch.Launch(count, options.max_restarts, options.logs, nodes)
+        how = launch.Launch(count, options.max_restarts, options.logs, nodes, options.min_workers, options.stall)
     except ValueError as error:
         parser.error(str(error))
     try:

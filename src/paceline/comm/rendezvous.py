@@ -135,14 +135,22 @@ class SignedStore(dist.Store):  # type: ignore[misc,name-defined]
         self._secret = secret
 
     def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, self._sign(key, value))
+
+    def _sign(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(key, self._secret.sign(content, f"the value of {key}"))
+        return self._secret.sign(content, f"the value of {key}")
 
     def get(self, key: str) -> bytes:
         return self._secret.check(self._store.get(key), f"the value of {key}")
 
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(key, amount))  # counters cannot be signed
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Set the value if there is none yet; other comparisons are not supported. Returns the value that is set."""
+        assert not expected
+        return self._secret.check(self._store.compare_set(key, "", self._sign(key, value)), f"the value of {key}")
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._store.check(keys))
@@ -196,7 +204,7 @@ def generation_store(number: int) -> Any:
     On one host each generation has its own file: a worker that was killed may have left a half-written entry in the one
     before.
     """
-    purpose = f"{_start_name()}/generation-{number}"
+    purpose = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/{_start_name()}/generation-{number}"
     if path := os.environ.get(STORE_VARIABLE):
         return private_store(dist.FileStore(f"{path}-{number}", -1), None, purpose)  # type: ignore[attr-defined]
     return private_store(_agent_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), run_secret(), purpose)

@@ -14,10 +14,11 @@ from typing import Any
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, STORE_VARIABLE
 from paceline.run.launching import worker
+from paceline.run.launching.elastic_nodes import ElasticNodes
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import NodeRendezvous
 from paceline.run.launching.output import output_file
-from paceline.run.launching.supervisor import Elastic, Supervisor
+from paceline.run.launching.supervisor import Elastic, SingleNode, Supervisor
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.saving.stopping import Stopped
@@ -49,7 +50,7 @@ class Agent:
         self,
         folder: Path,
         server: ForkServer,
-        nodes: NodeRendezvous,
+        nodes: NodeRendezvous | ElasticNodes,
         max_restarts: int = 0,
         logs: Path | None = None,
         on_poll: Callable[[], bool] = lambda: False,
@@ -88,6 +89,8 @@ class Agent:
 
     def stop(self) -> BaseException | None:
         """Ask the workers to end, and wait for those that are saving. Returns what they report, or None."""
+        if isinstance(self._nodes, ElasticNodes) and self._nodes.has_others and self._leave():
+            return None
         self._is_stopping = True
         self._send(signal.SIGTERM)
         deadline_s = time.monotonic() + GRACE_S
@@ -98,6 +101,14 @@ class Agent:
             self._poll()
         self._poll(timeout_s=0)  # if an interrupt came between an exit and its report
         return _to_error(first_failure(self._exits.values()))
+
+    def _leave(self) -> bool:
+        """Let the workers of this node leave the run, which goes on. Returns whether they have."""
+        assert self._supervisor is not None
+        self._supervisor.leave()
+        while self._server.running and not self._failures() and not self._nodes.peer_failed():
+            self._poll()
+        return not self._server.running
 
     def __exit__(self, *_: object) -> None:
         """End the workers if they still run, and let the other nodes know."""
@@ -118,6 +129,7 @@ class Agent:
     def _start(self) -> None:
         self._exits, self._sent = {}, None
         nodes = self._nodes
+        members = [Member(nodes.index, slot) for slot in range(nodes.num_workers_here)]
         shared: dict[str, Any] = {  # as torchrun sets them
             "WORLD_SIZE": nodes.num_workers,
             "LOCAL_WORLD_SIZE": nodes.num_workers_here,
@@ -131,18 +143,20 @@ class Agent:
             **(nodes.environment or self._rendezvous_of_one_node()),
         }
         if self._elastic is not None:
-            first = Generation.first({nodes.index: nodes.num_workers_here})
+            own_only = SingleNode(Generation.first({0: nodes.num_workers_here}))
+            council = nodes if isinstance(nodes, ElasticNodes) else own_only
             self._supervisor = Supervisor(
-                self._elastic, self._folder, self._server, first, nodes.index, nodes.first_rank, self._replace
+                self._elastic, self._folder, self._server, council, members, nodes.first_rank, self._replace
             )
             shared[MEMBERSHIP_VARIABLE] = self._folder
         self._shared_environment = shared
-        slots = range(nodes.num_workers_here)
-        self._server.start({nodes.first_rank + slot: self._environment(Member(nodes.index, slot)) for slot in slots})
+        self._server.start({nodes.first_rank + member.slot: self._environment(member) for member in members})
 
     def _environment(self, member: Member) -> dict[str, str]:
         rank = self._nodes.first_rank + member.slot
         own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": member.slot, MEMBER_VARIABLE: member}
+        for size in ("WORLD_SIZE", "ROLE_WORLD_SIZE"):  # until a worker that joins knows its rank
+            own[size] = max(rank + 1, self._shared_environment[size])
         return {name: str(value) for name, value in {**self._shared_environment, **own}.items()}
 
     def _replace(self, slot: int, member: Member) -> None:

@@ -25,6 +25,7 @@ from paceline.core.secret import FILE_VARIABLE
 from paceline.run.launching import worker
 from paceline.run.launching.agent import Agent
 from paceline.run.launching.allocator import allocator_environment
+from paceline.run.launching.elastic_nodes import ElasticNodes
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import SINGLE_NODE, NodeRendezvous, Nodes
 from paceline.run.launching.output import follow_output
@@ -105,8 +106,10 @@ class Launch:
         if self.min_workers is not None:
             if type(self.min_workers) is not int or self.min_workers < 1:
                 raise ValueError(f"min_workers={self.min_workers!r}: choose an integer >= 1")
-            if self.nodes.num > 1:
-                raise ValueError("min_workers requires a single node: workers of several nodes are restarted together")
+            if self.nodes.num > 1 and not self.nodes.max_num:
+                raise ValueError(
+                    f"min_workers requires nodes that may come and go: choose nodes 1:{self.nodes.num}, or omit it"
+                )
             if not is_worker() and self.min_workers > self.num_workers:
                 raise ValueError(
                     f"min_workers={self.min_workers} is more than num_workers={self.num_workers}: choose at most that"
@@ -117,7 +120,7 @@ class Launch:
             raise ValueError(f"max_restarts={self.max_restarts!r}: choose an integer >= 0")
         if self.logs is not None and Path(self.logs).exists() and not Path(self.logs).is_dir():
             raise ValueError(f"logs={os.fspath(self.logs)!r} is not a folder: choose a folder, or a new name")
-        if is_worker() and (self.logs is not None or self.nodes.num > 1):
+        if is_worker() and (self.logs is not None or self.nodes.are_several):
             raise ValueError(
                 "logs and nodes have no effect in a process that already is a worker: omit them; torchrun has "
                 "--log-dir with --redirects, and --nnodes"
@@ -126,15 +129,15 @@ class Launch:
     @property
     def runs_here(self) -> bool:
         """Whether this process does the work: it is a worker, or the only one and needs no process around it."""
-        is_plain = (self.max_restarts, self.logs, self.min_workers, self.nodes.num) == (0, None, None, 1)
+        is_plain = (self.max_restarts, self.logs, self.elastic, self.nodes.num) == (0, None, None, 1)
         return self.num_workers == 1 and (is_worker() or is_plain)
 
     @property
     def elastic(self) -> Elastic | None:
         """How the run goes on when workers die; None if all are restarted."""
-        if self.min_workers is None:
+        if self.min_workers is None and not self.nodes.max_num:
             return None
-        return Elastic(self.min_workers, self.max_restarts, self.stall_s)
+        return Elastic(self.min_workers or 1, self.max_restarts, self.stall_s)
 
 
 def workers_to_start(num_workers: int | None) -> int:
@@ -188,10 +191,10 @@ def _run_workers(
         "sources": {name: each[2] for name, each in list(linecache.cache.items()) if len(each) == 4 and not each[1]},
     }
     (folder / worker.START_FILE).write_text(json.dumps(start))
-    common = {"nodes": nodes.num, "max_restarts": options.max_restarts}
+    common = {"nodes": [nodes.num, nodes.max_num], "max_restarts": options.max_restarts}
     with (
         ForkServer(folder / worker.START_FILE, _environment(folder, count, nodes)) as server,  # first: it takes longest
-        closing(NodeRendezvous(nodes, count, folder.name, common)) as rendezvous,
+        closing(_meet(nodes, count, folder.name, common)) as rendezvous,
         follow_output(logs, shows_rank_0=rendezvous.first_rank == 0) as copy_output,
         Agent(
             folder,
@@ -213,12 +216,18 @@ def _run_workers(
         raise failure
 
 
+def _meet(nodes: Nodes, count: int, run_id: str, common: Mapping[str, Any]) -> NodeRendezvous | ElasticNodes:
+    if nodes.max_num:
+        return ElasticNodes(nodes, count, common)
+    return NodeRendezvous(nodes, count, run_id, common)
+
+
 def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
     """The environment of the workers, but for their ranks."""
     environment = {**os.environ, **allocator_environment()}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))  # read when torch is imported
-    if nodes.num == 1:  # a secret for this run, which ends with its folder
+    if not nodes.are_several:  # a secret for this run, which ends with its folder
         path = folder / worker.SECRET_FILE
         path.touch(mode=0o600)
         path.write_text(secrets.token_hex(32))

@@ -45,6 +45,7 @@ class NodesError(PacelineError):
 class Nodes:
     """The number of machines, and the address `HOST:PORT` of their rendezvous; HOST is one of them. Default: this one.
 
+    With `max_num`, machines may come and go: the run starts with `num` of them, and up to `max_num` take part.
     `secret_file` holds a secret that all nodes share; see `core.secret` for the variables that can replace it.
     """
 
@@ -52,13 +53,16 @@ class Nodes:
     address: str | None = None
     join_timeout_s: float = DEFAULT_JOIN_TIMEOUT_S
     secret_file: str | None = None
+    max_num: int = 0  # 0: exactly `num`
 
     def __post_init__(self) -> None:
         if self.num < 1:
             raise ValueError(f"nodes={self.num}: choose an integer >= 1")
-        if self.num > 1 and self.address is None:
+        if self.max_num and self.max_num < self.num:
+            raise ValueError(f"nodes={self.num}:{self.max_num}: the maximum must be >= the minimum")
+        if self.are_several and self.address is None:
             raise ValueError(f"nodes={self.num} requires an address: set address HOST:PORT, the same on every node")
-        if self.num == 1 and self.address is not None:
+        if not self.are_several and self.address is not None:
             raise ValueError(f"address={self.address!r} requires several nodes: choose nodes >= 2, or omit it")
         if self.address is not None:
             host, _, port = self.address.rpartition(":")
@@ -68,7 +72,7 @@ class Nodes:
                 )
         if not self.join_timeout_s > 0:
             raise ValueError(f"join_timeout={self.join_timeout_s:g}: choose seconds > 0")
-        if self.num == 1 and self.secret_file is not None:
+        if not self.are_several and self.secret_file is not None:
             raise ValueError(
                 f"secret_file={self.secret_file!r} requires several nodes: omit it, the workers of one node get a "
                 "secret automatically"
@@ -77,9 +81,17 @@ class Nodes:
 
     def secret(self) -> Secret | None:
         """The secret with which the launchers of several nodes sign their messages."""
-        if self.num == 1:
+        if not self.are_several:
             return None
         return run_secret() if self.secret_file is None else read_secret(Path(self.secret_file))
+
+    @property
+    def are_several(self) -> bool:
+        return max(self.num, self.max_num) > 1
+
+    @property
+    def no_secret_warning(self) -> str:
+        return _NO_SECRET.format(address=self.address)
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -153,20 +165,14 @@ class NodeRendezvous:
 
         nodes, secret = self._nodes, self._nodes.secret()
         if secret is None:
-            print(_NO_SECRET.format(address=nodes.address), file=sys.stderr)
-        shared_store, self._hosts_store, own_address = _open_store(nodes)
+            print(nodes.no_secret_warning, file=sys.stderr)
+        shared_store, self._hosts_store, own_address = open_store(nodes)
         store = private_store(shared_store, secret, "nodes")
         self.index = 0 if self._hosts_store else store.add("arrived", 1)
         if self.index >= nodes.num:
             raise NodesError(f"{nodes.num} nodes have already joined at {nodes.address}: choose another port")
         self.name = f"{self.name} ({own_address})"
-        self.environment = {"MASTER_ADDR": nodes.host_and_port[0], "MASTER_PORT": str(shared_store.port)}
-        self.environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        if nodes.secret_file is not None:
-            self.environment[FILE_VARIABLE] = str(Path(nodes.secret_file).absolute())
-        if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(own_address)) is not None:
-            # Gloo's default is the interface of the host's own name, which often is the loopback.
-            self.environment["GLOO_SOCKET_IFNAME"] = interface
+        self.environment = worker_environment(nodes, own_address, shared_store.port)
         return store
 
     def _wait_for_all(self, deadline_s: float) -> None:
@@ -278,7 +284,19 @@ class NodeRendezvous:
         return own.has_left and (is_last or not self._hosts_store)
 
 
-def _open_store(nodes: Nodes) -> tuple[Any, bool, str]:
+def worker_environment(nodes: Nodes, own_address: str, port: int) -> dict[str, str]:
+    """Variables with which the workers of several nodes connect."""
+    environment = {"MASTER_ADDR": nodes.host_and_port[0], "MASTER_PORT": str(port)}
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if nodes.secret_file is not None:
+        environment[FILE_VARIABLE] = str(Path(nodes.secret_file).absolute())
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := interface_of(own_address)) is not None:
+        # Gloo's default is the interface of the host's own name, which often is the loopback.
+        environment["GLOO_SOCKET_IFNAME"] = interface
+    return environment
+
+
+def open_store(nodes: Nodes) -> tuple[Any, bool, str]:
     """Open the store on the node that has the address, and connect to it from the others, as soon as it is up.
 
     Returns the store, whether this node hosts it, and this node's own address.

@@ -11,10 +11,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 from paceline.observe.json_lines import replace_file
 from paceline.run.launching import worker
@@ -63,6 +64,39 @@ class _Slot:
     start_at_s: float = field(default=float("inf"))  # of the next replacement
 
 
+class Council(Protocol):
+    """How the agents of all nodes agree on generations."""
+
+    @property
+    def first(self) -> Generation:
+        """The generation that this node begins with."""
+
+    def share(self, own: Report) -> tuple[Mapping[int, Report], Mapping[int, str]]:
+        """Publish what this node knows. Returns the reports of all nodes, and the nodes that are lost, with reasons."""
+
+    def propose(self, generation: Generation) -> None:
+        """Make this the next generation, unless another one was decided first."""
+
+    def decided(self, after: int) -> list[Generation]:
+        """The generations that were decided after number `after`."""
+
+
+class SingleNode:
+    """The council of one node: what it proposes is decided."""
+
+    def __init__(self, first: Generation) -> None:
+        self.first = self._newest = first
+
+    def share(self, own: Report) -> tuple[Mapping[int, Report], Mapping[int, str]]:
+        return {0: own}, {}
+
+    def propose(self, generation: Generation) -> None:
+        self._newest = generation
+
+    def decided(self, after: int) -> list[Generation]:
+        return [self._newest] if self._newest.number > after else []
+
+
 class Supervisor:
     """Watches the workers of one start on this node. `start_replacement(slot, member)` starts a worker."""
 
@@ -71,29 +105,28 @@ class Supervisor:
         options: Elastic,
         folder: Path,
         server: ForkServer,
-        first: Generation,
-        node: int,
+        council: Council,
+        slots: Sequence[Member],
         first_rank: int,
         start_replacement: Callable[[int, Member], None],
     ) -> None:
         self._options = options
         self._folder = folder
         self._server = server
-        self._node = node
+        self._council = council
         self._first_rank = first_rank
         self._start_replacement = start_replacement
-        members = [member for member in first.members if member.node == node]
-        self._slots = {member.slot: _Slot(member) for member in members}
+        self._slots = {member.slot: _Slot(member) for member in slots}
         folder.mkdir(exist_ok=True)
-        self._board = Board.create(folder / BOARD_FILE, len(members))
+        self._board = Board.create(folder / BOARD_FILE, len(slots))
         self._lost: dict[Member, str] = {}
         self._leaving: dict[Member, str] = {}
         self._deaths: Counter[tuple[int, int]] = Counter()  # by slot and step
         self._num_replaced = 0
         self._longest_s = 0.0  # of what any worker has computed between two exchanges
         self._looked_s = time.monotonic()
-        self.generation = first
-        self._announce(first)
+        self.generation = council.first
+        self._announce(council.first)
 
     def note_exit(self, slot: int, ended: WorkerExit) -> WorkerExit:
         """A worker has ended. If the others go on without it, its exit becomes `LEFT`."""
@@ -126,7 +159,9 @@ class Supervisor:
 
     def _can_go_on(self, lost: Member) -> bool:
         """Whether enough workers are left that can begin the step again."""
-        reports, gone = self._reports(), {**self._lost, lost: "died"}
+        reports, lost_nodes = self._council.share(self._report())
+        gone = {**self._lost, lost: "died"}
+        gone |= {member: lost_nodes[member.node] for member in self.generation.members if member.node in lost_nodes}
         is_set_up = self.generation.number > 0 or is_entered_by_all(self.generation, reports, gone)
         left = [member for member in self.generation.members if member not in gone]
         return is_set_up and len(left) >= self._options.min_workers
@@ -138,7 +173,14 @@ class Supervisor:
     @property
     def is_over(self) -> bool:
         """Whether only workers are left that have not joined: there is nothing left to join."""
-        return not any(member not in self._lost for member in self.generation.members)
+        reports, lost_nodes = self._council.share(self._report())
+        lost = {member for report in reports.values() for member in report.lost}
+        return all(member in lost or member.node in lost_nodes for member in self.generation.members)
+
+    def leave(self) -> None:
+        """Let all workers of this node leave after a step."""
+        for slot in self._slots.values():
+            self._leaving.setdefault(slot.member, f"rank {self._first_rank + slot.member.slot} was asked to leave")
 
     def poll(self) -> None:
         """Called several times a second: let workers join and leave, start replacements, end stalled workers."""
@@ -156,21 +198,24 @@ class Supervisor:
                 self._watch(number, elapsed_s)
 
     def _advance(self) -> None:
-        """Announce the next generation, if there is one."""
-        following = next_generation(self.generation, self._reports())
+        """Propose the next generation, if there is a reason, and announce those that were decided."""
+        reports, lost_nodes = self._council.share(self._report())
+        following = next_generation(self.generation, reports, lost_nodes)
         if following is not None and following.members:
-            self._announce(following)
+            self._council.propose(following)
+        for generation in self._council.decided(self.generation.number):
+            self._announce(generation)
 
     def _announce(self, generation: Generation) -> None:
         self.generation = generation
         replace_file(self._folder / GENERATION_FILE, generation.to_json().encode())
         self._board.announce(generation)
 
-    def _reports(self) -> dict[int, Report]:
+    def _report(self) -> Report:
         alive = {number: slot.member for number, slot in self._slots.items() if slot.member not in self._lost}
         ready = {member for number, member in alive.items() if self._board.activity(number) is Activity.READY}
         entered = {member: self._board.entered(number) for number, member in alive.items()}
-        return {self._node: Report(dict(self._lost), dict(self._leaving), frozenset(ready), entered)}
+        return Report(dict(self._lost), dict(self._leaving), frozenset(ready), entered)
 
     # Replacements
 

@@ -157,11 +157,11 @@ class Rejoining:
         ahead = workers[source]
         self._check_same_run(own, workers, ahead)
         base, planner = broadcast((self._base.to_json(), loop.planner_state()), source, communicator)
-        if any(each.step < ahead.step or each.is_joining for each in workers):
+        is_state_sent = any(each.step < ahead.step or each.is_joining for each in workers)
+        if is_state_sent:
             state = _shared(self._message() if rank == source else None, source, communicator)
             if own.step < ahead.step or own.is_joining:
                 self._load(state, is_joining=own.is_joining)
-            loop.check_replicas()
         if any(each.operations < ahead.operations and not each.is_joining for each in workers):
             result = broadcast(self._result if rank == source else None, source, communicator)
             if own.operations < ahead.operations:
@@ -172,6 +172,8 @@ class Rejoining:
         unknown = (None,) * len(workers)
         loop.regroup_report(unknown if own.is_joining else generation.previous_ranks(self._base))
         self._base = generation
+        if is_state_sent:
+            loop.check_replicas()
 
     def _check_same_run(self, own: _Progress, workers: list[_Progress], ahead: _Progress) -> None:
         if own.run != ahead.run:
@@ -210,7 +212,7 @@ class Rejoining:
         if self._communicator.membership.member not in before.members:
             before = now  # this worker has joined and does not know who left
         left = {member: before.rank_of(member) for member in before.members if member not in now.members}
-        reasons = [now.left.get(member, "it was lost") for member in left]
+        reasons = dict.fromkeys(now.left.get(member, "it was lost") for member in left)
         joined = [rank for rank, member in enumerate(now.members) if member not in before.members]
         self._events.emit(
             "world",

@@ -129,6 +129,10 @@ class ReplicaCheck:
         self._num_steps = 0  # since the last comparison
         self._are_alike: bool | None = None  # whether all devices are of one kind; None: unknown
 
+    def regroup(self) -> None:
+        """The communicator has other workers now, who must all compare after the same steps."""
+        self._num_steps, self._are_alike = 0, None
+
     def after_step(self, num_micro_batches: int, numbers: Numbers, step: int) -> None:
         """Called every REPLICA_CHECK_STEPS steps. num_micro_batches: those of rank 0 in this step."""
         self._num_steps += REPLICA_CHECK_STEPS

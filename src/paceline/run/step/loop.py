@@ -492,6 +492,7 @@ class Loop:
         self._planner.regroup(planner_state, previous_ranks)
         self._usual_plan, self._step = (), NO_STEP
         self._may_request_rates = self._can_request_rates()
+        self._replica_check.regroup()
 
     def regroup_report(self, previous_ranks: Sequence[int | None]) -> None:
         """previous_ranks: the ranks in the world that this worker has reported on so far."""
