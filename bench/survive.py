@@ -97,10 +97,10 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def running(commands: Sequence[Command], folder: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """The processes, which are gone after the block with all workers that they started."""
+    """The processes, which are gone after the block, and their workers with them."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        with (folder / "stderr").open("wb") as stderr:
+        with (folder / "stderr").open("ab") as stderr:
             for command in commands:
                 environment = {**os.environ, "OMP_NUM_THREADS": "1", **command.environment}
                 processes.append(
@@ -122,9 +122,18 @@ def running(commands: Sequence[Command], folder: Path) -> Iterator[list[subproce
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for notes in WorkerNotes.of_all(folder):
-            if notes.is_alive:
-                os.kill(notes.pid, signal.SIGKILL)
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Where the workers of a run leave their notes; at its end none of them is left."""
+    with tempfile.TemporaryDirectory(prefix="bench-survive-") as path:
+        try:
+            yield Path(path)
+        finally:
+            for notes in WorkerNotes.of_all(Path(path)):
+                if notes.is_alive:
+                    os.kill(notes.pid, signal.SIGKILL)
 
 
 class Losses:
@@ -140,14 +149,17 @@ class Losses:
         self._wait_for(lambda: len(self._together()) == NUM_WORKERS, f"{NUM_WORKERS} workers that train together")
 
     def kill_one(self) -> None:
-        """A random worker after a random time; returns when a step was completed without it."""
+        self.lose(lambda victim: os.kill(victim.pid, signal.SIGKILL))
+
+    def lose(self, how: Callable[[WorkerNotes], object]) -> None:
+        """Lose a random worker after a random time; returns when a step was completed without it."""
         self.wait_until_whole()
         time.sleep(self._random.uniform(0, MOMENT_S))
         victim = self._random.choice(self._together() or WorkerNotes.of_all(self._folder))
         last = victim.from_end(1)
         assert last is not None
         kill = Kill(time.monotonic(), last.world)
-        os.kill(victim.pid, signal.SIGKILL)
+        how(victim)
         self.kills.append(kill)
         self._wait_for(lambda: self._has_step_after(kill), "a step after a kill")
 
@@ -179,25 +191,15 @@ class Losses:
             time.sleep(POLL_S)
 
 
-# Today nobody takes the place of a lost worker while the others go on.
-KILLS_PER_RUN = {OURS: 1}
-
-
 def lose_workers(name: str, model: str, num_kills: int, source: random.Random) -> list[Cost]:
-    """The costs of so many kills, in as many runs as it takes."""
-    found: list[Cost] = []
-    while len(found) < num_kills:
-        count = min(num_kills - len(found), KILLS_PER_RUN.get(name, num_kills))
-        with tempfile.TemporaryDirectory(prefix="bench-survive-") as path:
-            folder = Path(path)
-            with running(commands_of(name, folder, model), folder) as processes:
-                losses = Losses(folder, processes, source)
-                for _ in range(count):
-                    losses.kill_one()
-                if count > 1:
-                    losses.wait_until_whole()  # so that what was never trained is counted until then
-            found += losses.costs(TASKS[model].global_batch)
-    return found
+    """The costs of so many kills in one run."""
+    with run_folder() as folder:
+        with running(commands_of(name, folder, model), folder) as processes:
+            losses = Losses(folder, processes, source)
+            for _ in range(num_kills):
+                losses.kill_one()
+            losses.wait_until_whole()  # so that what was never trained is counted until then
+        return losses.costs(TASKS[model].global_batch)
 
 
 def p90(values: Sequence[float]) -> float:
@@ -267,12 +269,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--kills", type=int, default=30, help="of each contestant (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=10, help="kills in a contestant's turn (default: %(default)s)")
+    parser.add_argument("--hosts", type=int, default=0, metavar="N", help="cut the link of two hosts N times, too")
     parser.add_argument("--seed", type=int, default=1, help="of victims and moments (default: %(default)s)")
 
 
 def run(options: argparse.Namespace) -> Parts:
     results = {model: measure(model, options) for model in options.models}
     text = f"median over {MEDIAN_GOAL_S:g} s and 90th percentile over {P90_GOAL_S:g} s, the larger, at most"
-    goal = Goal(text, slower_of_goals, 1.0, is_upper=True)
+    goals = dict.fromkeys(results, Goal(text, slower_of_goals, 1.0, is_upper=True))
+    if options.hosts:
+        from bench import survive_hosts
+
+        results[survive_hosts.PART] = survive_hosts.measure(options)
+        goals[survive_hosts.PART] = survive_hosts.GOAL
     settings = {"models": options.models, "kills": options.kills}
-    return Parts("survive", results, dict.fromkeys(results, goal), circumstances(settings))
+    return Parts("survive", results, goals, circumstances(settings))

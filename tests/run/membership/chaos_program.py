@@ -203,6 +203,7 @@ def train(program: Program) -> None:
     folder, faults = Path(program.folder), Faults()
     board = Board(folder / f"board-{os.getpid()}", is_new=True)
     losses, evaluations, samples = (Journal(folder, name) for name in ("losses", "evaluations", "samples"))
+    Journal(folder, "starts").write(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     held_out = vectors(37, seed=9)
     held_out = torch.cat([torch.zeros(37, 1), held_out[0]], 1), held_out[1]
     hurry = str(folder / HURRY_FILE)
@@ -254,6 +255,8 @@ class Outcome:
     def read(cls, program: Program) -> Outcome:
         """`AssertionError` if workers contradict each other, a step is missing, or a sample was not trained once."""
         folder = Path(program.folder)
+        restarts = max(number for (number,) in Journal.read(folder, "starts"))
+        assert restarts == 0, f"all workers were restarted {restarts} times"
         ends = Journal.read(folder, "end")
         assert ends, "no worker reached the end"
         assert len({(own, step) for own, step, _ in ends}) == 1, f"workers ended differently: {[e[:2] for e in ends]}"
