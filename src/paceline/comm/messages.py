@@ -47,7 +47,7 @@ def decided_by_rank_0(decide: Callable[[], Any], communicator: Communicator) -> 
     """The JSON value that `decide` returns on rank 0. If it raises there, every worker raises."""
     answer: dict[str, Any] = {}
     failure: Exception | None = None
-    if communicator.world.is_main:
+    if communicator.world.rank == 0:
         try:
             answer["value"] = decide()
         except Exception as error:

@@ -71,7 +71,9 @@ class SharedMemoryCommunicator:
 
     def abort(self) -> None:
         if self._peers.segments:  # not closed
-            self._fail(CommunicationError("the exchange was aborted"))
+            self._peers.abort()
+            if self._bridge is not None:
+                self._bridge.stop()
 
     def close(self) -> None:
         if self._bridge is not None:

@@ -87,6 +87,7 @@ class LocalPeers:
         self._pidfds: dict[int, int] = {}
         self._peers: dict[int, Segment] = {}
         self.segments: list[Segment] = []
+        self._is_aborted = False
         # Spinning would take the cores from the network's threads, or from peers where workers outnumber the cores.
         can_spin = len(ranks) == world.size and len(os.sched_getaffinity(0)) >= len(ranks)
         self._spin_s = self._max_spin_s = SPIN_S if can_spin else 0.0
@@ -159,8 +160,8 @@ class LocalPeers:
                     signal, lost = segment.signal.value, self.lost()
                     if is_ready(segment):
                         break
-                    if self.own.state != State.OPEN:  # aborted by another thread
-                        raise CommunicationError(f"rank {self.world.rank} in {call}: {self.own.reason}")
+                    if self._is_aborted:
+                        raise CommunicationError(f"{call} was aborted on rank {self.world.rank}")
                     if lost or monotonic() > deadline:
                         missing = [rank for rank, each in segments.items() if not is_ready(each)]
                         self._raise_if_lost(missing, lost, call)
@@ -206,6 +207,11 @@ class LocalPeers:
         """Tell the peers: after a failed exchange the content of the buffers is unknown."""
         state = State.TIMED_OUT if isinstance(error, CommunicationTimeout) else State.FAILED
         self.own.end(state, str(error) or type(error).__name__)
+
+    def abort(self) -> None:
+        """Fail the waits of this worker and of its peers. Called from any thread."""
+        self._is_aborted = True
+        self.fail(CommunicationError("the exchange was aborted"))
 
     def close(self) -> None:
         if self.segments:

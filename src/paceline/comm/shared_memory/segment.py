@@ -22,14 +22,12 @@ import secrets
 import sys
 import threading
 from contextlib import suppress
-from ctypes import c_int, c_uint, c_void_p
+from ctypes import c_int, c_long, c_uint, c_uint32, c_void_p
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-
-from paceline.core.futex import Futex
 
 PAGE_BYTES = mmap.PAGESIZE
 NUM_RECORDS = 256
@@ -46,6 +44,9 @@ _MIN_FILE_BYTES = 2 * HUGE_PAGE_BYTES + _BUFFERS_OFFSET
 _TOKEN, _NUM_CALLS, _ACTIVE_CALL, _NUM_COMPLETED, _STATE, _SIGNAL = range(6)
 _REASON_OFFSET = 512
 
+_SYS_FUTEX = 202
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_ALL_WAITERS = 2**31 - 1
 _SEM_BYTES = 32
 
 
@@ -67,6 +68,29 @@ class State(IntEnum):
     CLOSED = 1
     FAILED = 2
     TIMED_OUT = 3
+
+
+class Futex:
+    """A 32-bit counter in shared memory on which other threads and processes can sleep."""
+
+    def __init__(self, memory: memoryview, offset: int) -> None:
+        self._word = c_uint32.from_buffer(memory, offset)
+        self._address = ctypes.addressof(self._word)
+
+    @property
+    def value(self) -> int:
+        return self._word.value
+
+    def increment(self) -> None:
+        """Always wakes the sleepers: knowing whether there are any would take a memory fence, which Python lacks."""
+        self._word.value += 1
+        _futex_wake(_SYS_FUTEX, self._address, _FUTEX_WAKE, _ALL_WAITERS, None, None, 0)
+
+    def sleep(self, value: int, timeout_s: float) -> None:
+        """Return when the counter differs from `value`, or after `timeout_s`; may return early."""
+        seconds = int(timeout_s)
+        limit = _Timespec(seconds, int(1e9 * (timeout_s - seconds)))
+        _futex_wait(_SYS_FUTEX, self._address, _FUTEX_WAIT, value, ctypes.addressof(limit), None, 0)
 
 
 class Segment:
@@ -259,8 +283,14 @@ def _map(fd: int) -> tuple[mmap.mmap, int]:
     return mmap.mmap(fd, nbytes, offset=start), HUGE_PAGE_BYTES - start
 
 
-# These calls return immediately. Keeping the GIL in them is faster.
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", c_long), ("nanoseconds", c_long))
+
+
+# Calls that return immediately keep the GIL, which is faster; the one that sleeps releases it.
 _libc = ctypes.PyDLL(None)
 _sem_trywait, _sem_post, _sem_init = _libc.sem_trywait, _libc.sem_post, _libc.sem_init
 _sem_trywait.argtypes = _sem_post.argtypes = (c_void_p,)
 _sem_init.argtypes = (c_void_p, c_int, c_uint)
+_futex_wake, _futex_wait = _libc.syscall, ctypes.CDLL(None).syscall
+_futex_wake.argtypes = _futex_wait.argtypes = (c_long, c_void_p, c_int, c_uint32, c_void_p, c_void_p, c_int)

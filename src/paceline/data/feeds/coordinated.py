@@ -137,6 +137,7 @@ class CoordinatedFeed:
     def reconnect(self) -> None:
         # What was read ahead was planned for other workers, and a stream's readers are ahead of the position.
         self.close()
+        self._epochs.reconnect()
         self._open()
 
     def close(self) -> None:

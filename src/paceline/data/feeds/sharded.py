@@ -91,6 +91,11 @@ class Epochs:
         self._kept.append(self._make_epoch(number))
         return self._kept[-1]
 
+    def reconnect(self) -> None:
+        """There are other workers now: a collective order is drawn again, the same, by all of them."""
+        if self._is_collective:
+            self._kept.clear()
+
     def known(self, number: int) -> Epoch | None:
         """The epoch, or None if its order is not known before it begins."""
         if self._is_collective and all(epoch.number != number for epoch in self._kept):
@@ -146,6 +151,8 @@ class ShardedFeed:
 
     def reconnect(self) -> None:
         self._rank = self._communicator.world.rank
+        self._epochs.reconnect()
+        self._epoch = None
 
     def close(self) -> None:
         if self._prefetcher is not None:

@@ -5,7 +5,6 @@ Imports no torch, for launchers.
 
     newest      the number of the newest generation
     intact      generations below this number have lost a member: their exchanges never complete
-    signal      a futex, incremented after each change of the two above
     slot rows   the worker's activity, a count of what it has begun, its completed steps, the generation it is in
 """
 
@@ -15,10 +14,9 @@ import mmap
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.core.futex import Futex
 from paceline.run.membership.generation import Generation
 
-_NEWEST, _INTACT, _SIGNAL = range(3)
+_NEWEST, _INTACT = range(2)
 _HEADER_WORDS, _ROW_WORDS = 8, 8  # a cache line each
 _ACTIVITY, _TICKS, _STEPS, _ENTERED = range(4)  # _ENTERED: a generation's number + 1
 
@@ -40,7 +38,6 @@ class Board:
         with path.open("r+b") as file:
             self._memory = memoryview(mmap.mmap(file.fileno(), 0))
         self._words = self._memory.cast("Q")
-        self._signal = Futex(self._memory, 8 * _SIGNAL)
 
     @classmethod
     def create(cls, path: Path, num_slots: int) -> Board:
@@ -55,7 +52,6 @@ class Board:
         if generation.is_urgent:
             self._words[_INTACT] = generation.number
         self._words[_NEWEST] = generation.number
-        self._signal.increment()
 
     def clear(self, slot: int) -> None:
         """Before a replacement is started."""
@@ -84,16 +80,6 @@ class Board:
     @property
     def intact(self) -> int:
         return self._words[_INTACT]
-
-    def wait_for_news(self, known: int, timeout_s: float) -> None:
-        """Return when another generation than `known` is the newest, or after `timeout_s`; may return early."""
-        signal = self._signal.value
-        if self.newest == known:
-            self._signal.sleep(signal, timeout_s)
-
-    def wake(self) -> None:
-        """Let all `wait_for_news` return early."""
-        self._signal.wake()
 
     def row(self, slot: int) -> Row:
         return Row(self._words[self._row(slot) : self._row(slot) + _ROW_WORDS])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -26,6 +25,10 @@ if TYPE_CHECKING:
 # worker within milliseconds and a lost node within a second or two. Without an announcement the failure was not a loss,
 # or too few members are left.
 NEWS_WAIT_S = 6.0
+
+
+# How often a thread looks whether the exchange in progress must be aborted. Shared memory notices a loss earlier.
+WATCH_S = 0.05
 
 
 class LeftRun(SystemExit):
@@ -60,7 +63,7 @@ class ElasticCommunicator:
             self._inner = connect(self.world, backend, timeout_s, membership.meeting_point(self.generation))
         self._links: list[Callable[[], None]] = []  # abort the connections beside this one
         self._lock = threading.Lock()  # of the four above: the watcher aborts the generation that has ended, no other
-        self._is_closed = False
+        self._is_closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="paceline membership", daemon=True)
         self._watcher.start()
 
@@ -86,10 +89,7 @@ class ElasticCommunicator:
         """Raise `GenerationEnded` if the exchange failed because a member was lost and the run goes on."""
         if isinstance(error, CommunicationTimeout) or not self.can_recover:
             raise error
-        membership, deadline_s = self.membership, monotonic() + NEWS_WAIT_S
-        while not membership.is_broken(self.generation) and (left_s := deadline_s - monotonic()) > 0:
-            membership.board.wait_for_news(membership.board.newest, min(left_s, 0.1))
-        if not membership.is_broken(self.generation):
+        if not self.membership.wait_for_loss(self.generation, NEWS_WAIT_S):
             raise error
         raise GenerationEnded(str(error)) from error
 
@@ -146,23 +146,20 @@ class ElasticCommunicator:
         self._inner.abort()
 
     def close(self) -> None:
-        self._is_closed, self.can_recover = True, False
-        while self._watcher.is_alive():
-            self.membership.board.wake()
-            self._watcher.join(0.005)
+        self._is_closed.set()
+        self.can_recover = False
+        self._watcher.join()
         self._inner.close()
 
     def _watch(self) -> None:
         """Abort exchanges that wait for a lost member: not every transport notices a loss by itself."""
-        board, aborted = self.membership.board, -1
-        while not self._is_closed:
-            newest = board.newest
+        aborted = -1
+        while not self._is_closed.wait(WATCH_S):
             with self._lock:
                 if self.membership.is_broken(self.generation) and aborted < self.generation.number:
                     aborted = self.generation.number
                     with suppress(RuntimeError, OSError):  # closed meanwhile
                         self.abort()
-            board.wait_for_news(newest, 1.0)
 
 
 class _Interruptible:

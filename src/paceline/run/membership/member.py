@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CommunicationError
 from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE
-from paceline.core.world import World
 from paceline.run.membership.board import Board
 from paceline.run.membership.generation import Generation, Member
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # both import torch, and launchers import this module
     from paceline.comm.rendezvous import MeetingPoint
+    from paceline.core.world import World
+
+POLL_S = 0.002
 
 BOARD_FILE = "board"
 GENERATION_FILE = "generation"
@@ -47,10 +50,11 @@ class Membership:
 
     def wait_for_newer(self, generation: Generation, limit_s: float) -> bool:
         """Whether another generation was announced within `limit_s`."""
-        deadline_s = monotonic() + limit_s
-        while self.board.newest == generation.number and (left_s := deadline_s - monotonic()) > 0:
-            self.board.wait_for_news(generation.number, min(left_s, 1.0))
-        return self.board.newest != generation.number
+        return _comes_true(lambda: self.board.newest != generation.number, limit_s)
+
+    def wait_for_loss(self, generation: Generation, limit_s: float) -> bool:
+        """Whether the agent has announced within `limit_s` that the others go on without a member of the generation."""
+        return _comes_true(lambda: self.is_broken(generation), limit_s)
 
     def ask_to_leave(self, member: Member) -> None:
         """Let a member of this node leave the run after a step."""
@@ -76,7 +80,6 @@ class Membership:
 
     def meeting_point(self, generation: Generation) -> MeetingPoint:
         """Where the members of a generation find each other."""
-        # Imported here: launchers import this module.
         from paceline.comm.rendezvous import MeetingPoint, generation_store
 
         def check() -> None:
@@ -84,3 +87,12 @@ class Membership:
                 raise CommunicationError(f"generation {generation.number} ended while its members connected")
 
         return MeetingPoint(generation_store(generation.number), check)
+
+
+def _comes_true(condition: Callable[[], bool], limit_s: float) -> bool:
+    deadline_s = monotonic() + limit_s
+    while not condition():
+        if monotonic() > deadline_s:
+            return False
+        sleep(POLL_S)
+    return True
