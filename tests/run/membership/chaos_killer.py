@@ -98,6 +98,7 @@ class Killer:
         self._seen, self._seen_s = (0, 0), time.monotonic()
 
     def __enter__(self) -> Killer:
+        self._seen_s = time.monotonic()
         self._thread.start()
         return self
 
