@@ -554,6 +554,15 @@ class Trainer:
         """
         self.run.checkpointer.request(Decision.STOP)
 
+    def request_leave(self, rank: int) -> None:
+        """Have the worker with this rank leave the run after one of the next steps; the others go on.
+
+        From any worker and any thread, in a run whose workers may change; see `paceline.launch(min_workers=...)`.
+        """
+        if self.run.rejoining is None:
+            raise MisuseError("the workers of this run cannot leave: start it with min_workers, or --min-workers")
+        self.run.rejoining.ask_to_leave(rank)
+
     def close(self) -> None:
         """End the run: write a last checkpoint, unless an error is being handled, and release all resources.
 

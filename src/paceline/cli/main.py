@@ -15,7 +15,7 @@ from paceline.cli.commands import CommandError, add_command, add_group, execute,
 from paceline.core.errors import WorkerError
 from paceline.run.launching import launch, worker
 from paceline.run.launching.allocator import restart_with_allocator_settings
-from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError
+from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError, keep_store
 from paceline.run.launching.worker import STOPPED_EXIT_CODE
 from paceline.run.saving.stopping import Stopped
 
@@ -33,8 +33,11 @@ Options of paceline come before SCRIPT. Everything after it is passed to the
 script. On several machines, use the same command on each; HOST is one of
 them. The exit codes are those of `paceline train`.
 """
-# In the order of the help text. `run` and `config` are in this file, every other one in the module of its name.
-_COMMANDS = ("init", "train", "run", "config", "logs", "timeline", "runs", "checkpoints", "devices", "completion")
+# In the order of the help text. `run`, `rendezvous` and `config` are in this file, every other one in the module of its
+# name.
+_COMMANDS = (
+    "init", "train", "run", "rendezvous", "config", "logs", "timeline", "runs", "checkpoints", "devices", "completion"
+)  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if others:
         options.overrides += others
     # The output of workers is passed on unchanged. Other commands print the content of files.
-    return int(options.run(options)) if arguments[0] in ("run", "train") else execute(options)
+    return int(options.run(options)) if arguments[0] in ("run", "train", "rendezvous") else execute(options)
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -69,7 +72,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    own = {"run": _add_run, "config": _add_config}
+    own = {"run": _add_run, "rendezvous": _add_rendezvous, "config": _add_config}
     for name in [command] if command in _COMMANDS else _COMMANDS:
         add_parser = own.get(name) or import_module(f"paceline.cli.{name}").add_parser
         add_parser(commands)
@@ -125,6 +128,31 @@ def _add_run(commands: Any) -> None:
     arguments = add("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     arguments.required = False  # otherwise argparse lists it among the missing arguments
     parser.set_defaults(run=partial(_run, parser))
+
+
+def _add_rendezvous(commands: Any) -> None:
+    summary = "keep the rendezvous of machines that come and go"
+    note = (
+        "The nodes of `paceline run --nodes MIN:MAX --address HOST:PORT` find each other here. Without this command "
+        "the first node keeps the rendezvous, and the run ends with that node."
+    )
+    parser = add_command(commands, "rendezvous", summary, note, examples=("--address HOST:29500",))
+    what = "an address of this machine that all nodes can reach, and a free port"
+    parser.add_argument("--address", metavar="HOST:PORT", required=True, help=what)
+    parser.set_defaults(run=partial(_rendezvous, parser))
+
+
+def _rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    try:
+        keep_store(options.address)
+    except ValueError as error:
+        parser.error(str(error))
+    except NodesError as error:
+        print(f"paceline rendezvous: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
 
 
 def _nodes(text: str) -> tuple[int, int]:

@@ -204,10 +204,23 @@ def generation_store(number: int) -> Any:
     On one host each generation has its own file: a worker that was killed may have left a half-written entry in the one
     before.
     """
-    purpose = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/{_start_name()}/generation-{number}"
+    purpose = f"{_run_id()}/{_start_name()}/generation-{number}"
     if path := os.environ.get(STORE_VARIABLE):
         return private_store(dist.FileStore(f"{path}-{number}", -1), None, purpose)  # type: ignore[attr-defined]
-    return private_store(_agent_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), run_secret(), purpose)
+    return private_store(_agent_store(), run_secret(), purpose)
+
+
+def nodes_store() -> Any:
+    """The store of the agents of several nodes, for a worker of one of them."""
+    return private_store(_agent_store(), run_secret(), nodes_purpose(_run_id()))
+
+
+def nodes_purpose(run_id: str) -> str:
+    return f"{run_id}/nodes"
+
+
+def _run_id() -> str:
+    return os.environ.get("TORCHELASTIC_RUN_ID", "run")
 
 
 def _start_name() -> str:
@@ -216,7 +229,8 @@ def _start_name() -> str:
 
 
 @lru_cache(maxsize=1)
-def _agent_store(host: str, port: int) -> Any:
+def _agent_store() -> Any:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, timeout=timedelta(seconds=JOIN_TIMEOUT_S))  # type: ignore[attr-defined]
 
 

@@ -5,9 +5,10 @@ several times a second, in a thread, because a broken link can block it. A gener
 its number; there is no leader. A node that loses contact with the store ends its workers: the others go on without it,
 and the same command lets it join again.
 
-    over                    the run has ended; the next launch at this address begins another
-    node-I                  the record of node I
-    generation-N            the N-th generation, written once
+    over            the run has ended; the next launch at this address begins another
+    node-I          the record of node I
+    generation-N    the N-th generation, written once
+    leave-M         member M is asked to leave
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from paceline.run.launching.nodes import (
     worker_environment,
 )
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure
-from paceline.run.membership.generation import Generation
+from paceline.run.membership.generation import Generation, Member
+from paceline.run.membership.member import leave_key
 from paceline.run.membership.roster import Report
 
 # A node is lost after this long without a heartbeat.
@@ -38,7 +40,7 @@ LOST_S = 1.5
 # How long the node with the store waits at its end for the others.
 LEAVE_S = 30.0
 # A store that is unreachable blocks the thread. It is lost after this long.
-STORE_LOST_S = 3.0
+STORE_LOST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,12 @@ class ElasticNodes:
         self._nodes = nodes
         self._store_error = ""
         self._heard_s: dict[int, float] = {}  # when the record of a peer last changed
-        self._contact_s = time.monotonic()  # when the store last answered
         self._num_heartbeats = 0
         self._proposed: list[Generation] = []
         # Replaced by the thread, and never modified.
         self._peers: dict[int, _Record] = {}
         self._decided: tuple[Generation, ...] = ()
+        self._asked: frozenset[Member] = frozenset()
         self._has_news = threading.Event()
         shared_store, self._hosts_store, address = open_store(nodes)
         self._store, self.run_id = _run_of(shared_store, nodes)
@@ -96,6 +98,7 @@ class ElasticNodes:
         self.environment = worker_environment(nodes, address, shared_store.port)
         self.num_workers_here = num_workers
         self._own = _Record(self.name, num_workers, options)
+        self._contact_s = time.monotonic()  # when the store last answered
         self._thread = threading.Thread(target=self._exchange_all, name="paceline-nodes", daemon=True)
         self._thread.start()
         try:
@@ -152,6 +155,10 @@ class ElasticNodes:
     def propose(self, generation: Generation) -> None:
         self._proposed = [*self._proposed, generation]
         self._has_news.set()
+
+    def asked_to_leave(self) -> frozenset[Member]:
+        """The members of this node that a worker of another node has asked to leave."""
+        return self._asked
 
     def decided(self, after: int) -> list[Generation]:
         """The generations that were decided after number `after`."""
@@ -243,6 +250,8 @@ class ElasticNodes:
                 if index not in self._peers or record.heartbeat != self._peers[index].heartbeat:
                     self._heard_s[index] = time.monotonic()
                     self._peers = {**self._peers, index: record}
+        here = own.report.entered
+        self._asked = frozenset(member for member in here if store.check([leave_key(member)]))
         self._contact_s = time.monotonic()
         if not own.has_left:
             return False
@@ -265,7 +274,7 @@ class ElasticNodes:
 
 def _run_of(shared_store: Any, nodes: Nodes) -> tuple[Any, str]:
     """The part of the store for the current run, and its name. A store that outlives a run serves the next one."""
-    from paceline.comm.rendezvous import private_store
+    from paceline.comm.rendezvous import nodes_purpose, private_store
 
     secret = nodes.secret()
     if secret is None:
@@ -273,7 +282,7 @@ def _run_of(shared_store: Any, nodes: Nodes) -> tuple[Any, str]:
     number = 0
     while True:
         run_id = f"run-{number}"
-        store = private_store(shared_store, secret, f"{run_id}/nodes")
+        store = private_store(shared_store, secret, nodes_purpose(run_id))
         if not store.check(["over"]):
             return store, run_id
         number += 1

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.run.launching import worker
@@ -172,6 +173,8 @@ def launch_workers(
     with run_folder() as folder:
         save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs)
         _run_workers(folder, options, on_poll=on_poll)
+        if not (folder / worker.RESULT_FILE).exists():
+            raise WorkerError("rank 0 died when the work was done, before it had returned its result")
         return worker.load(folder / worker.RESULT_FILE)
 
 

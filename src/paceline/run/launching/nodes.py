@@ -342,6 +342,22 @@ def open_store(nodes: Nodes) -> tuple[Any, bool, str]:
     return connected[0], False, own_address
 
 
+def keep_store(address: str) -> None:
+    """Keep the rendezvous of other nodes at this address of this machine, until interrupted; for `--nodes MIN:MAX`."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = Nodes(1, address, max_num=2).host_and_port
+    if (listener := _listen(host, port)) is None:
+        raise NodesError(f"cannot listen at {address}: choose an address of this machine and a free port")
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    print(f"paceline: keeping the rendezvous at {address}; press Ctrl-C to end", file=sys.stderr)
+    try:
+        while True:
+            time.sleep(3600)
+    finally:
+        del store
+
+
 def _listen(host: str, port: int) -> socket.socket | None:
     """Listen at this address alone (torch would listen at all addresses); None if it is not ours, or is in use."""
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):

@@ -35,6 +35,7 @@ STOPPED_S = 10.0
 MAX_LOOK_S = 1.0
 STACK_WAIT_S = 0.5
 MAX_BACK_OFF_S = 30.0
+FINISH_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class Council(Protocol):
     def decided(self, after: int) -> list[Generation]:
         """The generations that were decided after number `after`."""
 
+    def asked_to_leave(self) -> frozenset[Member]:
+        """The members of this node that other nodes have asked to leave."""
+
 
 class SingleNode:
     """The council of one node: what it proposes is decided."""
@@ -95,6 +99,9 @@ class SingleNode:
 
     def decided(self, after: int) -> list[Generation]:
         return [self._newest] if self._newest.number > after else []
+
+    def asked_to_leave(self) -> frozenset[Member]:
+        return frozenset()
 
 
 class Supervisor:
@@ -120,6 +127,7 @@ class Supervisor:
         folder.mkdir(exist_ok=True)
         self._board = Board.create(folder / BOARD_FILE, len(slots))
         self._lost: dict[Member, str] = {}
+        self._finished_s: dict[Member, float] = {}  # when members have ended because their work is done
         self._leaving: dict[Member, str] = {}
         self._deaths: Counter[tuple[int, int]] = Counter()  # by slot and step
         self._num_replaced = 0
@@ -132,8 +140,7 @@ class Supervisor:
         """A worker has ended. If the others go on without it, its exit becomes `LEFT`."""
         member = self._slots[slot].member
         if ended.kind is ExitKind.DONE:
-            self._lost[member] = "has finished"
-            self._advance()
+            self._finished_s[member] = time.monotonic()
             return ended
         if ended.kind is ExitKind.LEFT:
             print(f"paceline: {ended.message}: {self._num_members} workers go on", file=sys.stderr)
@@ -163,8 +170,9 @@ class Supervisor:
         gone = {**self._lost, lost: "died"}
         gone |= {member: lost_nodes[member.node] for member in self.generation.members if member.node in lost_nodes}
         is_set_up = self.generation.number > 0 or is_entered_by_all(self.generation, reports, gone)
-        left = [member for member in self.generation.members if member not in gone]
-        return is_set_up and len(left) >= self._options.min_workers
+        left = [member for member in self.generation.members if member not in {*gone, *self._finished_s}]
+        is_over = bool(self._finished_s) and not left
+        return is_over or (is_set_up and len(left) >= self._options.min_workers)
 
     @property
     def _num_members(self) -> int:
@@ -174,19 +182,26 @@ class Supervisor:
     def is_over(self) -> bool:
         """Whether only workers are left that have not joined: there is nothing left to join."""
         reports, lost_nodes = self._council.share(self._report())
-        lost = {member for report in reports.values() for member in report.lost}
+        lost = {member for report in reports.values() for member in report.lost} | self._finished_s.keys()
         return all(member in lost or member.node in lost_nodes for member in self.generation.members)
 
     def leave(self) -> None:
         """Let all workers of this node leave after a step."""
         for slot in self._slots.values():
-            self._leaving.setdefault(slot.member, f"rank {self._first_rank + slot.member.slot} was asked to leave")
+            self._leaving[slot.member] = self._asked_to_leave(slot.member)
+
+    def _asked_to_leave(self, member: Member) -> str:
+        return f"rank {self._first_rank + member.slot} was asked to leave"
 
     def poll(self) -> None:
         """Called several times a second: let workers join and leave, start replacements, end stalled workers."""
+        # Workers end one after the other. If one is still there later, a loss has kept it from learning of the end.
+        late_s = time.monotonic() - FINISH_S
+        self._lost |= {member: "it has finished" for member, at_s in self._finished_s.items() if at_s < late_s}
+        asked = self._council.asked_to_leave()
         for slot in self._slots.values():
-            if leave_file(self._folder, slot.member).exists():
-                self._leaving.setdefault(slot.member, f"rank {self._first_rank + slot.member.slot} was asked to leave")
+            if slot.member in asked or leave_file(self._folder, slot.member).exists():
+                self._leaving[slot.member] = self._asked_to_leave(slot.member)
         self._advance()
         now_s = time.monotonic()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, MAX_LOOK_S), now_s
@@ -212,7 +227,8 @@ class Supervisor:
         self._board.announce(generation)
 
     def _report(self) -> Report:
-        alive = {number: slot.member for number, slot in self._slots.items() if slot.member not in self._lost}
+        gone = {*self._lost, *self._finished_s}
+        alive = {number: slot.member for number, slot in self._slots.items() if slot.member not in gone}
         ready = {member for number, member in alive.items() if self._board.activity(number) is Activity.READY}
         entered = {member: self._board.entered(number) for number, member in alive.items()}
         return Report(dict(self._lost), dict(self._leaving), frozenset(ready), entered)

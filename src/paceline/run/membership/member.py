@@ -29,6 +29,11 @@ def leave_file(folder: Path, member: Member) -> Path:
     return folder / f"leave-{member.slot}-{member.start}"
 
 
+def leave_key(member: Member) -> str:
+    """Of the same request to the agent of another node, in the store of the agents."""
+    return f"leave-{member}"
+
+
 class Membership:
     """This process as a member of its run."""
 
@@ -57,8 +62,13 @@ class Membership:
         return _comes_true(lambda: self.is_broken(generation), limit_s)
 
     def ask_to_leave(self, member: Member) -> None:
-        """Let a member of this node leave the run after a step."""
-        leave_file(self._folder, member).touch()
+        """Let a member leave the run after a step."""
+        if member.node == self.member.node:
+            leave_file(self._folder, member).touch()
+        else:
+            from paceline.comm.rendezvous import nodes_store
+
+            nodes_store().set(leave_key(member), "1")
 
     def is_broken(self, generation: Generation) -> bool:
         """Whether a member of the generation was lost."""

@@ -115,6 +115,15 @@ class Rejoining:
             self._is_operating = False
             self._row.enter(before)
 
+    def ask_to_leave(self, rank: int) -> None:
+        """Let the worker with this rank leave after one of the next steps. Called in any thread."""
+        members = self._communicator.generation.members
+        if not 0 <= rank < len(members):
+            raise ValueError(f"rank={rank} is not in a world of {len(members)}: choose 0 <= rank < {len(members)}")
+        if len(members) == 1:
+            raise ValueError("the only worker cannot leave: stop the run instead")
+        self._communicator.membership.ask_to_leave(members[rank])
+
     def rejoin(self, error: BaseException | None) -> None:
         """An exchange failed with this error, or a change is due: return when the run can go on, or raise the error."""
         before, began_s = self._communicator.generation, monotonic()
