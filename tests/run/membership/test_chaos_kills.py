@@ -1,7 +1,8 @@
 """Kill anything, at any moment: the run that ends is the one that was never disturbed, bit for bit.
 
 Twenty kills in every test run, a thousand in `make soak`. A seed decides what is lost, how and when, as far as the
-machine is repeatable: `PACELINE_CHAOS=SEED pytest tests/run/membership -k chosen`.
+machine is repeatable: `PACELINE_CHAOS=7 PACELINE_CHAOS_KILLS=100 PACELINE_CHAOS_VARIANTS=stream,readers pytest -s -m soak
+tests/run/membership/test_chaos_kills.py`.
 """
 
 from __future__ import annotations
