@@ -1,6 +1,6 @@
 """Steps per second of models so small that everything beside the arithmetic counts.
 
-one: `dp_train` with one replica on iris-like flowers (4-32-3, one sample per replica and step, Adam), against a loop
+one: `dp_train` with one replica on the irises (4-32-3, one sample per replica and step, Adam), against a loop
 written by hand in torch with its fused Adam.
 two: two replicas on two workers, against the sequential loop by hand: the gradients of both samples one after the
 other, their mean, one step.
@@ -55,10 +55,10 @@ class Task:
 def flowers() -> list[Sample]:
     sys.path.insert(0, str(EXAMPLES))
     try:
-        iris_like = importlib.import_module("iris_like")
+        iris = importlib.import_module("iris")
     finally:
         sys.path.remove(str(EXAMPLES))
-    measurements, labels = map(torch.from_numpy, iris_like.make_flowers())
+    measurements, labels = map(torch.from_numpy, iris.load_iris())
     return list(zip(measurements, labels, strict=True))
 
 

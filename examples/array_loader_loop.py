@@ -12,7 +12,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from iris_like import make_flowers
+from iris import load_iris
 from torch import nn
 
 import paceline as pl
@@ -28,7 +28,7 @@ def accuracy(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torc
 
 
 def main() -> int:
-    x, y = make_flowers()
+    x, y = load_iris()
     with pl.Trainer.setup(
         build_model,
         lambda params: torch.optim.Adam(params, lr=1e-2),

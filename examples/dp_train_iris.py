@@ -12,7 +12,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from iris_like import make_flowers
+from iris import load_iris
 from torch import nn
 
 import paceline as pl
@@ -23,8 +23,8 @@ def make_model() -> nn.Module:
 
 
 def main() -> int:
-    measurements, labels = (torch.from_numpy(array) for array in make_flowers())
-    # dp_train takes the samples in the order given, so they should be mixed already (make_flowers does that).
+    measurements, labels = (torch.from_numpy(array) for array in load_iris())
+    # dp_train takes the samples in the order given, so they should be mixed already (load_iris does that).
     samples = [{"x": x, "y": y} for x, y in zip(measurements, labels, strict=True)]
 
     result = pl.dp_train(

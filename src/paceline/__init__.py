@@ -24,6 +24,7 @@ _HOMES = {
     "Optimization": "paceline.run.settings",
     "PacelineError": "paceline.core.errors",
     "PerWorker": "paceline.data.sources.batches",
+    "Recording": "paceline.api.recording",
     "Runtime": "paceline.run.settings",
     "StepRecord": "paceline.run.step.loop",
     "Trainer": "paceline.api.trainer",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from paceline.api.ddp import Ddp as Ddp
     from paceline.api.dp_train import dp_train as dp_train
     from paceline.api.early_stopping import EarlyStopping as EarlyStopping
+    from paceline.api.recording import Recording as Recording
     from paceline.api.trainer import Trainer as Trainer
     from paceline.core.errors import PacelineError as PacelineError
     from paceline.core.world import World as World

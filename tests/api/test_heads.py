@@ -115,6 +115,16 @@ def test_el_che_takes_heads_too() -> None:
         assert "class" in trainer.predict((X, Y))
 
 
+class NoLoss(nn.Linear):
+    """Takes labels and gives no loss."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 2)
+
+    def forward(self, x: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        return super().forward(x)
+
+
 def test_a_loss_that_is_not_there_is_named() -> None:
     with (
         pl.Trainer.setup(mlp, sgd, **grouped(**SETTINGS)) as trainer,
@@ -124,9 +134,9 @@ def test_a_loss_that_is_not_there_is_named() -> None:
     ):
         trainer.loss((X, Y))
     with (
-        pl.Trainer.setup_head(mlp, sgd, **grouped(**SETTINGS)) as trainer,
+        pl.Trainer.setup_head(NoLoss, sgd, **grouped(**SETTINGS)) as trainer,
         pytest.raises(
-            pl.errors.MisuseError, match=r"the head, a Sequential, gave no loss: it needs compute_loss\(batch\), or"
+            pl.errors.MisuseError, match=r"the head, a NoLoss, gave no loss: it needs compute_loss\(batch\), or"
         ),
     ):
         trainer.loss(X)
@@ -240,3 +250,61 @@ def test_batches_without_labels_have_no_loss() -> None:
         ):
             train(trainer)
         assert trainer.predict(unlabelled).logits.shape == (20, NUM_CLASSES)
+
+
+class Pipeline:
+    """Neither a module nor an object with parameters(): it has its network as an attribute."""
+
+    def __init__(self) -> None:
+        self.model = mlp()
+        self.tokenizer = "some tokenizer"
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(self.model(batch.x), batch.y)
+
+    def predict(self, batch: Any) -> torch.Tensor:
+        return self.model(batch.x).argmax(1)
+
+
+class CallablePipeline:
+    """Not taken for a function that builds a model."""
+
+    def __init__(self) -> None:
+        self.network = mlp()
+        self.tokenizer = "some tokenizer"
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(self.network(batch.x), batch.y)
+
+    def predict(self, batch: Any) -> torch.Tensor:
+        return self(batch).argmax(1)
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        return self.network(batch.x)
+
+
+@pytest.mark.parametrize("make", [Pipeline, CallablePipeline])
+@pytest.mark.parametrize("is_built", [False, True])
+def test_a_wrapper_is_trained_through_the_module_that_it_has(make: Any, is_built: bool) -> None:
+    torch.manual_seed(0)
+    with pl.Trainer.setup_head(make() if is_built else make, sgd, **grouped(**SETTINGS)) as trainer:
+        losses = train(trainer, epochs=3)
+        assert losses[-1] < losses[0]
+        assert isinstance(trainer.unwrapped_model, make)
+        assert trainer.model.tokenizer == "some tokenizer"
+        assert trainer.predict((X, Y)).shape == (24,)
+        if not is_built:
+            assert digest([p.detach() for p in trainer.model.parameters()]) != digest(list(mlp().parameters()))
+
+
+def test_a_wrapper_trains_as_its_module_would() -> None:
+    with pl.Trainer.setup_head(Pipeline, sgd, **grouped(**SETTINGS)) as trainer:
+        train(trainer)
+        assert digest([p.detach() for p in trainer.model.parameters()]) == by_hand()
+
+
+@pytest.mark.parametrize("head", [mlp, lambda: torch.compile(mlp(), backend="eager")])
+@pytest.mark.parametrize("settings", [{}, {"weight_fn": len}])
+def test_a_head_without_a_loss_is_an_error_at_set_up(head: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"the head is a Sequential, which has neither compute_loss\(batch\) nor"):
+        pl.Trainer.setup_head(head, sgd, **grouped(**SETTINGS, **settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,8 @@ def test_a_bad_knob_is_found_at_once() -> None:
         pl.compat.flodl.DdpConfig(max_anchor=-1)
     with pytest.raises(ValueError, match="overhead_target=0 is not a part of compute time"):
         pl.compat.flodl.DdpConfig(overhead_target=0)
+
+
+def test_b10_a_timeline_is_recorded(tmp_path: Path) -> None:
+    shares_of(pl.compat.flodl.DdpConfig(timeline=tmp_path / "timeline"))
+    assert pl.reports.Timeline.load(tmp_path).summary().workers[0].num_steps > 0

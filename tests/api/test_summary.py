@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +15,11 @@ from models import mlp, vectors
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.api.summary import summary
+from paceline.api.summary import _cost_without_direct_path, missing_paths, summary
+from paceline.comm import connect
+from paceline.core import usable_devices
+from paceline.core.usable_devices import LEFT_OUT_VARIABLE, left_out
+from paceline.core.world import World, choose_device, devices
 from paceline.run.assemble import _check_device
 
 H200, OLD = "NVIDIA H200 (140 GB)", "NVIDIA GeForce GTX 1060 (6 GB)"
@@ -27,7 +35,7 @@ CPU = "CPU (2 cores, 1 thread each)"
         ([("a", "cuda:0", H200), ("b", "cuda:0", H200)], f"2 workers | {H200} x 2 (2 hosts)"),
         (
             [("a", "cuda:0", OLD), ("a", "cuda:1", H200), ("a", "cuda:2", H200)],
-            f"3 workers | {OLD}, {H200} x 2 (1 host)",
+            f"3 workers | {OLD}, {H200} x 2 (1 host) | unlike devices",
         ),
         # Workers that share a device.
         ([("a", "cuda:0", H200), ("a", "cuda:0", H200)], f"2 workers | {H200}"),
@@ -37,6 +45,55 @@ CPU = "CPU (2 cores, 1 thread each)"
 )
 def test_workers_and_their_devices(seats: list[tuple[str, str, str]], text: str) -> None:
     assert summary(seats) == text
+
+
+def test_pairs_of_gpus_without_a_direct_path_are_found() -> None:
+    workers = [("a", "cuda:0", H200), ("a", "cuda:1", H200), ("a", "cuda:2", OLD), ("b", "cuda:3", OLD)]
+    one_way = {("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:0", "cuda:2")}
+    found = missing_paths(workers, "a", lambda a, b: (a, b) in one_way)
+    assert found == [("cuda:0", "cuda:2"), ("cuda:1", "cuda:2")]
+    assert missing_paths(workers, "b", lambda *_: False) == []
+
+
+def test_a_missing_direct_path_is_said_with_its_cost(pool: WorkerPool) -> None:
+    def line() -> str:
+        connected = connect(World.from_environment("cpu"), None, 60.0)
+        workers = [(connected.world.host, f"cuda:{rank}", H200) for rank in range(2)]
+        try:
+            with mock.patch.object(torch.cuda, "can_device_access_peer", return_value=False):
+                return _cost_without_direct_path(workers, connected)
+        finally:
+            connected.close()
+
+    for text in pool.run(line, 2):
+        assert re.fullmatch(r"no direct path between cuda:0 and cuda:1: they .* memory, [\d.e+-]+ ms per MB .*", text)
+
+
+def test_a_gpu_that_cannot_run_a_kernel_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setenv(LEFT_OUT_VARIABLE, json.dumps({1: "GTX 1060: no kernel image"}))
+    left_out.cache_clear()
+    try:
+        assert [str(device) for device in devices()] == ["cuda:0", "cuda:2"]
+        assert [str(choose_device(rank)) for rank in range(3)] == ["cuda:0", "cuda:2", "cuda:0"]
+        assert str(choose_device(0, "cuda:1")) == "cuda:1"  # chosen by the user: the set-up reports the error
+    finally:
+        left_out.cache_clear()
+
+
+def test_gpus_are_tried_only_where_they_are_unlike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LEFT_OUT_VARIABLE, raising=False)
+    monkeypatch.setattr(usable_devices, "_MODELS", tmp_path)
+    monkeypatch.setattr(usable_devices, "_PROBE", 'print(\'{"1": "no kernel image"}\')')
+    found = []
+    for number, model in enumerate(["NVIDIA H200", "NVIDIA H200", "GTX 1060"]):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "information").write_text(f"Model: \t\t {model}\nIRQ: 1\n")
+        left_out.cache_clear()
+        found.append(left_out())
+    left_out.cache_clear()
+    assert found == [{}, {}, {1: "no kernel image"}]
 
 
 def setup(**settings: Any) -> pl.Trainer:

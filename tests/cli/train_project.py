@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.cli.config import load_project
-from paceline.cli.train.monitor import Monitor
 from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.run_files import RunFiles, prepare_run_folder
+from paceline.run.monitor import Monitor
 
 PARTS = """
 import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -480,3 +480,48 @@ def test_a_loaders_batch_is_a_step_unless_the_step_is_given(settings: dict[str, 
                 trainer.step()
     assert steps == expected
     assert max(sizes) == settings.get("micro_batch", 4)
+
+
+class Counted(IterableDataset):
+    """A stream of 32 samples that counts the samples it gives; with `num_shards`, one that divides itself."""
+
+    def __init__(self, samples: Sequence[int] = range(32)) -> None:
+        self.samples = samples
+        self.num_read = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for sample in self.samples:
+            self.num_read += 1
+            yield torch.tensor([float(sample)])
+
+
+class Divisible(Counted):
+    num_shards = 4
+
+    def shard(self, num_shards: int, index: int) -> Counted:
+        return Counted(self.samples[index::num_shards])
+
+
+@pytest.mark.parametrize(
+    ("stream", "settings", "expected"),
+    [
+        pytest.param(Counted, {}, [32, 0], id="read once, by rank 0"),
+        pytest.param(Counted, {"feed": "sharded"}, [32, 32], id="every worker reads all of it on request"),
+        pytest.param(Divisible, {}, [0, 0], id="divided by its own shard"),
+    ],
+)
+def test_a_stream_that_cannot_be_divided_is_read_once(
+    stream: type[Counted], settings: dict[str, Any], expected: list[int], pool: WorkerPool
+) -> None:
+    def num_read() -> int:
+        data = stream()
+        model = torch.nn.Linear(1, 1)
+        with pl.Trainer.setup(
+            model, torch.optim.SGD, data=data, global_batch=8, micro_batch=2, **grouped(shares="equal", **settings)
+        ) as trainer:
+            for batch in next(trainer.epochs(1)):
+                trainer.backward(trainer.model(batch).mean())
+                trainer.step()
+        return data.num_read
+
+    assert pool.run(num_read, 2) == expected

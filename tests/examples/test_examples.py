@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from paceline.cli.main import main
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
+# Programs of other systems, ported with docs/coming-from.md.
+PORTED = EXAMPLES / "ported"
 # Importing torch costs seconds, so an example with one worker runs in this process, as `python FILE` would.
 IN_PROCESS = [
     *("array_loader_loop", "dp_train_iris", "dp_train_matrix", "first_steps", "gan", "low_level"),
     *("policy_gradient", "resnet_images"),
 ]
-SHARED_MODULES = ["iris_like"]
+SHARED_MODULES = ["iris"]
 
 
 @pytest.fixture
@@ -55,6 +59,31 @@ def test_example_with_one_worker(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(path), run_name="__main__")
     assert ended.value.code == 0
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("script_path")
+@pytest.mark.parametrize("path", sorted(PORTED.glob("from_*.py")), ids=lambda path: path.stem)
+def test_ported_program(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path.stem == "from_hf_trainer":
+        pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(PORTED))
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 0
+
+
+@pytest.mark.timeout(180)
+def test_ported_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """forgather's project: `-t 2gpu.yaml`, a dry run, and a run that is saved."""
+    project = PORTED / "from_forgather"
+    assert main(["train", str(project / "2gpu.yaml"), "--dry-run"]) == 0
+    assert "2 on CPU" in capsys.readouterr().out
+    folder = tmp_path / "run"
+    train = ("train", str(project / "checkpoint_train.yaml"), "--run-folder", str(folder))
+    run("-m", "paceline", *train, timeout_s=150, cwd=tmp_path)
+    assert (folder / "checkpoints" / "step-00000010" / "manifest.json").is_file()
 
 
 @pytest.mark.timeout(120)

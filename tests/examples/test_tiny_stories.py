@@ -28,10 +28,10 @@ from worker_pool import WorkerPool
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.config import load_project, schema
-from paceline.cli.train.monitor import Monitor
 from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles, prepare_run_folder
+from paceline.run.monitor import Monitor
 
 Load: TypeAlias = Callable[[str], ModuleType]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.timing import Timing
 from paceline.observe import progress
 from paceline.observe.progress import Progress, RateMeter
 
@@ -212,10 +213,14 @@ def test_rates_are_those_since_the_last_look(clock: Clock) -> None:
     meter = RateMeter(2)
     for _ in range(4):
         clock.now_s += 0.5
-        meter.add(16, (3, 1), [0.1, 0.3], num_tokens=100)
+        meter.add(16, (3, 1), [Timing(sync=0.1), Timing(sync=0.2, feed=0.1)], num_tokens=100)
     found = meter.take()
     assert (found.samples_per_s, found.tokens_per_s, found.shares) == (32.0, 200.0, (12, 4))
     assert found.waiting == pytest.approx((0.0, 0.4))
+    clock.now_s += 1.0
+    meter.add(8, (2, 2))
+    meter.add(24, (2, 2), num_tokens=240)  # the tokens of the step before are unknown
+    assert meter.take().tokens_per_s == 320.0
     clock.now_s += 1.0
     meter.add(8, (2, 2))
     again = meter.take()

@@ -117,7 +117,7 @@ def test_alone_a_cadence_is_a_batch_size() -> None:
         ({"global_batch": 8, "micro_batch": 2}, "give micro_batch, and no global_batch"),
         ({}, "give micro_batch, and no global_batch"),
         ({"micro_batch": 2, "exact": True}, "exact=True needs strategy='gradients': with a cadence"),
-        ({"micro_batch": 2, "shares": "equal"}, "shares and speed_hints would be ignored"),
+        ({"micro_batch": 2, "shares": "equal"}, "balancing would be ignored: a cadence has its own"),
     ],
 )
 def test_what_a_cadence_cannot_follow(settings: dict[str, Any], text: str) -> None:

@@ -31,7 +31,8 @@ class CountingBalancer(Balancer):
 def taken(step_s: float, num_steps: int, slowness: float = 3.0) -> tuple[MeasuringPlanner, CountingBalancer]:
     """Steps of 8 micro-batches, of which those of the second worker take `slowness` times as long."""
     balancer = CountingBalancer()
-    planner = MeasuringPlanner(8, balancer)
+    planner = MeasuringPlanner(8, 2)
+    planner._balancer = balancer
     for _ in range(num_steps):
         plan = planner.plan(100)
         one_s = step_s / len(plan[0])
@@ -58,7 +59,40 @@ def test_a_smaller_step_has_a_plan_of_its_own() -> None:
 
 def test_what_was_learned_counts_at_once_when_it_is_loaded() -> None:
     learned, _ = taken(1.0, 20)
-    planner = MeasuringPlanner(8, Balancer(2))
+    planner = MeasuringPlanner(8, 2)
     assert [len(own) for own in planner.plan(8)] == [4, 4]
     planner.load_state_dict(learned.state_dict())
     assert [len(own) for own in planner.plan(8)] == [6, 2]
+
+
+def shares_of(planner: MeasuringPlanner, step_size: int, step_s: float, slowness: float, num_steps: int) -> list[int]:
+    """The second worker's share of each step; a micro-batch of the first takes 1 / step_size of `step_s`."""
+    found = []
+    for _ in range(num_steps):
+        plan = planner.plan(100)
+        one_s = step_s / step_size
+        numbers: Any = SimpleNamespace(
+            timings=[Timing(len(own) and one_s * s) for own, s in zip(plan, (1, slowness), strict=True)]
+        )
+        planner.observe(plan, numbers)
+        found.append(len(plan[1]))
+    return found
+
+
+@pytest.mark.parametrize("step_s", [1.0, LOOK_EVERY_S / 4, 1e-6])
+def test_a_worker_without_a_share_gets_a_micro_batch_in_ten_steps_however_short_they_are(step_s: float) -> None:
+    found = shares_of(MeasuringPlanner(2, 2), 2, step_s, 30.0, 60)
+    assert found[1:] == [0] * 8 + ([1] + [0] * 9) * 5 + [1]
+
+
+def test_the_step_of_such_a_turn_is_measured_so_that_a_recovered_worker_is_noticed() -> None:
+    planner = MeasuringPlanner(2, 2)
+    shares_of(planner, 2, 1e-6, 30.0, 60)
+    assert shares_of(planner, 2, 1e-6, 1.0, 60)[-10:] == [1] * 10
+
+
+def test_the_schedule_of_flodl_uses_what_was_measured_after_10_steps_and_then_every_50() -> None:
+    planner = MeasuringPlanner(8, 2, None, (10, 50))
+    assert shares_of(planner, 8, 1.0, 3.0, 10) == [4] * 10
+    assert shares_of(planner, 8, 1.0, 7.0, 50) == [2] * 50  # as measured in the first ten
+    assert shares_of(planner, 8, 1.0, 7.0, 50) == [1] * 50

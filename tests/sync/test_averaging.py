@@ -209,6 +209,58 @@ def test_shares_follow_the_speeds_told_at_meetings(pool: WorkerPool) -> None:
     assert fast > slow
 
 
+def test_workers_meet_before_one_is_further_ahead_than_max_batch_diff(pool: WorkerPool) -> None:
+    def digests() -> list[str]:
+        found: list[str] = []
+        every = pl.Cadence(anchor=100, max_batch_diff=5)
+        run(pl.Averaging(every), shares=[3, 1], epochs=1, hook=lambda t, _: found.append(digest(t.model.state_dict())))
+        return found
+
+    first, second = pool.run(digests, 2)
+    # After two steps the lead is 4 micro-batches.
+    assert [a == b for a, b in zip(first, second, strict=True)] == [False, True] * 4
+
+
+@pytest.mark.parametrize(
+    ("seconds", "hints", "expected"),
+    [
+        pytest.param((0.01, 0.01), (10, 1), (1, 1), id="as fast as rank 0"),
+        pytest.param((0.03, 0.005), (10, 1), (0, 2), id="faster"),
+        pytest.param((0.005, 0.03), (1, 1), (2, 0), id="slower"),
+    ],
+)
+def test_waiting_for_a_dispatched_feed_is_no_work(seconds: Any, hints: Any, expected: Any, pool: WorkerPool) -> None:
+    """A worker without a share waits for the next step's data, which rank 0 reads. When its turn comes, its speed
+    decides. Booked as a delay of each of its steps, the wait would leave it without a share for hundreds of steps.
+    """
+
+    def shares() -> tuple[list[tuple[int, ...]], list[float]]:
+        found: list[tuple[int, ...]] = []
+
+        def slow(model: nn.Module, batch: Any) -> torch.Tensor:
+            time.sleep(seconds[int(os.environ["RANK"])])
+            return loss_of(model, batch)
+
+        with pl.Trainer.setup(
+            mlp,
+            sgd,
+            strategy=pl.Averaging(every=100),  # at the end of each epoch of 16 steps
+            **grouped(data=(X, Y), global_batch=4, micro_batch=2, feed="dispatched", speed_hints=hints),
+        ) as trainer:
+            trainer.every(1, lambda record: found.append(record.shares))
+            for epoch in trainer.epochs(4):
+                for batch in epoch:
+                    trainer.backward(slow(trainer.model, batch))
+                    trainer.step()
+            return found, [worker.waiting_s for worker in trainer.report().workers]
+
+    (found, waited_s), other = pool.run(shares, 2)
+    assert (found, waited_s) == other
+    assert found[0] == ((2, 0) if hints[0] > 1 else (1, 1))
+    assert statistics.mode(found[32:]) == expected
+    assert all(seconds > 0 for seconds in waited_s)
+
+
 @pytest.mark.parametrize(
     ("drifts", "alarms"),
     [
@@ -375,9 +427,9 @@ def test_between_meetings_every_worker_has_the_loss_of_the_last(
 
     first, second = mean(range(3)), mean(range(3, 6))
     if overlap:
-        assert seen == ["nan 0.0"] * 5 + [first] * 3
+        assert seen == ["nan nan"] * 5 + [first] * 3
     else:
-        assert seen == ["nan 0.0"] * 2 + [first] * 3 + [second] * 3
+        assert seen == ["nan nan"] * 2 + [first] * 3 + [second] * 3
     assert last == mean(range(6, 8))
 
 

@@ -159,7 +159,7 @@ class Builder:
         return self._with("max_anchor", Cadence(max_anchor=steps).max_anchor)
 
     def max_batch_diff(self, steps: int) -> Builder:
-        """The largest change of the number of steps between two averages (default: unlimited)."""
+        """How many micro-batches a worker may be ahead of the slowest at an average (default: any number)."""
         return self._with("max_batch_diff", Cadence(max_batch_diff=steps).max_batch_diff)
 
     def divergence_threshold(self, drift: float) -> Builder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 
 from paceline.core.settings import check_value
 from paceline.plan.balance import hinted_speeds
@@ -19,12 +20,14 @@ class DdpConfig:
     max_anchor: micro-batches of the slowest worker between two exchanges. None: found automatically; n: fixed; 0:
         exchange after every micro-batch.
     max_grad_norm: clips the mean gradient, after dividing by the samples of all workers.
+    timeline: folder to record a timeline of the run in; `paceline timeline FOLDER` shows it.
     """
 
     speed_hint: tuple[int, float] | None = None
     overhead_target: float = 0.10
     max_anchor: int | None = None
     max_grad_norm: float | None = None
+    timeline: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         check_value("max_anchor", self.max_anchor, int | None, least=0)

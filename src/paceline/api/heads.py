@@ -26,6 +26,23 @@ def plain_prediction(model: Any, batch: Any) -> Any:
     return model(inputs) if callable(model) else model.forward(inputs)
 
 
+def check_head(model: Any) -> None:
+    """Refuse a model that cannot compute its loss, before the first step does."""
+    if callable(getattr(model, "compute_loss", None)):
+        return
+    forward = getattr(model, "forward", model)
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()  # type: ignore[assignment]
+    if not any(each.name == "labels" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
+        raise TypeError(
+            f"the head is a {type(model).__name__}, which has neither compute_loss(batch) nor a forward that takes "
+            "labels, as models of transformers have: add compute_loss, or use Trainer.setup and compute the loss in "
+            "the loop"
+        )
+
+
 def head_loss(model: Any, batch: Any) -> torch.Tensor:
     """The mean loss of a model with `compute_loss(batch)`, or whose output has the loss, as in transformers."""
     if callable(compute := getattr(model, "compute_loss", None)):

@@ -6,15 +6,19 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from time import perf_counter
 
 import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
+from paceline.core.usable_devices import left_out
 from paceline.core.world import World, device_count
 
 QUIET_VARIABLE = "PACELINE_QUIET"
+MEASURED_MB = 4
 
 
 def announce(communicator: Communicator, *, quiet: bool, is_device_chosen: bool) -> None:
@@ -22,14 +26,19 @@ def announce(communicator: Communicator, *, quiet: bool, is_device_chosen: bool)
     world = communicator.world
     own = (world.host, str(world.device), _description(world))
     workers = [tuple(json.loads(text)) for text in gather(json.dumps(own), communicator)]
+    cost = _cost_without_direct_path(workers, communicator)
     if not world.is_main or quiet or os.environ.get(QUIET_VARIABLE, "") not in ("", "0"):
         return
+    for index, reason in left_out().items() if device_count() > 0 and not is_device_chosen else ():
+        print(f"paceline: left out cuda:{index}, which cannot run a kernel: {reason}", file=sys.stderr)
     if world.size == 1 and not is_device_chosen and (count := device_count()) > 1:
         print(
             f"paceline: training on 1 of {count} devices; start the script with `paceline run SCRIPT` to use all",
             file=sys.stderr,
         )
     print(f"paceline: {summary(workers)}", file=sys.stderr)
+    if cost:
+        print(f"paceline: {cost}", file=sys.stderr)
 
 
 def summary(workers: Sequence[tuple[str, str, str]]) -> str:
@@ -40,7 +49,47 @@ def summary(workers: Sequence[tuple[str, str, str]]) -> str:
     devices = Counter(description for _, _, description in dict.fromkeys(workers))
     listed = ", ".join(name if count == 1 else f"{name} x {count}" for name, count in devices.items())
     hosts = f" ({_counted(len({host for host, _, _ in workers}), 'host')})" if devices.total() > 1 else ""
-    return f"{_counted(len(workers), 'worker')} | {listed}{hosts}"
+    unlike = " | unlike devices" if len(devices) > 1 else ""
+    return f"{_counted(len(workers), 'worker')} | {listed}{hosts}{unlike}"
+
+
+def missing_paths(
+    workers: Sequence[tuple[str, str, str]], host: str, can_access: Callable[[str, str], bool]
+) -> list[tuple[str, str]]:
+    """Pairs of this host's GPUs that cannot read each other's memory."""
+    gpus = list(dict.fromkeys(device for where, device, _ in workers if where == host and device.startswith("cuda")))
+    return [pair for pair in combinations(gpus, 2) if not (can_access(*pair) and can_access(*reversed(pair)))]
+
+
+def _cost_without_direct_path(workers: Sequence[tuple[str, str, str]], communicator: Communicator) -> str:
+    """A line about GPUs of one host that exchange through its memory, with what that costs; "" if there are none."""
+    gpus = {(host, device) for host, device, _ in workers if device.startswith("cuda")}
+    if len(gpus) == len({host for host, _ in gpus}):
+        return ""  # at most one per host
+    found = missing_paths(workers, communicator.world.host, torch.cuda.can_device_access_peer)
+    shown = [f"{a} and {b}" for a, b in found]
+    lines = {line: None for text in gather(json.dumps(shown), communicator) for line in json.loads(text)}
+    if not lines:
+        return ""
+    seconds = exchange_s(communicator)
+    return (
+        f"no direct path between {', '.join(lines)}: they exchange through the host's memory, "
+        f"{1e3 * seconds / MEASURED_MB:.2g} ms per MB of gradients"
+    )
+
+
+def exchange_s(communicator: Communicator) -> float:
+    """How long the workers take to add up MEASURED_MB of numbers. A collective."""
+    device = communicator.world.device
+    numbers = torch.zeros(MEASURED_MB * 2**18, device=device)
+    seconds = []
+    for _ in range(2):  # the first connects
+        began_s = perf_counter()
+        communicator.all_reduce(numbers).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(perf_counter() - began_s)
+    return seconds[-1]
 
 
 def _description(world: World) -> str:

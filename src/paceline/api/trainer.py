@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.api.ddp_config import DdpConfig
-from paceline.api.heads import head_loss, head_prediction, plain_prediction, weight_fn_of
+from paceline.api.heads import check_head, head_loss, head_prediction, plain_prediction, weight_fn_of
+from paceline.api.recording import RecordedRun, Recording
 from paceline.api.summary import announce
 from paceline.api.unknown_settings import explains_unknown_settings
 from paceline.checkpoint.manifest import Pattern
@@ -36,7 +38,7 @@ from paceline.run.saving.export import export_weights, save_pretrained
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import HasState, plain_model
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
-from paceline.run.step.build import only_or_all
+from paceline.run.step.build import ModuleOfWrapper, only_or_all
 from paceline.run.step.loop import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 
@@ -50,11 +52,13 @@ class Trainer:
     run: the run's parts.
     """
 
-    def __init__(self, run: Run, *, is_head: bool = False) -> None:
+    def __init__(self, run: Run, recording: Recording | None = None) -> None:
         self.run = run
+        self._recording = recording
+        self._recorded: RecordedRun | None = None
         self._loop = run.loop
         self._needs_function = run.config.runtime.capture == "on"
-        self._is_head = is_head
+        self._is_head = False
 
     @classmethod
     @explains_unknown_settings
@@ -77,6 +81,7 @@ class Trainer:
         device: torch.device | str | None = None,
         init_from: str | PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
+        run: str | PathLike[str] | Recording | None = None,
         batching: Batching = Batching(),
         loading: Loading = Loading(),
         balancing: Balancing = Balancing(),
@@ -85,7 +90,8 @@ class Trainer:
     ) -> Trainer:
         """Join the world of this process (torchrun, `paceline run`, `paceline.launch`), or train alone.
 
-        model: an nn.Module, or a function that builds one. Every worker starts with rank 0's weights.
+        model: an nn.Module, an object that has one as an attribute, or a function that builds one. Every worker starts
+            with rank 0's weights.
         optimizer: a function from parameters to a torch optimizer, or to a list of them; or, for a model that is
             already built, optimizers over its parameters. A class, such as torch.optim.AdamW, is called with its
             default learning rate.
@@ -114,8 +120,12 @@ class Trainer:
             state_dict.
         checkpoints: when and where to save the run: `paceline.Checkpoints(folder, every_steps=1000)`. A run that is
             set up again with the same folder resumes from the newest checkpoint there.
+        run: a folder, such as "runs", in which this run gets a folder of its own, as with `paceline train`: progress is
+            shown, metrics, events and a plot are written, and `paceline logs` and `paceline runs` find it; or
+            `paceline.Recording(...)`.
         batching, loading, balancing, optimization, runtime: groups of further settings.
         """
+        recording = run if isinstance(run, Recording) or run is None else Recording(run)
         known = {field.name for field in fields(LoadingOptions)}
         options = LoadingOptions(
             global_batch=global_batch,
@@ -140,7 +150,7 @@ class Trainer:
             optimization=optimization,
             runtime=runtime,
         )
-        run = assemble(
+        assembled = assemble(
             config,
             World.from_environment(device),
             model,
@@ -152,11 +162,11 @@ class Trainer:
             init_from=init_from,
         )
         try:
-            announce(run.communicator, quiet=runtime.quiet, is_device_chosen=device is not None)
+            announce(assembled.communicator, quiet=runtime.quiet, is_device_chosen=device is not None)
         except BaseException:
-            run.cleanup.close()
+            assembled.cleanup.close()
             raise
-        return cls(run)
+        return cls(assembled, recording)
 
     @classmethod
     def setup_with(
@@ -168,6 +178,7 @@ class Trainer:
         data: Any,
         micro_batch: int,
         balancing: Balancing = Balancing(),
+        runtime: Runtime = Runtime(),
         **settings: Any,
     ) -> Trainer:
         """`setup` with El Che: workers exchange gradients after as many micro-batches as keep the exchange cheap.
@@ -177,6 +188,8 @@ class Trainer:
         size = World.from_environment(settings.get("device")).size
         if (hints := config.speed_hints(size)) is not None:
             balancing = replace(balancing, speed_hints=hints)
+        if config.timeline is not None:
+            runtime = replace(runtime, timeline=config.timeline)
         return cls.setup(
             model,
             optimizer,
@@ -186,6 +199,7 @@ class Trainer:
             strategy=config.strategy,
             max_grad_norm=config.max_grad_norm,
             balancing=balancing,
+            runtime=runtime,
             **settings,
         )
 
@@ -200,17 +214,20 @@ class Trainer:
         Without a weight_fn, a micro-batch of a transformers language model weighs the labels that its loss is a mean
         over: for causal models, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
         """
-        settings["weight_fn"] = settings.get("weight_fn") or WeightByModel(weight_fn_of)
-        return cls(cls.setup(head, optimizer, data=data, **settings).run, is_head=True)
+        settings["weight_fn"] = _checking_head(settings.get("weight_fn"))
+        trainer = cls.setup(head, optimizer, data=data, **settings)
+        trainer._is_head = True
+        return trainer
 
     @classmethod
     def setup_head_with(
         cls, config: DdpConfig, head: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
     ) -> Trainer:
         """`setup_head` with El Che, as in `setup_with`."""
-        settings["weight_fn"] = settings.get("weight_fn") or WeightByModel(weight_fn_of)
+        settings["weight_fn"] = _checking_head(settings.get("weight_fn"))
         trainer = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
-        return cls(trainer.run, is_head=True)
+        trainer._is_head = True
+        return trainer
 
     @classmethod
     def builder(
@@ -240,8 +257,9 @@ class Trainer:
 
     @property
     def unwrapped_model(self) -> Any:
-        """The model without torch.compile's wrapper."""
-        return plain_model(self.model)
+        """The model without torch.compile's wrapper; where an object around a module was passed, that object."""
+        model = plain_model(self.model)
+        return model.wrapper if isinstance(model, ModuleOfWrapper) else model
 
     @property
     def optimizer(self) -> Any:
@@ -296,6 +314,8 @@ class Trainer:
         """The epochs from the run's position up to number `count`, or until the run has done `max_steps` steps."""
         if count is None and max_steps is None:
             raise ValueError("epochs() without an end: give the number of epochs, or max_steps")
+        if self._recording is not None and self._recorded is None and self.is_main:
+            self._recorded = RecordedRun(self._recording, self, count, max_steps)
         return self.run.epochs(count, max_steps)
 
     def end(self) -> None:
@@ -568,12 +588,38 @@ class Trainer:
 
         The workers' connection is closed, hooks are removed and process-wide settings restored. Safe to call twice.
         """
-        self.run.close(has_failed=sys.exception() is not None)
+        error = sys.exception()
+        self._end(None if error is None else type(error), error, None)
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is not None:
             self._loop.explain(error)
-        self.run.close(has_failed=kind is not None)
+        self._end(kind, error, traceback)
+
+    def _end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        recorded, self._recorded = self._recorded, None
+        try:
+            self.run.close(has_failed=kind is not None)
+        except BaseException as own:
+            kind, error, traceback = type(own), own, own.__traceback__
+            raise
+        finally:
+            if recorded is not None:
+                recorded.close(kind, error, traceback)
+
+
+def _checking_head(weight_fn: Callable[[Any], int] | None) -> WeightByModel:
+    """The weight_fn of a head, which is checked once it is built."""
+
+    def find(model: Any) -> Callable[[Any], int] | None:
+        check_head(model)
+        return weight_fn or weight_fn_of(model)
+
+    return WeightByModel(find)

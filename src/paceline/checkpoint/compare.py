@@ -13,24 +13,43 @@ If any worker differs, all raise the same `ReplicationError`, which names the te
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
 from paceline.checkpoint.errors import ReplicationError
 from paceline.checkpoint.files import bytes_of
+from paceline.checkpoint.manifest import Pattern
 from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0, gather
 from paceline.core.tree import flatten
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.writer import Component
 
 Level = Literal["none", "quick", "tensor", "full"]
 
 SAMPLES_PER_TENSOR = 16
 _MAX_NAMED = 3
 _FINGERPRINT_BYTES = 16
+
+
+def check_components(
+    components: Iterable[Component], levels: Level | Mapping[str, Level], communicator: Communicator
+) -> None:
+    """Check the replicated ones of these components, each at its level; with levels by name, no others."""
+    replicated = {each.name: each.state for each in components if each.pattern is Pattern.REPLICATED}
+    by_name = dict.fromkeys(replicated, levels) if isinstance(levels, str) else levels
+    for name, level in by_name.items():
+        if name not in replicated:
+            raise ValueError(
+                f"check_replicas[{name!r}]: this run has no such component that must be the same on every worker; "
+                f"choose from {', '.join(replicated)}"
+            )
+        check_replication(name, replicated[name], level, communicator)
 
 
 def check_replication(name: str, state: Any, level: Level, communicator: Communicator) -> None:

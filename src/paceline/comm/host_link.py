@@ -20,6 +20,8 @@ from paceline.comm.rendezvous import MeetingPoint, Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
 
+# How often a worker that waits for others to connect looks whether one was lost.
+CHECK_S = 0.05
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
 
 
@@ -44,6 +46,9 @@ class HostLink:
                 self._accept_all(join_timeout_s)
             else:
                 self._connect(join_timeout_s)
+        except CommunicationError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             kind = CommunicationTimeout if isinstance(error, TimeoutError) else CommunicationError
@@ -95,12 +100,25 @@ class HostLink:
             Rendezvous(self.world, limit_s, name, self._at)
             for rank, listener in listeners.items():
                 while rank not in self._peers:
-                    listener.settimeout(max(0.001, deadline_s - monotonic()))
-                    connection, _ = listener.accept()
+                    if (connection := self._accept(listener, deadline_s)) is None:
+                        continue
                     if _is_own_user(connection):
                         self._peers[rank] = connection
                     else:
                         connection.close()
+
+    def _accept(self, listener: socket.socket, deadline_s: float) -> socket.socket | None:
+        """The next connection, or None for now. A worker may have been lost since the rendezvous."""
+        left_s = deadline_s - monotonic()
+        if self._at is not None:
+            self._at.check()
+            if left_s > CHECK_S:
+                listener.settimeout(CHECK_S)
+                with suppress(TimeoutError):
+                    return listener.accept()[0]
+                return None
+        listener.settimeout(max(0.001, left_s))
+        return listener.accept()[0]
 
     def _connect(self, limit_s: float) -> None:
         name = Rendezvous(self.world, limit_s, at=self._at).offers[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from time import monotonic
 from typing import Any
 
@@ -16,6 +18,8 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 
+# How often a worker that connects looks whether another one was lost.
+CHECK_S = 0.02
 # No message with this tag is ever sent; see `abort`.
 _ABORT_TAG = 2**30
 
@@ -43,27 +47,48 @@ class ProcessGroupCommunicator:
         self._is_aborted = False
         self._rendezvous = rendezvous or Rendezvous(world, timeout_s)  # referenced: the group uses its store
         try:
-            self._open(self._rendezvous.store)
+            self._group = self._connect()
+        except CommunicationError:
+            raise
         except RuntimeError as error:
-            self.close()
             raise self._translate(error, "connecting", timeout_s) from None
 
-    def _open(self, store: Any) -> None:
+    def _connect(self) -> Any:
+        """The group. If workers may change, the attempt ends when one is lost after the rendezvous."""
+        store, check = self._rendezvous.store, self._rendezvous.check
+        if check is None:
+            return self._open(store)
+        # In a thread, because torch connects for up to timeout_s. An attempt that is given up ends there by itself.
+        group: Future[Any] = Future()
+
+        def open_group() -> None:
+            try:
+                group.set_result(self._open(store))
+            except BaseException as error:
+                group.set_exception(error)
+
+        Thread(target=open_group, name="paceline connect", daemon=True).start()
+        while True:
+            try:
+                return group.result(CHECK_S)
+            except TimeoutError:
+                check()
+
+    def _open(self, store: Any) -> Any:
         world, timeout = self.world, timedelta(seconds=self.timeout_s)
         if self.backend == "gloo":
-            self._group = _gloo_group(store, world, timeout)
-        elif self.backend == "nccl":
+            return _gloo_group(store, world, timeout)
+        if self.backend == "nccl":
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = timeout
-            self._group = nccl(store, world.rank, world.size, options)
-        elif dist.is_initialized():
-            self._group = dist.new_group(backend=self.backend, timeout=timeout)
-        else:
-            raise ValueError(
-                f"backend={self.backend!r} needs the default group: call torch.distributed.init_process_group() in the "
-                "script, or choose 'gloo' or 'nccl'"
-            )
+            return nccl(store, world.rank, world.size, options)
+        if dist.is_initialized():
+            return dist.new_group(backend=self.backend, timeout=timeout)
+        raise ValueError(
+            f"backend={self.backend!r} needs the default group: call torch.distributed.init_process_group() in the "
+            "script, or choose 'gloo' or 'nccl'"
+        )
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._start("all_reduce", "allreduce", [_as_real(tensor)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import types
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -67,6 +68,10 @@ def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) not in options:
         raise ValueError(f"{name}=None: give a value")
+    if isinstance(value, Mapping) and (by_name := [o for o in options if get_origin(o) is Mapping]):
+        for key, entry in value.items():
+            _check(f"{name}[{key!r}]", entry, get_args(by_name[0])[1], limits)
+        return
     tuples = [get_args(option) for option in options if get_origin(option) is tuple]
     items = [item for each in tuples if str not in each for item in each]
     numbers = {option for option in (*options, *items) if option in (int, float)}

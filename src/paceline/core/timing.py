@@ -8,14 +8,16 @@ from typing import NamedTuple
 class Timing(NamedTuple):
     """Seconds; 0.0 if not measured.
 
-    `micro_batch`: one micro-batch, including the wait for its data. `sync`: the latest exchange, from the end of
+    `micro_batch`: one micro-batch, including the time to read its samples. `sync`: the latest exchange, from the end of
     compute to the result, including the wait for slower workers. `rest`: everything else in that step, such as the
-    optimizer.
+    optimizer. `feed`: in all steps since the last report, the wait for a step that workers read in coordination. It is
+    no work of this worker: rank 0 or a slower worker is not there yet.
     """
 
     micro_batch: float = 0.0
     sync: float = 0.0
     rest: float = 0.0
+    feed: float = 0.0
 
 
 NOT_MEASURED = Timing()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.core.rank_variables import is_worker
+from paceline.core.usable_devices import left_out
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class World:
     @property
     def shares_device(self) -> bool:
         """Whether several local workers use the same GPU, which NCCL does not support."""
-        return self.device.type == "cuda" and self.local_size > torch.cuda.device_count()
+        return self.device.type == "cuda" and self.local_size > device_count()
 
     @classmethod
     def from_environment(
@@ -63,9 +64,11 @@ class World:
 
 
 def devices() -> list[torch.device]:
-    """The devices a run can use: all visible GPUs, or the CPU if there is none."""
+    """The devices a run can use: all visible GPUs that can run a kernel, or the CPU if there is none."""
     if torch.cuda.is_available():
-        return [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        visible = range(torch.cuda.device_count())
+        usable = [index for index in visible if index not in left_out()]
+        return [torch.device("cuda", index) for index in usable or visible]
     return [torch.device("cpu")]
 
 
@@ -82,7 +85,7 @@ def choose_device(local_rank: int, requested: torch.device | str | None = None) 
     device = torch.device(requested)
     if device.type != "cuda":
         return device
-    if available[0].type != "cuda" or (device.index or 0) >= len(available):
+    if available[0].type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"device={str(requested)!r} is not available: torch sees {', '.join(map(str, available))}. "
             "Choose one of these, or check CUDA_VISIBLE_DEVICES"

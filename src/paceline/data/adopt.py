@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -101,9 +102,12 @@ def _adopted(data: NumberedData | IterableStream, options: LoadingOptions) -> Ad
             f"batches_per_step={options.batches_per_step} is for data that comes as whole batches: set global_batch, "
             "in samples"
         )
+    feed: FeedKind = "sharded"
     if isinstance(data, IterableStream):
         if options.shuffle and not options.shuffle_buffer:
             raise ValueError("shuffle=True: streams cannot be shuffled by index; set shuffle_buffer")
+        if options.feed is None and not _is_divided(data, options):
+            feed = "dispatched"  # otherwise every worker would read all of it
     elif options.shuffle_buffer or options.num_shards is not None:
         raise ValueError("shuffle_buffer and num_shards are for streams, but the data has numbered samples: drop them")
     return Adopted(
@@ -111,10 +115,17 @@ def _adopted(data: NumberedData | IterableStream, options: LoadingOptions) -> Ad
         options.global_batch,
         options.micro_batch,
         shuffle=options.shuffle is not False,
-        feed=options.feed or "sharded",
+        feed=options.feed or feed,
         readers=options.readers or 0,
         collate_fn=options.collate_fn,
     )
+
+
+def _is_divided(stream: IterableStream, options: LoadingOptions) -> bool:
+    """Whether the stream's own `shard` divides it, so that a worker need not read what others train."""
+    own, global_batch = stream.num_own_shards, options.global_batch or 1
+    num_shards = options.num_shards or math.gcd(global_batch // (options.micro_batch or global_batch), own)
+    return num_shards > 1 and own % num_shards == 0
 
 
 def _whole_batches(data: NumberedData | IterableStream, name: str, options: LoadingOptions, feed: FeedKind) -> Adopted:

@@ -16,6 +16,7 @@ from typing import Self, TextIO, cast
 
 import numpy as np
 
+from paceline.core.timing import Timing
 from paceline.core.waiting import split_sync
 from paceline.observe import formats
 from paceline.observe.best_effort import SafeStream
@@ -201,26 +202,35 @@ class RateMeter:
     def _reset(self) -> None:
         self._start = monotonic()
         self._num_samples = 0
-        self._num_tokens: float | None = None
+        self._num_tokens = 0.0
+        self._num_counted = 0  # samples of the steps whose tokens are known
         self._shares = np.zeros(self._num_workers, np.int64)
         self._waiting_s = np.zeros(self._num_workers)
 
     def add(
-        self, num_samples: int, shares: Sequence[int], sync_s: Sequence[float] = (), num_tokens: float | None = None
+        self, num_samples: int, shares: Sequence[int], timings: Sequence[Timing] = (), num_tokens: float | None = None
     ) -> None:
-        """Add a step: each worker's micro-batches, and its seconds in the exchange (from `record.timings`)."""
+        """Add a step: each worker's micro-batches, `record.timings`, and the tokens of all workers.
+
+        With averaging the tokens of the first steps are unknown (None): they are taken to be as many per sample as
+        those of the others.
+        """
         self._num_samples += num_samples
         if num_tokens is not None:
-            self._num_tokens = (self._num_tokens or 0.0) + num_tokens
+            self._num_tokens += num_tokens
+            self._num_counted += num_samples
         self._shares += shares
-        if sync_s:
-            self._waiting_s += split_sync(sync_s)[1]
+        if timings:
+            self._waiting_s += split_sync([timing.sync for timing in timings])[1]
+            self._waiting_s += [timing.feed for timing in timings]
 
     def take(self) -> Rates:
         seconds = max(monotonic() - self._start, 1e-9)
         rates = Rates(
             samples_per_s=self._num_samples / seconds,
-            tokens_per_s=None if self._num_tokens is None else self._num_tokens / seconds,
+            tokens_per_s=self._num_tokens / self._num_counted * self._num_samples / seconds
+            if self._num_counted
+            else None,
             shares=tuple(self._shares.tolist()),
             waiting=tuple(np.minimum(self._waiting_s / seconds, 1.0).tolist()),
         )

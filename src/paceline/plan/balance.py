@@ -16,7 +16,7 @@ from paceline.plan.entries import Estimate, check_entries, check_time, from_entr
 from paceline.plan.shares import shares
 
 # A worker whose best share is nothing gets one micro-batch in as many steps, so that it stays measured.
-_TURN = 10
+TURN = 10
 
 # Chosen by the simulations in tests/plan/test_balance.py. A reading that is three standard deviations
 # off is probably not noise; a single one counts for no more than that.
@@ -133,10 +133,15 @@ class Balancer:
     """Who takes how many of a step's micro-batches, from the times that all workers exchanged in earlier steps.
 
     A function of the readings alone: workers that observe the same readings divide every step alike. `hints` are
-    relative speeds to start with; a worker's first reading replaces its hint.
+    relative speeds to start with; a worker's first reading replaces its hint. With a `schedule` (after, every), what
+    was measured is used first after this many steps and then at intervals of so many.
+
+    `num_steps`: completed steps. `observe` counts one; whoever leaves out a step's readings counts it here.
     """
 
-    def __init__(self, num_workers: int, hints: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, num_workers: int, hints: Sequence[float] | None = None, schedule: tuple[int, int] = (1, 1)
+    ) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers}: a world has at least 1 worker")
         self._hints = (1.0,) * num_workers if hints is None else tuple(hints)
@@ -147,7 +152,10 @@ class Balancer:
                 raise ValueError(f"the hint {hint!r} of worker {rank} is not a speed: choose a finite number > 0")
         self._times: list[Steady | None] = [None] * num_workers
         self._delays: list[Steady | None] = [None] * num_workers
-        self._num_steps = 0
+        self._schedule = schedule
+        self._period = -1  # of the schedule, for which these speeds and delays were taken:
+        self._used: tuple[Sequence[float], Sequence[float]] = ((), ())
+        self.num_steps = 0
 
     def observe(self, seconds_per_micro_batch: Sequence[float], delays: Sequence[float] | None = None) -> None:
         """The exchanged readings of one step, by rank; 0.0 stands for a worker without a micro-batch in it.
@@ -157,7 +165,7 @@ class Balancer:
         self._times = self._after(self._times, seconds_per_micro_batch)
         if delays is not None:
             self._delays = self._after(self._delays, delays)
-        self._num_steps += 1
+        self.num_steps += 1
 
     def _after(self, levels: list[Steady | None], readings: Sequence[float]) -> list[Steady | None]:
         if len(readings) != len(levels):
@@ -186,21 +194,28 @@ class Balancer:
 
     def shares(self, num_micro_batches: int) -> tuple[int, ...]:
         """The next step's shares, for any number of micro-batches; asking changes nothing."""
-        speeds = self.speeds
-        delays = []
-        for delay in self._delays:
-            delays.append(delay.level if delay else 0.0)
+        after, every = self._schedule
+        period = max(0, (self.num_steps - after) // every + 1)
+        if period != self._period or every == 1:
+            self._period = period
+            levels = []
+            for delay in self._delays:
+                levels.append(delay.level if delay and period else 0.0)
+            self._used = self.speeds if period else self._hints, levels
+        speeds, delays = self._used
         counts = shares(num_micro_batches, speeds, delays)
-        turn, position = divmod(self._num_steps, _TURN)
-        return _with_idle(counts, speeds, turn) if position == _TURN - 1 else counts
+        turn, position = divmod(self.num_steps, TURN)
+        return _with_idle(counts, speeds, turn) if position == TURN - 1 else counts
 
     def regrouped(self, previous_ranks: Sequence[int | None]) -> Balancer:
         """The balancer of other workers. previous_ranks: by rank, None for a worker that nothing is known about."""
         usual = math.fsum(self._hints) / len(self._hints)
         balancer = Balancer(
-            len(previous_ranks), [usual if rank is None else self._hints[rank] for rank in previous_ranks]
+            len(previous_ranks),
+            [usual if rank is None else self._hints[rank] for rank in previous_ranks],
+            self._schedule,
         )
-        balancer._num_steps = self._num_steps
+        balancer.num_steps = self.num_steps
         balancer._times = [None if rank is None else self._times[rank] for rank in previous_ranks]
         balancer._delays = [None if rank is None else self._delays[rank] for rank in previous_ranks]
         return balancer
@@ -208,13 +223,13 @@ class Balancer:
     def to_dict(self) -> dict[str, Any]:
         return {
             "hints": list(self._hints),
-            "num_steps": self._num_steps,
+            "num_steps": self.num_steps,
             "times": [to_entries(time) for time in self._times],
             "delays": [to_entries(delay) for delay in self._delays],
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Balancer:
+    def from_dict(cls, values: Mapping[str, Any], schedule: tuple[int, int] = (1, 1)) -> Balancer:
         """The balancer that `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
         check_entries("the balancer's state", values, ["hints", "num_steps", "times", "delays"])
         hints, num_steps = values["hints"], values["num_steps"]
@@ -225,8 +240,8 @@ class Balancer:
                 raise ValueError(
                     f"the balancer's hints={hints!r} and {name}={values[name]!r} are not lists of one entry per worker"
                 )
-        balancer = cls(len(hints), hints)
-        balancer._num_steps = num_steps
+        balancer = cls(len(hints), hints, schedule)
+        balancer.num_steps = num_steps
         balancer._times = [from_entries(Steady, time) for time in values["times"]]
         balancer._delays = [from_entries(Steady, delay) for delay in values["delays"]]
         return balancer

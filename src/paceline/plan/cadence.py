@@ -58,7 +58,7 @@ class Cadence:
     anchor: int = setting("initial number of micro-batches of the slowest worker between exchanges", 10, least=1)
     overhead_target: float = setting("cost of an exchange, as a fraction of compute time", 0.1, least=0.01, most=0.5)
     max_anchor: int = setting("largest number of micro-batches between exchanges", 200, least=1)
-    max_batch_diff: int | None = setting("largest change of a worker's count at once", None, least=1)
+    max_batch_diff: int | None = setting("largest lead of a worker's count over the slowest one's", None, least=1)
     speed_hint: tuple[int, float] | None = setting("which worker is slow, used until speeds are measured", None)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class ElChe:
         overhead_target: the sync's cost, as a part of the slowest worker's compute time, that the anchor grows to
             keep; 0.01 to 0.5.
         max_anchor: the most batches the slowest worker does without a sync; caps the initial anchor too.
-        max_batch_diff: by how much a count may change from one sync to the next; None for any amount.
+        max_batch_diff: by how many batches a worker may be ahead of the slowest at a sync; None for any number.
         speed_hint: (slow_rank, ratio): every other worker is about `ratio` times as fast. Used until the first sync.
     """
 
@@ -185,16 +185,12 @@ class ElChe:
         slowest_ms = readings[measured.index(max(measured))]
         if slowest_ms and sync_ms is not None:
             self._tune_anchor(sync_ms / (self._anchor * slowest_ms))
-        targets = self._proportional_counts()
-        moves = [target - count for target, count in zip(targets, self._batch_counts, strict=True)]
-        if not was_calibrated:
-            self._batch_counts = targets
+        moves = [target - count for target, count in zip(self._unlimited_counts(), self._batch_counts, strict=True)]
         # All or none, so that the proportions stay those of one measurement.
-        elif any(abs(move) > _DEAD_BAND * count for move, count in zip(moves, self._batch_counts, strict=True)):
-            most = self._max_batch_diff or max(map(abs, moves))
-            self._batch_counts = tuple(
-                count + min(max(move, -most), most) for count, move in zip(self._batch_counts, moves, strict=True)
-            )
+        if not was_calibrated or any(
+            abs(move) > _DEAD_BAND * count for move, count in zip(moves, self._batch_counts, strict=True)
+        ):
+            self._batch_counts = self._proportional_counts()
 
     def nudge_anchor_down(self, factor: float) -> None:
         """Sync more often at once, also below the initial anchor: replicas drift.
@@ -272,9 +268,15 @@ class ElChe:
         return [smoothed.value for smoothed in self._ms_per_batch if smoothed is not None]
 
     def _proportional_counts(self) -> tuple[int, ...]:
-        """Counts with which all finish together: `anchor` batches of the slowest worker, no fewer of the others."""
+        """Counts with which all finish together, unless that gives one a larger lead than `max_batch_diff`."""
+        counts = self._unlimited_counts()
+        most = max(counts) if self._max_batch_diff is None else min(counts) + self._max_batch_diff
+        return tuple(min(count, most) for count in counts)
+
+    def _unlimited_counts(self) -> list[int]:
+        """`anchor` batches of the slowest worker, no fewer of the others."""
         ms = self._measured_ms() if self.is_calibrated else [1 / speed for speed in self._hinted]
-        return tuple(round(self._anchor * max(ms) / own) for own in ms)
+        return [round(self._anchor * max(ms) / own) for own in ms]
 
     def _tune_anchor(self, overhead: float) -> None:
         self._ceiling = min(self._ceiling + 1, self._max_anchor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.strategy import GradientExchange
 
+logger = logging.getLogger("paceline")
+
 
 @dataclass(frozen=True)
 class WeightByModel:
@@ -71,7 +74,10 @@ def assemble(
     """Check what can be checked, connect the workers and build the run. After a failure nothing is left behind."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
-    membership = None if isinstance(config.strategy, Averaging) else Membership.from_environment()
+    membership = Membership.from_environment()
+    if membership is not None and isinstance(config.strategy, Averaging):
+        logger.info("with Averaging, the loss of a worker restarts all of them from the newest checkpoint")
+        membership = None
     graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":

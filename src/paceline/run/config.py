@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from paceline.core.settings import check, setting
@@ -47,8 +47,11 @@ class RunConfig:
             )
         self._check_strategy()
         self._check_physical_batch()
-        if self.balancing.speed_hints is not None and self.balancing.shares != "measured":
-            raise ValueError("speed_hints would be ignored, since shares is not 'measured': leave one of them out")
+        if self.balancing.shares != "measured" and replace(self.balancing, shares="measured") != Balancing():
+            raise ValueError(
+                "speed_hints, replan_after and replan_every would be ignored, since shares is not 'measured': leave "
+                "one of them out"
+            )
 
     def _check_strategy(self) -> None:
         if self.exact and self.strategy != "gradients":
@@ -72,7 +75,7 @@ class RunConfig:
                 "a cadence decides how many micro-batches make a step: give micro_batch, and no global_batch"
             )
         if self.balancing != Balancing():
-            raise ValueError("shares and speed_hints would be ignored: a cadence has its own, Cadence(speed_hint=)")
+            raise ValueError("balancing would be ignored: a cadence has its own, such as Cadence(speed_hint=)")
 
     def _check_physical_batch(self) -> None:
         physical_batch = self.batching.physical_batch

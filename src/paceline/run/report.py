@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class WorkerReport:
     """One worker's part of a run. Times are seconds over all steps.
 
-    `share`: its fraction of the micro-batches. `samples_per_s`: its speed while computing. `waiting_s`: in the
-    exchange, for slower workers. `sync_s`: the exchange itself. `rest_s`: everything else, such as the optimizer.
+    `share`: its fraction of the micro-batches. `samples_per_s`: its speed while computing. `waiting_s`: for slower
+    workers, in the exchange and where rank 0 reads for all. `sync_s`: the exchange itself. `rest_s`: everything else,
+    such as the optimizer.
     """
 
     rank: int

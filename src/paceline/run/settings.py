@@ -46,7 +46,9 @@ class Loading:
     """How samples are read."""
 
     feed: FeedKind | None = setting(
-        "sharded: every worker reads its own samples; dispatched: rank 0 reads for all", None
+        "sharded: every worker reads its own samples; dispatched: rank 0 reads for all, the default for a stream that "
+        "cannot be divided",
+        None,
     )
     readers: int | None = setting("processes per worker that read ahead", None, least=0, most=256)
     prefetch: int | None = setting("number of micro-batches to read ahead", None, least=1)
@@ -70,6 +72,8 @@ class Balancing:
     speed_hints: tuple[float, ...] | None = setting(
         "one relative speed per worker, used until speeds are measured", None, above=0
     )
+    replan_after: int = setting("steps until measured speeds are used for the first time", 1, least=1)
+    replan_every: int = setting("steps between changes of the shares after that", 1, least=1)
 
     def __post_init__(self) -> None:
         for name, value in (("shares", self.shares), ("speed_hints", self.speed_hints)):

@@ -240,10 +240,10 @@ class KnownNumbers:
 
 
 class RoundMean(NamedTuple):
-    """The mean loss of all workers' steps between two averages, and their weight per step."""
+    """The mean loss of all workers' steps between two averages, and their weight per step; NaN before the first."""
 
     loss: float = math.nan
-    weight: float = 0.0
+    weight: float = math.nan
 
 
 class LocalNumbers:

@@ -32,6 +32,7 @@ BECOMES: dict[str, dict[str, Any]] = {
     "epochs: 1, global_batch: 8, max_grad_norm: 1": {"trainer.max_grad_norm": 1.0},
     "epochs: 1, global_batch: 8, dispatch_batches: true": {"trainer.feed": "dispatched"},
     "epochs: 1, global_batch: 8, dispatch_batches: false": {"trainer.feed": "sharded"},
+    "epochs: 1, global_batch: 8, dispatch_batches: auto": {"trainer.feed": None},
     "epochs: 1, global_batch: 8, shard_dataset: true": {"trainer.feed": "sharded"},
     "epochs: 1, global_batch: 8, shard_dataset: false": {"trainer.feed": None},
     "epochs: 1, global_batch: 8, shard_dataset: true, dispatch_batches: false": {"trainer.feed": "sharded"},

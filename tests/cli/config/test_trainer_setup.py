@@ -58,7 +58,7 @@ def test_every_setting_of_saving_arrives() -> None:
         "snapshot_every": 7,
         "leave_out": ("optimizer",),
         "on_error": "continue",
-        "check_replicas": "full",
+        "check_replicas": {"model": "full", "optimizer": "quick"},
         "disk": "per node",
         "num_writers": 2,
         "handle_signals": False,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from train_project import run_here, write_project
 
-from paceline.cli.train.monitor import Monitor
 from paceline.observe.metrics import read_metrics
+from paceline.run.monitor import Monitor
 from paceline.run.step.loop import StepRecord
 
 MEASURED_AT = (80, 240, 400)

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from resumable import NUM_STEPS, setup, step
@@ -248,8 +249,8 @@ def test_weights_that_are_no_numbers_are_not_saved(tmp_path: Path) -> None:
     assert complete_steps(tmp_path) == [1]
 
 
-@pytest.mark.parametrize("level", ["quick", "tensor", "full"])
-def test_replicas_that_differ_are_found_before_they_are_saved(tmp_path: Path, pool: WorkerPool, level: str) -> None:
+@pytest.mark.parametrize("level", ["quick", "tensor", "full", {"model": "quick", "optimizer": "full"}])
+def test_replicas_that_differ_are_found_before_they_are_saved(tmp_path: Path, pool: WorkerPool, level: Any) -> None:
     def main() -> None:
         with setup(tmp_path, every_steps=3, check_replicas=level) as trainer:
             if trainer.world.rank == 1:
@@ -265,3 +266,21 @@ def test_replicas_that_differ_are_found_before_they_are_saved(tmp_path: Path, po
         assert "state.0.exp_avg" in str(error)
     assert len(caught.value.errors) == 2
     assert complete_steps(tmp_path) == [3]
+
+
+def test_only_the_named_components_are_compared(tmp_path: Path, pool: WorkerPool) -> None:
+    def main() -> None:
+        with setup(tmp_path, every_steps=3, check_replicas={"model": "full"}) as trainer:
+            if trainer.world.rank == 1:
+                trainer.every(6, lambda _: trainer.optimizer.state[trainer.model[0].weight]["exp_avg"].add_(1e-9))
+            for batch in next(trainer.epochs(1, max_steps=6)):
+                step(trainer, batch)
+
+    pool.run(main, 2)
+    assert complete_steps(tmp_path)[-1] == 6
+
+
+def test_a_component_that_is_not_replicated_cannot_be_compared(tmp_path: Path) -> None:
+    message = r"check_replicas\['optimiser'\]: this run has no such component .* choose from model, optimizer"
+    with pytest.raises(ValueError, match=message), setup(tmp_path, check_replicas={"optimiser": "full"}) as trainer:
+        trainer.save()

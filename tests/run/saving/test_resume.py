@@ -333,6 +333,7 @@ def test_the_best_are_kept_by_the_users_metric(tmp_path: Path) -> None:
         ({"num_writers": 0}, "num_writers=0 must be >= 1"),
         ({"num_writers": None}, "num_writers=None: give a value"),
         ({"check_replicas": "all"}, "check_replicas='all' is unknown: choose 'none', 'quick', 'tensor' or 'full'"),
+        ({"check_replicas": {"model": "all"}}, r"check_replicas\['model'\]='all' is unknown: choose 'none', 'quick'"),
         ({"leave_out": ["model"]}, r"leave_out=\('model',\): choose other names, every checkpoint needs"),
         ({"leave_out": "optimizer"}, "leave_out='optimizer': give a list of names"),
         ({"skip": "optimizer"}, "skip='optimizer': give a list of names"),

@@ -26,7 +26,7 @@ _RENAMED = {
 _FEED, _LEAVE_OUT = "trainer.feed", "checkpoints.leave_out"
 # Names whose values become settings of ours, or are an error.
 _CHOICES: dict[str, dict[Scalar, dict[str, Content] | str]] = {
-    "dispatch_batches": {True: {_FEED: "dispatched"}, False: {_FEED: "sharded"}},
+    "dispatch_batches": {True: {_FEED: "dispatched"}, False: {_FEED: "sharded"}, "auto": {}},
     "shard_dataset": {True: {_FEED: "sharded"}, False: {}},
     "save_optimizer_state": {True: {}, False: {_LEAVE_OUT: "optimizer"}},
     "save_scheduler_state": {True: {}, False: {_LEAVE_OUT: "scheduler"}},
@@ -109,7 +109,8 @@ class _Translation:
 
     def _chosen(self, node: Node, choices: dict[Scalar, dict[str, Content] | str]) -> dict[str, Content]:
         known = (choices[value] for value in choices if value == node.content and type(value) is type(node.content))
-        chosen = next(known, f": expected {'true or false' if True in choices else 'no, steps or epoch'}")
+        *names, last = ("true" if value is True else "false" if value is False else str(value) for value in choices)
+        chosen = next(known, f": expected {', '.join(names)} or {last}")
         steps = self._get("checkpoints.every_steps")
         if isinstance(chosen, str):
             self._problem(node, f"is {found(node)}{chosen}")

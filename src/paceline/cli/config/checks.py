@@ -102,7 +102,7 @@ def _run_config(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
             exact=trainer.exact,
             strategy=strategy,
             batching=Batching(physical_batch=trainer.physical_batch),
-            balancing=Balancing(trainer.shares, trainer.speed_hints),
+            balancing=Balancing(trainer.shares, trainer.speed_hints, trainer.replan_after, trainer.replan_every),
         )
         if config.global_batch is not None:
             Steps(_MANY, config.global_batch, config.micro_batch or config.global_batch)

@@ -15,7 +15,7 @@ from paceline.api.trainer import Trainer
 from paceline.cli import commands as cli
 from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.schema import ProjectSettings
-from paceline.cli.train.monitor import total_steps
+from paceline.cli.train.monitoring import total_steps
 from paceline.cli.train.user_errors import reporting_project_errors
 from paceline.cli.train.worker import loss_function, make_trainer, num_samples
 from paceline.core.world import devices

@@ -18,10 +18,11 @@ from paceline.api.trainer import Trainer
 from paceline.cli.config import Project, schema, trainer_setup
 from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import ProjectSettings
-from paceline.cli.train.monitor import Monitor
+from paceline.cli.train.monitoring import make_monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
 from paceline.observe.loggers import Loggers
 from paceline.observe.run_files import RunFiles
+from paceline.run.monitor import Monitor
 from paceline.run.step.loop import StepRecord
 
 
@@ -75,7 +76,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
     monitor = None
     if trainer.is_main:
-        monitor = Monitor(trainer, request, stack)
+        monitor = make_monitor(trainer, request, stack)
         trainer.every(1, monitor.after_step)
     if settings.loggers and settings.checkpoints.save:
         trainer.register("loggers", Loggers([]) if monitor is None else monitor.loggers, "global")

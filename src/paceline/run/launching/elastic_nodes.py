@@ -40,7 +40,9 @@ LOST_S = 1.5
 # How long the node with the store waits at its end for the others.
 LEAVE_S = 30.0
 # A store that is unreachable blocks the thread. It is lost after this long.
-STORE_LOST_S = 5.0
+STORE_LOST_S = 3.0
+# Silence that counts between two looks.
+MAX_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,23 @@ class _Record:
         return cls(**{**values, "report": Report.from_dict(values["report"]), "result": result})
 
 
+class _Silence:
+    """How long nothing was heard. Only looks that were made in time count: on a busy machine this process may stand."""
+
+    def __init__(self) -> None:
+        self.hear()
+
+    def hear(self) -> None:
+        self.seconds = 0.0
+        self._looked_s = time.monotonic()
+
+    def look(self) -> float:
+        now_s = time.monotonic()
+        self.seconds += min(now_s - self._looked_s, MAX_LOOK_S)
+        self._looked_s = now_s
+        return self.seconds
+
+
 class ElasticNodes:
     """The nodes of a launch with `Nodes(min_num, max_num=...)`, as the agent of one of them sees them.
 
@@ -80,7 +99,7 @@ class ElasticNodes:
         deadline_s = time.monotonic() + nodes.join_timeout_s
         self._nodes = nodes
         self._store_error = ""
-        self._heard_s: dict[int, float] = {}  # when the record of a peer last changed
+        self._silence: dict[int, _Silence] = {}  # since the record of a peer last changed; of the thread
         self._num_heartbeats = 0
         self._proposed: list[Generation] = []
         # Replaced by the thread, and never modified.
@@ -98,7 +117,7 @@ class ElasticNodes:
         self.environment = worker_environment(nodes, address, shared_store.port)
         self.num_workers_here = num_workers
         self._own = _Record(self.name, num_workers, options)
-        self._contact_s = time.monotonic()  # when the store last answered
+        self._store_silence = _Silence()
         self._thread = threading.Thread(target=self._exchange_all, name="paceline-nodes", daemon=True)
         self._thread.start()
         try:
@@ -190,7 +209,7 @@ class ElasticNodes:
 
     def lost(self) -> str:
         """Why this node has lost contact with the run; empty if it has not."""
-        silence_s = time.monotonic() - self._contact_s
+        silence_s = self._store_silence.look()
         if self._store_error or silence_s > STORE_LOST_S:
             reason = self._store_error or f"no answer for {silence_s:.1f} s"
             again = "the others go on without this node; start the same command again to rejoin"
@@ -219,13 +238,13 @@ class ElasticNodes:
 
     def _silent(self) -> dict[int, str]:
         """The nodes that do not answer, and those that have left."""
-        if time.monotonic() - self._contact_s > LOST_S:
+        if self._store_silence.look() > LOST_S:
             return {}  # it is this node that hears nothing
         silent = {}
         for index, peer in self._peers.items():
             if peer.has_left:
                 silent[index] = f"node {peer.name} has left"
-            elif time.monotonic() - self._heard_s[index] > LOST_S:
+            elif self._silence[index].seconds > LOST_S:
                 silent[index] = f"node {peer.name} sent no heartbeat for {LOST_S:g} s: it is down, or the link to it"
         return silent
 
@@ -247,16 +266,19 @@ class ElasticNodes:
         for index in range(int(store.add("arrived", 0))):
             if index != self.index and (index in self._peers or store.check([f"node-{index}"])):
                 record = _Record.parse(store.get(f"node-{index}"))
-                if index not in self._peers or record.heartbeat != self._peers[index].heartbeat:
-                    self._heard_s[index] = time.monotonic()
+                silence = self._silence.setdefault(index, _Silence())
+                if index in self._peers and record.heartbeat == self._peers[index].heartbeat:
+                    silence.look()
+                else:
+                    silence.hear()
                     self._peers = {**self._peers, index: record}
         here = own.report.entered
         self._asked = frozenset(member for member in here if store.check([leave_key(member)]))
-        self._contact_s = time.monotonic()
+        self._store_silence.hear()
         if not own.has_left:
             return False
         staying = [index for index, peer in self._peers.items() if not peer.has_left]
-        is_last = all(time.monotonic() - self._heard_s[index] > STORE_LOST_S for index in staying)
+        is_last = all(self._silence[index].seconds > STORE_LOST_S for index in staying)
         if is_last:
             store.set("over", "1")
         return is_last or not self._hosts_store

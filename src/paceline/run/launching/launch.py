@@ -23,6 +23,7 @@ from typing import Any
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import is_worker
 from paceline.core.secret import FILE_VARIABLE
+from paceline.core.usable_devices import LEFT_OUT_VARIABLE, left_out
 from paceline.run.launching import worker
 from paceline.run.launching.agent import Agent
 from paceline.run.launching.allocator import allocator_environment
@@ -227,7 +228,7 @@ def _meet(nodes: Nodes, count: int, run_id: str, common: Mapping[str, Any]) -> N
 
 def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
     """The environment of the workers, but for their ranks."""
-    environment = {**os.environ, **allocator_environment()}
+    environment = {**os.environ, **allocator_environment(), LEFT_OUT_VARIABLE: json.dumps(left_out())}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))  # read when torch is imported
     if not nodes.are_several:  # a secret for this run, which ends with its folder

@@ -176,7 +176,7 @@ class Supervisor:
 
     @property
     def _num_members(self) -> int:
-        return len(self.generation.members)
+        return sum(member not in self._lost for member in self.generation.members)
 
     @property
     def is_over(self) -> bool:

@@ -53,7 +53,8 @@ def next_generation(
 
     Members that are still joining are not let in by a generation that follows a loss: the others may be in the middle
     of an operation that newcomers know nothing of. And nobody joins or leaves before all members have entered the
-    current generation, so that all of them enter the next one after the same step.
+    current generation, so that all of them enter the next one after the same step. The last ones that have the run's
+    state leave when newcomers have taken it over.
     """
     lost_nodes = lost_nodes or {}
     lost = {member: why for report in reports.values() for member, why in report.lost.items()}
@@ -66,6 +67,8 @@ def next_generation(
         return None
     leaving = {member: why for report in reports.values() for member, why in report.leaving.items()}
     ready = {member for node, report in reports.items() if node not in lost_nodes for member in report.ready}
+    if all(member in leaving for member in current.members):
+        leaving = {}  # first, newcomers take over the state from those who leave
     return current.changed(leaving, ready - {*leaving})
 
 

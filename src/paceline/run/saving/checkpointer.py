@@ -14,7 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from paceline.checkpoint.compare import check_replication
+from paceline.checkpoint.compare import check_components
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import new_token, step_folder, step_of
 from paceline.checkpoint.manifest import Manifest, Pattern
@@ -367,10 +367,7 @@ class Checkpointer:
             loop.synchronize()
             loop.check_replicas()
             components = self._states(loop)
-            level = self._settings.check_replicas
-            for component in components:
-                if component.pattern is Pattern.REPLICATED:
-                    check_replication(component.name, component.state, level, self._run.communicator)
+            check_components(components, self._settings.check_replicas, self._run.communicator)
             self._poll(writer, wait=True)
             step, position = loop.position.step, loop.position.to_dict()
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)

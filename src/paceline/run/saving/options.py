@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -29,6 +29,9 @@ class Checkpoints:
     folder: the run's folder, visible to all workers (or one on each node: disk="per node").
     keep_best: ("metric", n) or ("metric", n, "max"): the n checkpoints with the lowest (or highest) values of a metric
         passed to `trainer.save(metrics=...)`.
+    check_replicas: the components that must be equal on all workers are compared: "quick", some values of each tensor;
+        "tensor", checksums; "full", all values. By name, others are not compared: {"model": "full", "optimizer":
+        "quick"}.
     resume: "auto", from the newest checkpoint in the folder if there is one; True, there must be one; a path, from that
         checkpoint, and later steps in the folder are moved aside; None, the folder must have no checkpoint.
     """
@@ -51,7 +54,9 @@ class Checkpoints:
     on_error: Literal["stop", "continue"] = setting(
         "when a checkpoint cannot be written, stop the run with the error, or continue with a warning", "stop"
     )
-    check_replicas: Level = setting("what to compare between workers before each save", "none")
+    check_replicas: Level | Mapping[str, Level] = setting(
+        "what to compare between workers before each save: for all components, or by component", "none"
+    )
     disk: Literal["shared", "per node"] = setting("whether all workers see the same disk", "shared")
     num_writers: int = setting(
         "workers that write replicated state; more than 1 helps on file systems that one worker cannot saturate",

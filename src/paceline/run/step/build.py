@@ -101,7 +101,7 @@ def named_parameters(model: Any) -> dict[str, torch.Tensor]:
     if not callable(getattr(model, "parameters", None)):
         raise TypeError(
             f"the model is a {type(model).__name__} without a parameters() method: "
-            "return an nn.Module, or an object with forward(x) and parameters()"
+            "return an nn.Module, an object with one as an attribute, or an object with forward(x) and parameters()"
         )
     found: Mapping[str, torch.Tensor] | Iterable[torch.Tensor] = model.parameters()
     items = found.items() if isinstance(found, Mapping) else ((str(i), p) for i, p in enumerate(found))
@@ -115,15 +115,50 @@ def named_parameters(model: Any) -> dict[str, torch.Tensor]:
 
 def build_model(model: Any, device: torch.device, seed: int) -> Any:
     """Move a model that exists; call a factory with the generators seeded, so that every worker builds the same."""
-    is_factory = isinstance(model, type) or (callable(model) and not hasattr(model, "parameters"))
+    is_model = hasattr(model, "parameters") or any(hasattr(model, name) for name in ("compute_loss", "forward"))
+    is_factory = isinstance(model, type) or (callable(model) and not is_model)
     if not is_factory:
-        return _move(model, device)
+        return _move(_module_of(model), device)
     with host_randomness() as randomness:
         model_seed = derive_seed(seed, Purpose.MODEL_INIT)
         randomness.seed(model_seed)
         seed_device(device, model_seed)
         built = model()
-    return _move(built, device)
+    return _move(_module_of(built), device)
+
+
+class ModuleOfWrapper(nn.Module):
+    """The module to train of an object that is none and has modules as attributes: `wrapper`.
+
+    It has the wrapper's methods and attributes too.
+    """
+
+    def __init__(self, wrapper: Any, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.__dict__["wrapper"] = wrapper
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "wrapper" not in self.__dict__:  # being copied or unpickled
+                raise
+            return getattr(self.__dict__["wrapper"], name)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        wrapper = self.__dict__["wrapper"]
+        candidates = [getattr(wrapper, "forward", None), wrapper, *self.children()]
+        return next(filter(callable, candidates))(*arguments, **named)
+
+
+def _module_of(model: Any) -> Any:
+    """The model itself, or the modules of an object without `parameters()`, such as `wrapper.model`."""
+    if isinstance(model, nn.Module) or hasattr(model, "parameters"):
+        return model
+    modules = {name: value for name, value in getattr(model, "__dict__", {}).items() if isinstance(value, nn.Module)}
+    return ModuleOfWrapper(model, modules) if modules else model
 
 
 def _move(model: Any, device: torch.device) -> Any:

@@ -797,7 +797,7 @@ class StepRecord:
 
     @property
     def weight(self) -> float:
-        """The total weight of the mean: samples, or the sum of weight_fn. With `Averaging`: per step."""
+        """The total weight of the mean: samples, or the sum of weight_fn. With `Averaging`: per step, as for `loss`."""
         return self._numbers.total_weight
 
     def part_of(self, rank: int) -> tuple[float, float]:

@@ -9,10 +9,11 @@ from typing import Any
 from paceline.core.deferred import DeferredReader
 from paceline.core.waiting import split_sync
 from paceline.core.world import World
-from paceline.plan.balance import Balancer
+from paceline.plan.balance import TURN, Balancer
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan, ranges, shares
 from paceline.run.config import RunConfig
+from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.numbers import Numbers
 
 # Numbers from a GPU are read this many steps late, so that the host does not wait for the device.
@@ -73,13 +74,26 @@ class FixedPlanner(Planner):
 
 
 class MeasuringPlanner(Planner):
-    """Shares that follow the workers' measured speeds."""
+    """Shares that follow the workers' measured speeds.
 
-    def __init__(self, step_size: int, balancer: Balancer) -> None:
+    schedule: see `Balancer`. look_every_s: of shorter steps only some are used.
+    """
+
+    def __init__(
+        self,
+        step_size: int,
+        num_workers: int,
+        hints: Sequence[float] | None = None,
+        schedule: tuple[int, int] = (1, 1),
+        look_every_s: float = LOOK_EVERY_S,
+    ) -> None:
         self._step_size = step_size
-        self._balancer = balancer
-        self._plans: dict[int, Plan] = {}  # by step size; cleared when speeds change
+        self._schedule = schedule
+        self._look_every_s = look_every_s
+        self._balancer = Balancer(num_workers, hints, schedule)
+        self._plans: dict[int, Plan] = {}  # by step size; cleared when they may change
         self._num_unseen = 0  # coming steps that are not used
+        self._before: Plan = ()  # of the last step
 
     def plan(self, num_left: int) -> Plan:
         size = min(self._step_size, num_left)
@@ -88,14 +102,20 @@ class MeasuringPlanner(Planner):
         return self._plans[size]
 
     def observe(self, plan: Plan, numbers: Numbers) -> None:
-        if self._num_unseen:
+        before, self._before = self._before, plan
+        # Used in any case: a step in which an idle worker gets its turn, since it gets it to be measured.
+        is_turn = plan != before and any(own and not was for own, was in zip(plan, before, strict=False))
+        if self._num_unseen and not is_turn:
             self._num_unseen -= 1
+            self._balancer.num_steps = num_steps = self._balancer.num_steps + 1
+            if num_steps % TURN in (0, TURN - 1) and not all(plan):
+                self._plans = {}
             return
         timings = numbers.timings
         first = timings[0]
         step_s = len(plan[0]) * first.micro_batch + first.sync + first.rest
-        self._num_unseen = min(math.ceil(LOOK_EVERY_S / step_s) - 1, MAX_UNSEEN) if step_s else 0
-        seconds_per_micro_batch, _, delays = zip(*timings, strict=True)
+        self._num_unseen = min(math.ceil(self._look_every_s / step_s or 1) - 1, MAX_UNSEEN) if step_s else 0
+        seconds_per_micro_batch, _, delays, _ = zip(*timings, strict=True)
         self._balancer.observe(seconds_per_micro_batch, delays)
         self._plans = {}
 
@@ -104,12 +124,12 @@ class MeasuringPlanner(Planner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "balancer" in state:
-            self._balancer = Balancer.from_dict(state["balancer"])
+            self._balancer = Balancer.from_dict(state["balancer"], self._schedule)
             self._plans = {}
 
     def regroup(self, known: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
-        self._balancer = Balancer.from_dict(known["balancer"]).regrouped(previous_ranks)
-        self._plans, self._num_unseen = {}, 0
+        self._balancer = Balancer.from_dict(known["balancer"], self._schedule).regrouped(previous_ranks)
+        self._plans, self._num_unseen, self._before = {}, 0, ()
 
 
 class CadencePlanner(Planner):
@@ -178,6 +198,10 @@ def planner_for(config: RunConfig, world: World, step_size: int, *, can_change: 
     elif config.balancing.shares == "equal" or (world.size == 1 and not can_change):
         return FixedPlanner(step_size, (1.0,) * world.size)
     else:
-        hints = None if world.is_joining else config.balancing.speed_hints
-        planner = MeasuringPlanner(step_size, Balancer(world.size, hints))
+        balancing = config.balancing
+        schedule = (balancing.replan_after, balancing.replan_every)
+        # With averaging the times of a round arrive in a single step, which must not be left out.
+        look_every_s = 0.0 if isinstance(config.strategy, Averaging) else LOOK_EVERY_S
+        hints = None if world.is_joining else balancing.speed_hints
+        planner = MeasuringPlanner(step_size, world.size, hints, schedule, look_every_s)
     return LaggedPlanner(planner, GPU_LAG_STEPS) if world.device.type == "cuda" else planner

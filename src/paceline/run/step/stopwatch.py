@@ -37,7 +37,8 @@ class HostStopwatch:
         self._num_begun = 0
         self._is_measured = True
         self._moments: list[float] = []
-        self._in_passes = self._sync = self._rest = 0.0
+        self._num_told = 0  # of these, up to the last that was measured
+        self._in_passes = self._sync = self._rest = self._feed = 0.0
 
     def begin_step(self) -> None:
         self._is_measured = self._num_begun < 2 * self._interval or self._num_begun % self._interval == 0
@@ -58,7 +59,7 @@ class HostStopwatch:
         for first in range(_FIRST_PASS, len(moments) - 1, _PASS):
             in_passes += moments[first + _PASS - 1] - moments[first]
         self._in_passes = in_passes
-        return Timing(in_passes / num_micro_batches if num_micro_batches else 0.0, self._sync, self._rest)
+        return Timing(in_passes / num_micro_batches if num_micro_batches else 0.0, self._sync, self._rest, self._feed)
 
     def completed(self, step: int) -> None:
         if not self._is_measured:
@@ -68,7 +69,9 @@ class HostStopwatch:
         if self._num_begun > 1:  # the first includes one-time work: optimizer state, connections
             sent, received, ended, _ = moments[-4:]
             self._sync = received - sent
-            self._rest = sent - moments[0] - self._in_passes + ended - received
+            self._rest = sent - moments[1] - self._in_passes + ended - received
+            self._feed = (self._num_begun - self._num_told) * (moments[1] - moments[0])
+        self._num_told = self._num_begun
         if self._record is not None:
             self._record(step, moments)
 
@@ -85,7 +88,7 @@ class CudaStopwatch:
     def __init__(self, recorder: Recorder, interval: int) -> None:
         self._record = None if isinstance(recorder, NoTimeline) else recorder.step
         self._interval = interval if self._record is None else 1
-        self._num_begun = 0
+        self._num_begun = self._num_told = 0
         self._clock = _DeviceClock()
         self._unread: deque[_MeasuredStep] = deque()
 
@@ -115,37 +118,45 @@ class CudaStopwatch:
         if self._is_measured:
             is_first = self._num_begun == 1  # it compiled, allocated and connected
             count = 0 if is_first else self._num_micro_batches
-            self._unread.append(_MeasuredStep(step, self._moments, count, self._begun_at, is_first))
+            num_steps, self._num_told = self._num_begun - self._num_told, self._num_begun
+            self._unread.append(_MeasuredStep(step, self._moments, count, self._begun_at, is_first, num_steps))
 
     def flush(self) -> None:
         self._read()
 
     def _read(self) -> Timing:
         timing = NOT_MEASURED
+        feed_s = 0.0
         while self._unread and self._unread[0].moments[-1].query():
             step = self._unread.popleft()
             if not step.is_first:
-                timing = step.timing()
+                feed_s += step.feed_s
+                timing = step.timing()._replace(feed=feed_s)
             if self._record is not None:
                 self._record(step.number, self._clock.times_of(step))
         return timing
 
 
 class _MeasuredStep(NamedTuple):
-    """begun_at: the host's time when the first event was recorded."""
+    """begun_at: the host's time when the first event was recorded. num_steps: this one and unmeasured ones before."""
 
     number: int
     moments: list[torch.cuda.Event]
     num_micro_batches: int
     begun_at: float
     is_first: bool
+    num_steps: int
 
     def timing(self) -> Timing:
         *passes, sent, received, ended, _ = self.moments[_FIRST_PASS:]
         in_passes = sum(_seconds(*ends) for ends in zip(passes[::_PASS], passes[_PASS - 1 :: _PASS], strict=True))
-        rest = _seconds(self.moments[0], sent) - in_passes + _seconds(received, ended)
+        rest = _seconds(self.moments[1], sent) - in_passes + _seconds(received, ended)
         per_micro_batch = in_passes / self.num_micro_batches if self.num_micro_batches else 0.0
         return Timing(per_micro_batch, _seconds(sent, received), max(rest, 0.0))
+
+    @property
+    def feed_s(self) -> float:
+        return self.num_steps * _seconds(*self.moments[:2])
 
 
 class _DeviceClock:
@@ -226,6 +237,10 @@ class Account:
         self._sync_s += sync_s
         for total, own, timing, waited_s in zip(self._totals, plan, timings, waiting_s, strict=True):
             total.add(len(own), timing, waited_s)
+            if len(timings) == 1:  # nobody to wait for: it has read the step itself
+                total.rest_s += timing.feed
+            else:
+                total.waiting_s += timing.feed
 
 
 class _Total:

@@ -22,8 +22,9 @@ class WorkerRound:
     loss_weight: float = 0.0
     num_steps: float = 0.0
     num_micro_batches: float = 0.0  # of all workers
-    micro_batch_s: float = 0.0
-    rest_s: float = 0.0
+    micro_batch_s: float = 0.0  # mean, of this worker
+    rest_s: float = 0.0  # per step
+    feed_s: float = 0.0
     request: float = 0.0
     # Set by `ReplicaAverage`:
     weighted_square: float = 0.0  # of its change's length

@@ -101,6 +101,8 @@ class AveragedReplicas:
         self._is_cadence = isinstance(every, Cadence)
         # The number of steps between two averages. All workers take the same: shares follow their speeds.
         self._interval = (every if isinstance(every, Cadence) else Cadence(every, max_anchor=every)).for_workers(1)
+        self._max_lead = self._interval.max_batch_diff or math.inf
+        self._counts = [0] * self._world.size  # micro-batches of the round, by rank
         self._guard = DivergenceGuard(math.inf if threshold is None else threshold)
         self._events = events
         transfer = TRANSFER_TYPES[settings.transfer]
@@ -109,7 +111,7 @@ class AveragedReplicas:
         self._mean = RoundMean()
         self._newest: LocalNumbers | None = None  # of the last finished step
         self._losses = DeferredReader(self._add_loss, is_ready=lambda numbers: numbers.has_arrived)  # of this round
-        self._timing = NOT_MEASURED
+        self._times = _RoundTimes()
         self._request = 0.0
         # Timings and requests by rank, reported in the step after an average.
         self._nothing_reported = ((NOT_MEASURED,) * self._world.size, (0.0,) * self._world.size)
@@ -152,8 +154,7 @@ class AveragedReplicas:
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
         self._request = message.request
-        if message.timing.micro_batch:
-            self._timing = message.timing
+        self._times.add(message.timing, len(self._mine))
         if self._mine:
             self._local.send(message)
 
@@ -172,8 +173,15 @@ class AveragedReplicas:
         self._round.weight += self._weight
         self._round.num_steps += 1
         self._round.num_micro_batches += self._plan[-1].stop
-        if self._round.num_steps >= self._interval.total_batches:
+        self._counts = [count + len(own) for count, own in zip(self._counts, self._plan, strict=True)]
+        # Another step like this one would exceed it.
+        is_lead_reached = max(self._counts) - min(self._counts) + self._lead_of_step() > self._max_lead
+        if self._round.num_steps >= self._interval.total_batches or is_lead_reached:
             self._start_average(is_final=False)
+
+    def _lead_of_step(self) -> int:
+        counts = list(map(len, self._plan))
+        return max(counts) - min(counts)
 
     def synchronize(self) -> None:
         if self._round.num_steps or self._average.is_under_way:
@@ -209,10 +217,12 @@ class AveragedReplicas:
         if self._average.is_under_way:
             self._finish_average()
         self._losses.flush()
-        self._round.micro_batch_s, self._round.rest_s = self._timing.micro_batch, self._timing.rest
+        own, self._times = self._times.mean, _RoundTimes()
+        self._round.micro_batch_s, _, self._round.rest_s, self._round.feed_s = own
         self._round.request = self._request
         self._average.start(self._round)
         self._round = WorkerRound()
+        self._counts = [0] * self._world.size
         if is_final or not self._is_overlapping:
             self._finish_average()
 
@@ -220,7 +230,8 @@ class AveragedReplicas:
         rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
         requests, num_steps = [each.request for each in rounds], int(rounds[0].num_steps)
         check_nobody_left(requests)
-        self._reported = [Timing(each.micro_batch_s, each.sync_s, each.rest_s) for each in rounds], requests
+        timings = [Timing(each.micro_batch_s, each.sync_s, each.rest_s, each.feed_s) for each in rounds]
+        self._reported = timings, requests
         loss_weight = sum(each.loss_weight for each in rounds)
         loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
         self._mean = RoundMean(loss, sum(each.weight for each in rounds) / max(num_steps, 1))
@@ -239,6 +250,28 @@ class AveragedReplicas:
                 drift,
                 every,
             )
+
+
+class _RoundTimes:
+    """This worker's times since the last average. It reports none of a round in which it had no micro-batch."""
+
+    def __init__(self) -> None:
+        self._num_micro_batches = self._num_rests = 0
+        self._compute_s = self._rest_s = self._feed_s = 0.0
+
+    def add(self, timing: Timing, num_micro_batches: int) -> None:
+        if timing.micro_batch:
+            self._num_micro_batches += num_micro_batches
+            self._compute_s += num_micro_batches * timing.micro_batch
+        if timing.rest:
+            self._num_rests += 1
+            self._rest_s += timing.rest
+        self._feed_s += timing.feed
+
+    @property
+    def mean(self) -> Timing:
+        micro_batch_s = self._compute_s / max(self._num_micro_batches, 1)
+        return Timing(micro_batch_s, 0.0, self._rest_s / max(self._num_rests, 1), self._feed_s)
 
 
 class GradientsFirst:

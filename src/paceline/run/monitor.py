@@ -6,32 +6,25 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, Protocol, TextIO
 
-from paceline.api.trainer import Trainer
 from paceline.checkpoint.folders import latest
-from paceline.cli.commands import CommandError
-from paceline.cli.config.parts import Part
-from paceline.cli.config.schema import Logger, ProjectSettings
-from paceline.cli.config.show import plain
-from paceline.cli.logs.panels import make_panels
-from paceline.cli.logs.picture import check_output, draw, write
-from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe, warn
-from paceline.observe.loggers import Loggers, make_logger
+from paceline.core.world import World
+from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe
+from paceline.observe.loggers import Loggers
 from paceline.observe.metrics import MetricsWriter
 from paceline.observe.progress import Progress, RateMeter, Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
+from paceline.plan.epoch import Position
 from paceline.run.control import ControlServer, end_at_once, socket_path
+from paceline.run.report import Report
 from paceline.run.step.loop import StepRecord
-
-if TYPE_CHECKING:
-    from paceline.cli.train.worker import RunRequest
 
 # With more workers, their shares are left out of the lines of metrics.
 MAX_WORKERS_LOGGED = 64
@@ -39,15 +32,57 @@ MAX_WORKERS_LOGGED = 64
 MAX_UNREAD_STEPS = 64
 
 
+class Monitored(Protocol):
+    """What a monitor needs of a trainer."""
+
+    @property
+    def position(self) -> Position: ...
+    @property
+    def world(self) -> World: ...
+    @property
+    def resumed_from(self) -> Path | None: ...
+    def listen(self, listener: Callable[[Any], object]) -> None: ...
+    def request_save(self) -> None: ...
+    def request_stop(self) -> None: ...
+    def report(self) -> Report: ...
+
+
+class Shown(Protocol):
+    """Where a run is shown and recorded."""
+
+    @property
+    def files(self) -> RunFiles: ...
+    @property
+    def terminal(self) -> str | None: ...
+    @property
+    def quiet(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """What is recorded, and how often.
+
+    has_tokens: weights are tokens. make_loggers: called with the number of completed steps. plot: draws the run's
+    metrics into a file; returns the reason if it cannot.
+    """
+
+    total_steps: int | None
+    log_every: int
+    has_tokens: bool
+    make_loggers: Callable[[int], Sequence[Any]]
+    plot: Callable[[RunFiles, Path], str | None]
+
+
 class Monitor:
     """Shows and records a run. outputs: closes what the monitor opens, however the run ends."""
 
-    def __init__(self, trainer: Trainer, request: RunRequest, outputs: ExitStack) -> None:
-        settings, files = request.project.settings, request.files
+    def __init__(self, trainer: Monitored, request: Shown, outputs: ExitStack, settings: MonitorSettings) -> None:
+        files = request.files
         self._trainer = trainer
         self._files = files
-        self._log_every = settings.trainer.log_every
-        self._has_tokens = settings.data.weight is not None
+        self._log_every = settings.log_every
+        self._has_tokens = settings.has_tokens
+        self._plot = settings.plot
         self._unread: deque[StepRecord] = deque()
         self._newest: StepRecord | None = None
         self._logged_step = 0
@@ -55,15 +90,14 @@ class Monitor:
         self._rates: Rates | None = None
         self._loss: tuple[float, int] | None = None
         self._origin: tuple[float, int] | None = None
-        self._total = total_steps(trainer, settings)
+        self._total = settings.total_steps
         step, stream = trainer.position.step, outputs.enter_context(_opened(request.terminal))
         self._progress = Progress(self._total, start_step=step, stream=stream, quiet=request.quiet)
         outputs.enter_context(self._progress)
         self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
         outputs.callback(self._metrics.close)
         events = outputs.enter_context(closing(EventLog(files.events)))
-        made = [_logger(each, settings, files, step) for each in settings.loggers]
-        self.loggers = outputs.enter_context(closing(Loggers([logger for logger in made if logger is not None])))
+        self.loggers = outputs.enter_context(closing(Loggers(settings.make_loggers(step))))
         trainer.listen(events.write)
         with attempt(files.status):
             note_total_steps(files, self._total)
@@ -126,8 +160,8 @@ class Monitor:
         """Add the oldest records to the rates."""
         for _ in range(count):
             record = self._unread.popleft()
-            syncs = [timing.sync for timing in record.timings]
-            self._meter.add(record.num_samples, record.shares, syncs, record.weight if self._has_tokens else None)
+            num_tokens = _known(record.weight) if self._has_tokens else None
+            self._meter.add(record.num_samples, record.shares, record.timings, num_tokens)
 
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
@@ -184,21 +218,10 @@ class Monitor:
     def _draw(self) -> None:
         path = self._files.plots / "training.png"
         try:
-            check_output(path)
-            write(draw(make_panels([self._files]), self._files.root.name), path)
-        except CommandError as error:
-            self.note(f"no plot: {error}")
+            if (reason := self._plot(self._files, path)) is not None:
+                self.note(f"no plot: {reason}")
         except Exception as error:
             self.note(f"cannot write the plot {path}: {describe(error)}")
-
-
-def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:
-    """Steps of the whole run; None if unknown."""
-    epochs, max_steps = settings.trainer.epochs, settings.trainer.max_steps
-    limits = [] if max_steps is None else [max_steps]
-    if epochs is not None and trainer.steps_per_epoch is not None:
-        limits.append(epochs * trainer.steps_per_epoch)
-    return min(limits, default=None)
 
 
 @contextmanager
@@ -215,19 +238,6 @@ def _opened(terminal: str | None) -> Iterator[TextIO]:
                 file.close()
 
 
-def _logger(setting: Any, settings: ProjectSettings, files: RunFiles, step: int) -> Any:
-    """None, after a warning, if its files or its service cannot be reached. Wrong arguments are errors."""
-    name = setting if isinstance(setting, str) else setting.name if isinstance(setting, Logger) else setting.target
-    try:
-        if isinstance(setting, Part):
-            return setting.build()
-        arguments = (setting.arguments or {}) if isinstance(setting, Logger) else {}
-        return make_logger(name, files, step, plain(settings), **arguments)
-    except OSError as error:
-        warn(f"cannot create the logger {name}, training continues without it: {describe(error)}")
-        return None
-
-
-def _known(loss: float) -> float | None:
-    """None for NaN: with averaging, the loss is unknown before the first average."""
-    return None if math.isnan(loss) else loss
+def _known(number: float) -> float | None:
+    """None for NaN: with averaging, loss and weight are unknown before the first average."""
+    return None if math.isnan(number) else number

@@ -1,0 +1,120 @@
+"""`Trainer.setup(run="runs")`: a loop of one's own is shown, recorded and controlled as `paceline train` does."""
+
+# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.settings import check, setting
+from paceline.observe import run_files
+from paceline.observe.best_effort import attempt
+from paceline.observe.environment import describe_environment
+from paceline.observe.loggers import LOGGER_NAMES, make_logger
+from paceline.observe.run_files import RUNS_FOLDER, RunFiles
+from paceline.run.monitor import Monitor, MonitorSettings
+from paceline.run.settings import GROUPS
+
+if TYPE_CHECKING:
+    from paceline.api.trainer import Trainer
+
+_PLOT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Where and how a run is recorded. Each start makes a folder of its own, named after the script and the time.
+
+    name: the folder's name instead, which a later start continues.
+    """
+
+    folder: str | PathLike[str] = setting("folder of the runs", RUNS_FOLDER)
+    name: str | None = setting("name of the run's folder; by default, the script's name and the time", None)
+    log_every: int = setting("steps between lines of metrics", 10, least=1)
+    tokens: bool = setting("show what weight_fn counts as tokens/s", False)
+    quiet: bool = setting("show no progress", False)
+    loggers: Sequence[str] = setting("further loggers, such as tensorboard or wandb", ())
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loggers, str):
+            raise ValueError(f"loggers={self.loggers!r}: give a list of names")
+        check(self)
+        for name in self.loggers:
+            if name not in LOGGER_NAMES:
+                raise ValueError(f"loggers: {name!r} is unknown: choose from {', '.join(LOGGER_NAMES)}")
+
+
+class RecordedRun:
+    """The outputs of a run on rank 0, from the first epoch until the trainer is closed."""
+
+    def __init__(self, recording: Recording, trainer: Trainer, num_epochs: int | None, max_steps: int | None) -> None:
+        self.files, self.quiet, self.terminal = _files_of(recording), recording.quiet, None
+        self._trainer = trainer
+        self._outputs = ExitStack()
+        limits = [] if max_steps is None else [max_steps]
+        if num_epochs is not None and trainer.steps_per_epoch is not None:
+            limits.append(num_epochs * trainer.steps_per_epoch)
+        config = _settings_of(trainer)
+        with attempt(self.files.config):
+            self.files.config.write_text(json.dumps(config, indent=2) + "\n")  # JSON is YAML too
+        with attempt(self.files.environment):
+            run_files.write_json(self.files.environment, describe_environment())
+        with self._outputs as outputs:
+            outputs.enter_context(run_files.running(self.files))
+            own = MonitorSettings(
+                total_steps=min(limits, default=None),
+                log_every=recording.log_every,
+                has_tokens=recording.tokens,
+                make_loggers=lambda step: [make_logger(name, self.files, step, config) for name in recording.loggers],
+                plot=_plot,
+            )
+            self._monitor = Monitor(trainer, self, outputs, own)
+            self._outputs = outputs.pop_all()
+        self._monitor.note(f"run {self.files.root}")
+        trainer.every(1, self._monitor.after_step)
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """The run is over: write what is left, and how it ended."""
+        try:
+            if error is None:
+                self._monitor.finish(None)
+        finally:
+            self._outputs.__exit__(kind, error, traceback)
+
+
+def _files_of(recording: Recording) -> RunFiles:
+    folder = Path(recording.folder)
+    if recording.name is not None:
+        return run_files.prepare_run_folder(folder / recording.name)
+    script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "run"
+    return run_files.create_run_folder(folder, script)
+
+
+def _settings_of(trainer: Trainer) -> dict[str, Any]:
+    """The run's settings as a project file has them."""
+    config = trainer.run.config
+    values = {name: value for name, value in vars(config).items() if name not in GROUPS}
+    strategy = config.strategy
+    values["strategy"] = strategy if isinstance(strategy, str) else {"kind": type(strategy).__name__.lower()}
+    for group in GROUPS:
+        values |= vars(getattr(config, group))
+    plain = (str, int, float, list, tuple, dict)
+    return {"trainer": {name: value for name, value in values.items() if isinstance(value, plain)}}
+
+
+def _plot(files: RunFiles, path: Path) -> str | None:
+    """By the command line, whose charts are above this layer."""
+    command = [sys.executable, "-m", "paceline", "logs", "plot", str(files.root), "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PLOT_TIMEOUT_S)
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["unknown"])[-1]

@@ -1,0 +1,106 @@
+"""`Trainer.setup(run=...)`: a loop of one's own has a run folder, as with `paceline train`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import mlp, vectors
+from torch.nn import functional
+from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.observe.metrics import read_metrics
+from paceline.observe.run_files import RunFiles, read_status, state_of
+from paceline.run import control
+
+
+def train(run: Any, steps: int = 12, hook: Any = lambda *_: None, **settings: Any) -> None:
+    with pl.Trainer.setup(
+        mlp,
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        data=vectors(64),
+        global_batch=8,
+        micro_batch=4,
+        run=run,
+        runtime=pl.Runtime(quiet=True),
+        **settings,
+    ) as trainer:
+        trainer.every(1, lambda record: hook(trainer, record))
+        for epoch in trainer.epochs(max_steps=steps):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+
+
+def only_run(folder: Path) -> RunFiles:
+    (root,) = folder.iterdir()
+    return RunFiles(root)
+
+
+def test_a_run_has_its_folder_with_metrics_plot_and_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["folder/my_script.py", "--lr", "0.1"])
+    answers = []
+
+    def ask(_: pl.Trainer, record: pl.StepRecord) -> None:
+        if record.step == 6:
+            answers.append(control.ask(control.socket_path(only_run(tmp_path).root), {"command": "status"}))
+
+    train(pl.Recording(tmp_path, log_every=3), hook=ask)
+    files = only_run(tmp_path)
+    assert files.root.name.startswith("my_script_20")
+    status = read_status(files)
+    assert status is not None
+    assert (state_of(files, status), status.total_steps) == ("finished", 12)
+    metrics = read_metrics(files.metrics)
+    assert metrics.series("loss")[0].tolist() == [1, 3, 6, 9, 12]
+    assert json.loads(files.config.read_text())["trainer"]["global_batch"] == 8
+    assert json.loads(files.report.read_text())["steps"] == 12
+    assert (files.plots / "training.png").is_file()
+    assert (answers[0]["step"], answers[0]["total_steps"]) == (6, 12)
+    shown = capsys.readouterr().out
+    assert f"run {files.root}" in shown
+    assert "step 12/12  loss" in shown
+
+
+def test_how_a_run_ended_is_recorded(tmp_path: Path) -> None:
+    def fail(_: pl.Trainer, record: pl.StepRecord) -> None:
+        if record.step == 3:
+            raise RuntimeError("the data is gone")
+
+    with pytest.raises(RuntimeError, match="the data is gone"):
+        train(pl.Recording(tmp_path, name="mine", quiet=True), hook=fail)
+    status = read_status(RunFiles(tmp_path / "mine"))
+    assert status is not None
+    assert (status.state, status.reason) == ("failed", "RuntimeError: the data is gone")
+    with pytest.raises(pl.errors.Stopped):
+        train(pl.Recording(tmp_path, name="mine", quiet=True), hook=lambda trainer, _: trainer.request_stop())
+    again = read_status(RunFiles(tmp_path / "mine"))
+    assert again is not None
+    assert (again.state, again.num_starts) == ("stopped", 2)
+
+
+def test_several_workers_have_one_run(tmp_path: Path, pool: WorkerPool) -> None:
+    pool.run(lambda: train(pl.Recording(tmp_path / "runs", quiet=True), steps=4), 2)
+    files = only_run(tmp_path / "runs")
+    assert read_metrics(files.metrics).last_step == 4
+    assert sum(read_metrics(files.metrics).shares) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"log_every": 0}, "log_every=0 must be >= 1"),
+        ({"loggers": "csv"}, "loggers='csv': give a list of names"),
+        ({"loggers": ["cvs"]}, "'cvs' is unknown: choose from"),
+    ],
+)
+def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pl.Recording("runs", **settings)

@@ -1,0 +1,118 @@
+"""The words that an agent and its workers share, in one process and across processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from waiting import wait_until
+
+from paceline.run.membership.board import Activity, Board
+from paceline.run.membership.generation import Generation, Member
+
+FIRST = Generation.first({0: 3})
+LONG_S = 60.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "board"
+
+
+@pytest.fixture
+def board(path: Path) -> Board:
+    return Board.create(path, 3)
+
+
+def test_a_new_board_is_blank(board: Board, path: Path) -> None:
+    assert (board.newest, board.intact) == (0, 0)
+    for slot in range(3):
+        assert board.activity(slot) is Activity.SETTING_UP
+        assert (board.num_ticks(slot), board.num_steps(slot), board.entered(slot)) == (0, 0, -1)
+    assert [each.name for each in path.parent.iterdir()] == ["board"]
+
+
+def test_only_a_loss_breaks_the_generations_before(board: Board, path: Path) -> None:
+    worker = Board(path)
+    joined = FIRST.changed({}, [Member(0, 0, 1)])
+    assert joined is not None
+    board.announce(joined)
+    assert (worker.newest, worker.intact) == (1, 0)
+    board.announce(joined.without({Member(0, 1): "died"}))
+    assert (worker.newest, worker.intact) == (2, 2)
+
+
+def test_rows_are_the_workers_own(board: Board, path: Path) -> None:
+    rows = [Board(path).row(slot) for slot in range(3)]
+    assert rows[1].enter(Activity.COMPUTING) == Activity.SETTING_UP
+    assert rows[1].enter(Activity.WAITING) == Activity.COMPUTING
+    rows[1].note_steps(7)
+    rows[2].note_entered(FIRST)
+    assert [board.activity(slot) for slot in range(3)] == [0, Activity.WAITING, 0]
+    assert [board.num_ticks(slot) for slot in range(3)] == [0, 2, 0]
+    assert [board.num_steps(slot) for slot in range(3)] == [0, 7, 0]
+    assert [board.entered(slot) for slot in range(3)] == [-1, -1, 0]
+    board.clear(1)
+    assert (board.activity(1), board.num_ticks(1), board.num_steps(1)) == (Activity.SETTING_UP, 0, 0)
+    assert board.entered(2) == 0
+
+
+def test_who_waits_for_news_sleeps_until_there_are_some(board: Board, path: Path) -> None:
+    worker, woken = Board(path), threading.Event()
+
+    def wait() -> None:
+        while worker.newest == 0:
+            worker.wait_for_news(0, LONG_S)
+        woken.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    board.wake()  # without news it goes on waiting
+    assert not woken.wait(0.05)
+    board.announce(FIRST.without({Member(0, 1): "died"}))
+    assert woken.wait(LONG_S)
+    thread.join()
+
+
+def test_old_news_need_no_wait(board: Board) -> None:
+    board.announce(FIRST.without({Member(0, 1): "died"}))
+    began_s = monotonic()
+    board.wait_for_news(0, LONG_S)
+    assert monotonic() - began_s < LONG_S
+
+
+@pytest.fixture
+def other_process(board: Board, path: Path) -> Iterator[int]:
+    """Enters COMPUTING in slot 2 and waits for generation 1; then notes it, and waits for 2."""
+    pid = os.fork()
+    if not pid:
+        own = Board(path)
+        row = own.row(2)
+        row.enter(Activity.COMPUTING)
+        for number in (1, 2):
+            while own.newest < number:
+                own.wait_for_news(own.newest, LONG_S)
+            row.note_steps(own.newest)
+        os._exit(own.intact)
+    yield pid
+    with_kill = os.waitpid(pid, os.WNOHANG) if Path(f"/proc/{pid}").exists() else (pid, 0)
+    if not with_kill[0]:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_processes_see_each_other(board: Board, other_process: int) -> None:
+    wait_until(lambda: board.activity(2) is Activity.COMPUTING)
+    first = FIRST.without({Member(0, 1): "died"})
+    board.announce(first)
+    wait_until(lambda: board.num_steps(2) == 1)
+    joined = first.changed({}, [Member(0, 1, 1)])
+    assert joined is not None
+    board.announce(joined)
+    wait_until(lambda: board.num_steps(2) == 2)
+    assert os.waitstatus_to_exitcode(os.waitpid(other_process, 0)[1]) == 1  # intact: joining breaks nothing

@@ -1,0 +1,73 @@
+"""Replacements join, workers leave, stand still or fail: with one launch for several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+from elastic_runs import Case, Death, Points, check, expected, launch, loop, wait_for_members
+
+import paceline as pl
+from paceline.run.membership.generation import Member
+from paceline.run.membership.member import Membership
+
+
+def train(here: Points, trainer: pl.Trainer, waits: Mapping[int, int], leaving: int = -1) -> None:
+    """waits: by step, for how many members to wait in its hook. leaving: a slot that is asked to leave at step 8."""
+
+    def after_step(record: pl.StepRecord) -> None:
+        if record.step == 8 and leaving >= 0 and trainer.is_main and (own := Membership.from_environment()):
+            own.ask_to_leave(Member(0, leaving))
+        if record.step in waits:
+            wait_for_members(waits[record.step])
+
+    trainer.every(1, after_step)
+    loop(here, trainer, 4)
+
+
+def changes(outcome: Mapping[str, Any]) -> list[tuple[int, int, list[int], list[int]]]:
+    return [tuple(event[name] for name in ("generation", "size", "left", "joined")) for event in outcome["events"]]
+
+
+def test_replacements_join(capfd: pytest.CaptureFixture[str]) -> None:
+    """One dies during set-up, so that all start again; one in a step; its replacement while it joins; then rank 0."""
+    deaths = [
+        Death(2, "set-up", 0),
+        Death(1, step=2, restart=1),
+        Death(1, "load", 0, start=1, restart=1),
+        Death(0, step=9, how="error", restart=1),
+    ]
+    case = Case(deaths, {"shares": "measured"}, train=partial(train, waits={3: 3, 6: 3}))
+    [outcomes] = launch([case], 3, max_restarts=2)
+    check(outcomes, expected(case), 2)
+    assert [outcome["member"] for outcome in outcomes] == [(2, 0, 1), (1, 2, 1)]
+    survivor, newcomer = outcomes
+    assert changes(survivor) == [(1, 2, [1], []), (3, 2, [], []), (4, 3, [], [2]), (5, 2, [0], [])]
+    assert changes(newcomer)[-1] == (5, 2, [0], [])
+    first, *_, last = survivor["events"]
+    assert "rank 1 was killed by SIGKILL" in first["reason"]
+    assert "CUDA error: an illegal memory access" in last["reason"]
+    assert all(0 <= event["seconds"] < 60 for event in survivor["events"])
+    errors = capfd.readouterr().err
+    assert "paceline: restart 1: rank 2 was killed by SIGKILL" in errors
+    assert "rank 0 failed: AcceleratorError: CUDA error: an illegal memory access was encountered: 2 workers" in errors
+
+
+def test_workers_stand_still_and_leave(capfd: pytest.CaptureFixture[str]) -> None:
+    deaths = [Death(4, step=2, how="stall"), Death(3, step=4, how="stop"), Death(0, step=6, how="exit")]
+    case = Case(deaths, train=partial(train, waits={8: 2}, leaving=2))
+    [outcomes] = launch([case], 6, stall_s=5.0)
+    check(outcomes, expected(case), 2)
+    assert [outcome["member"][0] for outcome in outcomes] == [1, 5]
+    reasons = [event["reason"] for event in outcomes[0]["events"]]
+    assert len(reasons) == 4
+    assert reasons[0].startswith("rank 4 stood still for ")
+    assert f'at File "{__file__.replace("test_comings_and_goings", "elastic_runs")}", line ' in reasons[0]
+    assert ", in die, and was ended" in reasons[0]
+    assert reasons[1].startswith("rank 3 was stopped for ")
+    assert reasons[2:] == ["rank 0 exited with code 7 before its work was done", "rank 2 was asked to leave"]
+    assert changes(outcomes[0])[-1] == (4, 2, [1], [])
+    errors = capfd.readouterr().err
+    assert "rank 2 left: rank 2 was asked to leave: 2 workers go on" in errors
