@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.harness import Result, circumstances, missing_package, turn_order
+from bench.namespaces import missing_slow_link
 from bench.parts import Goal, Parts
 from bench.survive_log import Cost, Kill, WorkerNotes, costs
 from bench.survive_worker import CHECKPOINT_STEPS, ENDLESS, NUM_WORKERS, TASKS
@@ -269,7 +270,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--kills", type=int, default=30, help="of each contestant (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=10, help="kills in a contestant's turn (default: %(default)s)")
-    parser.add_argument("--hosts", type=int, default=0, metavar="N", help="cut the link of two hosts N times, too")
+    parser.add_argument("--hosts", type=int, default=10, help="cuts of the link of two hosts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of victims and moments (default: %(default)s)")
 
 
@@ -277,7 +278,9 @@ def run(options: argparse.Namespace) -> Parts:
     results = {model: measure(model, options) for model in options.models}
     text = f"median over {MEDIAN_GOAL_S:g} s and 90th percentile over {P90_GOAL_S:g} s, the larger, at most"
     goals = dict.fromkeys(results, Goal(text, slower_of_goals, 1.0, is_upper=True))
-    if options.hosts:
+    if options.hosts and (reason := missing_slow_link()):
+        print(f"two hosts: skipped: {reason}", file=sys.stderr)
+    elif options.hosts:
         from bench import survive_hosts
 
         results[survive_hosts.PART] = survive_hosts.measure(options)

@@ -53,7 +53,7 @@ class Program:
 
     folder: str
     variant: str = "sharded"
-    num_epochs: int = 30
+    num_epochs: int = 20
     exact: bool = True
     pause_s: float = 0.0
 

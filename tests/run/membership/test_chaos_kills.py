@@ -1,8 +1,8 @@
 """Kill anything, at any moment: the run that ends is the one that was never disturbed, bit for bit.
 
 Twenty kills in every test run, a thousand in `make soak`. A seed decides what is lost, how and when, as far as the
-machine is repeatable: `PACELINE_CHAOS=7 PACELINE_CHAOS_KILLS=100 PACELINE_CHAOS_VARIANTS=stream,readers pytest -s -m soak
-tests/run/membership/test_chaos_kills.py`.
+machine is repeatable, and the variables PACELINE_CHAOS (a seed), PACELINE_CHAOS_KILLS and PACELINE_CHAOS_VARIANTS
+(such as stream,readers) choose in `pytest -s -m soak tests/run/membership/test_chaos_kills.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import paceline as pl
 
 CHOSEN = os.environ.get("PACELINE_CHAOS")
 STALL_S = 3.0
-PAUSE_S = 0.02
+PAUSE_S = 0.05
 KILLS_PER_RUN = 20
 PLAIN_TOLERANCE = 1e-5
 
