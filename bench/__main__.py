@@ -42,6 +42,7 @@ BENCHMARKS = {
     "exact": Benchmark("bench.exact", "step time of exact mode over plain mode, and of plain mode over a bare loop"),
     "checks": Benchmark("bench.checks", "what checking gradients, settings and replicas adds to a step"),
     "timeline": Benchmark("bench.timeline", "what recording a timeline adds to a step of 10 ms"),
+    "watch": Benchmark("bench.watch", "steps/s while a page of `paceline watch` is open, against none; first pictures"),
     "against": Benchmark("bench.against", "step time of this tree against an earlier commit's, each over its limit"),
     "pauses": Benchmark(
         "bench.pauses", "ms of the longest step among millions of objects, by who collects garbage when"

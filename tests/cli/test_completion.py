@@ -12,7 +12,7 @@ import pytest
 from in_process import invoke
 from zsh_session import Zsh
 
-from paceline.cli import checkpoints, completion, runs
+from paceline.cli import checkpoints, completion, doctor, runs
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
     completion.add_parser(commands)
     runs.add_parser(commands)
     checkpoints.add_parser(commands)
+    doctor.add_parser(commands)
     return root
 
 
@@ -39,7 +40,7 @@ def offered(folder: Path, *words: str) -> list[str]:
 
 # The words on the command line, and their completions.
 FOLLOWS = [
-    ([""], ["completion", "runs", "checkpoints"]),
+    ([""], ["completion", "runs", "checkpoints", "doctor"]),
     (["r"], ["runs"]),
     (["--"], ["--help", "--version"]),
     (["runs", ""], ["status", "save", "stop", "abort"]),
@@ -50,7 +51,9 @@ FOLLOWS = [
     (["checkpoints", "export", "--format", ""], ["safetensors", "torch"]),
     (["checkpoints", "export", "--component", "e"], ["ema"]),
     (["completion", ""], ["bash", "zsh", "fish"]),
-    (["nothing", ""], ["completion", "runs", "checkpoints"]),
+    (["doctor", "--j"], ["--json"]),
+    (["doctor", "ti"], ["tiny_1", "tiny_2"]),
+    (["nothing", ""], ["completion", "runs", "checkpoints", "doctor"]),
 ]
 FOLLOWS_FILE = [["runs", "save", "--timeout", ""], ["checkpoints", "export", "-o", ""]]
 

@@ -149,7 +149,6 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
-
 GATHERINGS = {"one host": partial(sharing, 3), "hosts": partial(on_hosts, [2, 1]), "gloo": partial(over_gloo, 3)}
 every_kind = pytest.mark.parametrize("gathering", GATHERINGS.values(), ids=GATHERINGS)
 

@@ -18,7 +18,7 @@ PORTED = EXAMPLES / "ported"
 # Importing torch costs seconds, so an example with one worker runs in this process, as `python FILE` would.
 IN_PROCESS = [
     *("array_loader_loop", "dp_train_iris", "dp_train_matrix", "first_steps", "gan", "low_level"),
-    *("policy_gradient", "resnet_images"),
+    *("policy_gradient", "resnet_images", "gradient_logging", "profile_loop"),
 ]
 SHARED_MODULES = ["iris"]
 

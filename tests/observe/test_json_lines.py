@@ -71,7 +71,7 @@ def test_a_reader_follows_a_growing_file(path: Path, block_bytes: int, monkeypat
 
 
 def test_the_tail_of_a_file_starts_with_a_whole_line(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_lines, "_TAIL_BYTES", 20)
+    monkeypatch.setattr(json_lines, "TAIL_BYTES", 20)
     path.write_text("".join(f'{{"n":{n}}}\n' for n in range(100)))
     assert LineReader(path, tail=True).read() == [{"n": 98}, {"n": 99}]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import importlib.util
 import math
+import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
@@ -22,6 +24,7 @@ from paceline.observe.loggers import (
     Loggers,
     MlflowLogger,
     TensorBoardLogger,
+    TrackioLogger,
     WandbLogger,
     make_logger,
 )
@@ -190,6 +193,64 @@ def test_wandb_begins_with_the_first_numbers_and_goes_on_in_the_same_run(monkeyp
     assert wandb.inits[1] == {"name": "run-a", "config": {}, "id": "id-1", "resume": "allow"}
 
 
+class FakeTrackio(ModuleType):
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.calls: list[tuple[Any, ...]] = []
+
+    def init(self, **settings: Any) -> Any:
+        print("* Trackio project initialized")
+        self.calls.append(("init", settings))
+        return SimpleNamespace(
+            name=settings["name"],
+            log=lambda values, step: self.calls.append(("log", values, step)),
+            finish=lambda: self.calls.append(("finish",)),
+        )
+
+
+def test_trackio_begins_with_the_first_numbers_and_goes_on_in_the_same_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trackio = FakeTrackio()
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    logger = TrackioLogger("run-a", {"lr": 0.1}, auto_log_cpu=False)
+    assert trackio.calls == []
+    logger.log(5, {"loss": 1.0})
+    logger.close()
+    logger.close()
+    settings = {"project": "paceline", "name": "run-a", "config": {"lr": 0.1}, "auto_log_cpu": False}
+    assert trackio.calls == [("init", settings), ("log", {"loss": 1.0}, 5), ("finish",)]
+    assert capsys.readouterr().out == ""  # stdout may show progress
+    again = TrackioLogger("another-folder", project="stories")
+    again.load_state_dict(logger.state_dict())
+    again.log(6, {})
+    resumed = {"project": "stories", "name": "run-a", "config": {}, "resume": "allow"}
+    assert trackio.calls[3:] == [("init", resumed), ("log", {}, 6)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
+def test_trackio_stores_what_was_logged(tmp_path: Path) -> None:
+    program = """if True:
+        import trackio
+        from paceline.observe.loggers import TrackioLogger
+        from trackio.sqlite_storage import SQLiteStorage
+
+        first = TrackioLogger("run-a", {"lr": 0.1}, auto_log_cpu=False)
+        first.log(10, {"loss": 2.0, "eval/loss": 1.5})
+        first.close()
+        again = TrackioLogger("moved", auto_log_cpu=False)
+        again.load_state_dict(first.state_dict())
+        again.log(20, {"loss": 1.0, "bad": float("nan")})
+        again.close()
+        (run,) = trackio.Api().runs("paceline")
+        lines = SQLiteStorage.get_logs("paceline", run.name)
+        print([(line["step"], line.get("loss"), line.get("eval/loss")) for line in lines])
+    """
+    environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.stdout.startswith("[(10, 2.0, 1.5), (20, 1.0, None)]\n"), done.stderr
+
+
 class FakeMlflow(ModuleType):
     def __init__(self) -> None:
         super().__init__("mlflow")
@@ -297,7 +358,7 @@ def files(tmp_path: Path) -> RunFiles:
     return prepare_run_folder(tmp_path / "a")
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow", "trackio"])
 def test_a_missing_package_is_named_with_its_extra(name: str, files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ModuleNotFoundError, match=rf"{name} is not installed.*pip install 'paceline\[{name}\]'"):
@@ -317,11 +378,13 @@ def test_something_missing_inside_a_package_is_not_taken_for_the_package(
 def test_loggers_are_made_by_name(files: RunFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
     monkeypatch.setitem(sys.modules, "mlflow", FakeMlflow())
+    monkeypatch.setitem(sys.modules, "trackio", FakeTrackio())
     make_logger("csv", files).close()
     assert (files.root / "metrics.csv").is_file()
     assert isinstance(make_logger("wandb", files, config={"a": 1}, project="p"), WandbLogger)
     assert isinstance(make_logger("mlflow", files, experiment="e"), MlflowLogger)
-    assert LOGGER_NAMES == ("csv", "tensorboard", "wandb", "mlflow")
+    assert isinstance(make_logger("trackio", files, project="p"), TrackioLogger)
+    assert LOGGER_NAMES == ("csv", "tensorboard", "wandb", "mlflow", "trackio")
 
 
 def test_wrong_names_and_settings_are_errors(files: RunFiles) -> None:

@@ -213,10 +213,16 @@ def test_rates_are_those_since_the_last_look(clock: Clock) -> None:
     meter = RateMeter(2)
     for _ in range(4):
         clock.now_s += 0.5
-        meter.add(16, (3, 1), [Timing(sync=0.1), Timing(sync=0.2, feed=0.1)], num_tokens=100)
+        meter.add(16, (3, 1), [Timing(0.1, 0.1, 0.05, 0.04), Timing(0.1, 0.2, 0.05, feed=0.1)], num_tokens=100)
     found = meter.take()
     assert (found.samples_per_s, found.tokens_per_s, found.shares) == (32.0, 200.0, (12, 4))
     assert found.waiting == pytest.approx((0.0, 0.4))
+    assert found.lanes["computing"] == pytest.approx((3 * 0.06 / 0.5, 0.1 / 0.5))
+    assert found.lanes["data"] == pytest.approx((3 * 0.04 / 0.5, 0.0))
+    assert found.lanes["exchange"] == pytest.approx((0.2, 0.2))
+    assert found.lanes["rest"] == pytest.approx((0.2, 0.2))
+    assert found.speeds == pytest.approx((10.0, 10.0))
+    assert found.efficiency == pytest.approx(8.0 / 20.0)
     clock.now_s += 1.0
     meter.add(8, (2, 2))
     meter.add(24, (2, 2), num_tokens=240)  # the tokens of the step before are unknown
@@ -225,3 +231,32 @@ def test_rates_are_those_since_the_last_look(clock: Clock) -> None:
     meter.add(8, (2, 2))
     again = meter.take()
     assert (again.samples_per_s, again.tokens_per_s, again.shares, again.waiting) == (8.0, None, (2, 2), (0.0, 0.0))
+
+
+def test_lanes_without_a_measurement_are_empty_and_later_ones_use_the_last(clock: Clock) -> None:
+    meter = RateMeter(1)
+    clock.now_s += 1.0
+    meter.add(8, (4,), [Timing()])
+    assert (meter.take().lanes, meter.take().efficiency) == ({}, None)
+    for timing in (Timing(0.1), Timing()):
+        clock.now_s += 0.5
+        meter.add(8, (4,), [timing])
+    assert meter.take().lanes["computing"] == pytest.approx((0.8,))
+
+
+def test_lanes_add_up_to_one_if_measurements_lag_behind(clock: Clock) -> None:
+    meter = RateMeter(1)
+    clock.now_s += 0.5
+    meter.add(8, (4,), [Timing(0.25, 0.5)])
+    found = meter.take()
+    assert {name: parts[0] for name, parts in found.lanes.items()} == pytest.approx(
+        {"computing": 1 / 1.5, "data": 0.0, "exchange": 0.5 / 1.5, "rest": 0.0}
+    )
+
+
+def test_workers_that_leave_are_counted_no_more(clock: Clock) -> None:
+    meter = RateMeter(3)
+    meter.add(8, (1, 1, 1), [Timing(0.1)] * 3)
+    clock.now_s += 1.0
+    meter.add(8, (2, 1), [Timing(0.1)] * 2)
+    assert meter.take().shares == (2, 1)

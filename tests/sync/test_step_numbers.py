@@ -15,8 +15,8 @@ from paceline.sync.step_numbers import Layout, StepNumbers, StepNumbersWriter
 
 LAYOUT = Layout(num_micro_batches=3, is_exact=True, num_grids=2, num_workers=2, num_parameters=4, num_buffers=2)
 MESSAGES = [
-    WorkerMessage(Timing(0.5, 0.25, 0.125), 0.0, (1 << 48) - 1, (0.1, -1)),
-    WorkerMessage(Timing(1.5, 1.25, 1.125), 2.0, 12345678901, None),
+    WorkerMessage(Timing(0.5, 0.25, 0.125, 0.0625), 0.0, (1 << 48) - 1, (0.1, -1)),
+    WorkerMessage(Timing(1.5, 1.25, 1.125, 1.0625), 2.0, 12345678901, None),
 ]
 
 

@@ -26,6 +26,7 @@ example:
   paceline init spirals            create a project
   paceline train 2workers.yaml     train from a project file
   paceline run train.py            run your own script on all devices
+  paceline watch --open            show runs in the browser, live
   paceline logs plot               plot the newest run
 """
 _RUN_NOTE = """\
@@ -36,8 +37,20 @@ them. The exit codes are those of `paceline train`.
 # In the order of the help text. `run`, `rendezvous` and `config` are in this file, every other one in the module of its
 # name.
 _COMMANDS = (
-    "init", "train", "run", "rendezvous", "config", "logs", "timeline", "runs", "checkpoints", "devices", "completion"
-)  # fmt: skip
+    "init",
+    "train",
+    "run",
+    "rendezvous",
+    "config",
+    "watch",
+    "logs",
+    "doctor",
+    "timeline",
+    "runs",
+    "checkpoints",
+    "devices",
+    "completion",
+)
 
 
 class _Parser(argparse.ArgumentParser):

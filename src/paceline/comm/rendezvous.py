@@ -65,8 +65,6 @@ class Rendezvous:
             self._run_store = _run_store(world) if at is None else at.store
             name = secrets.token_hex(8) if world.is_main else self._arrive()
             self.store: Any = dist.PrefixStore(name, self._run_store)  # type: ignore[attr-defined]
-            if at is not None:
-                self.store = CheckedStore(self.store, at.check)
             self.offers = self._gather(offer, lambda: self._answer_arrivals(name))
         _has_joined = True
 
@@ -129,47 +127,12 @@ class Rendezvous:
             raise CommunicationError(f"rank {rank} cannot reach the rendezvous store: {error}") from None
 
 
-class ForwardingStore(dist.Store):  # type: ignore[misc,name-defined]
-    """Forwards to another store, for subclasses that change a part of it."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__()
-        self._store = store
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._store.get(key))
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._store.check(keys))
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._store.delete_key(key))
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._store.timeout  # type: ignore[no-any-return]
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
-
-
-class SignedStore(ForwardingStore):
-    """Signs the values of a store that others can write to, and rejects values without a valid signature.
-
-    Counters cannot be signed.
-    """
+class SignedStore(dist.Store):  # type: ignore[misc,name-defined]
+    """Signs the values of a store that others can write to, and rejects values without a valid signature."""
 
     def __init__(self, store: Any, secret: Secret) -> None:
-        super().__init__(store)
+        super().__init__()
+        self._store = store
         self._secret = secret
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -183,36 +146,31 @@ class SignedStore(ForwardingStore):
         assert not expected
         return self._secret.check(self._store.compare_set(key, "", self._sign(key, value)), f"the value of {key}")
 
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))  # counters cannot be signed
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys) if timeout is None else self._store.wait(keys, timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(key))
+
     def clone(self) -> SignedStore:
         return SignedStore(self._store.clone(), self._secret)
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._store.timeout  # type: ignore[no-any-return]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
 
     def _sign(self, key: str, value: str | bytes) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
         return self._secret.sign(content, f"the value of {key}")
-
-
-class CheckedStore(ForwardingStore):
-    """A store whose waits end with an error when `check` raises: a process group connects through it."""
-
-    def __init__(self, store: Any, check: Callable[[], None]) -> None:
-        super().__init__(store)
-        self._check = check
-
-    def get(self, key: str) -> bytes:
-        self.wait([key])
-        return super().get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        deadline_s, poll_s = monotonic() + (timeout or self.timeout).total_seconds(), MIN_POLL_S
-        while not self.check(keys):
-            self._check()
-            if monotonic() > deadline_s:
-                raise RuntimeError(f"timed out waiting for {', '.join(keys)}")
-            sleep(poll_s)
-            poll_s = min(1.3 * poll_s, MAX_POLL_S)
-
-    def clone(self) -> CheckedStore:
-        return CheckedStore(self._store.clone(), self._check)
 
 
 def private_store(store: Any, secret: Secret | None, purpose: str) -> Any:

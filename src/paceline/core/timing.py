@@ -10,13 +10,15 @@ class Timing(NamedTuple):
 
     `micro_batch`: one micro-batch, including the time to read its samples. `sync`: the latest exchange, from the end of
     compute to the result, including the wait for slower workers. `rest`: everything else in that step, such as the
-    optimizer. `feed`: in all steps since the last report, the wait for a step that workers read in coordination. It is
-    no work of this worker: rank 0 or a slower worker is not there yet.
+    optimizer. `data`: the wait for the data of one micro-batch, a part of `micro_batch`. `feed`: in all steps since the
+    last report, the wait for a step that workers read in coordination. It is no work of this worker: rank 0 or a slower
+    worker is not there yet.
     """
 
     micro_batch: float = 0.0
     sync: float = 0.0
     rest: float = 0.0
+    data: float = 0.0
     feed: float = 0.0
 
 

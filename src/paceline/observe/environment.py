@@ -26,7 +26,7 @@ def describe_environment(folder: Path | None = None) -> dict[str, Any]:
         "host": {
             "name": platform.node(),
             "system": platform.platform(),
-            "processor": _processor(),
+            "processor": processor_name(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
@@ -47,7 +47,7 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """The model name from the kernel, which `platform` does not provide on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

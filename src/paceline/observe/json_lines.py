@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_TAIL_BYTES = 1 << 16
+TAIL_BYTES = 1 << 16
 _READ_BYTES = 1 << 20
 # Longer lines are skipped: no writer of this package produces them.
 MAX_LINE_BYTES = 16 << 20
@@ -55,14 +55,15 @@ class LineWriter:
 class LineReader:
     """Reads a file that may still grow: each `blocks` or `read` continues after the last complete line.
 
-    tail: start near the end of the file, in the middle of a line. num_unreadable: skipped lines, which contain no
-    JSON or are longer than `MAX_LINE_BYTES`.
+    tail: start near the end of the file, in the middle of a line. start, stop: read only these bytes. num_unreadable:
+    skipped lines, which contain no JSON or are longer than `MAX_LINE_BYTES`. offset: where the next line begins.
     """
 
-    def __init__(self, path: Path, *, tail: bool = False) -> None:
+    def __init__(self, path: Path, *, tail: bool = False, start: int = 0, stop: int | None = None) -> None:
         self.path = path
         self.num_unreadable = 0
-        self._offset = max(0, path.stat().st_size - _TAIL_BYTES) if tail else 0
+        self.offset = max(0, path.stat().st_size - TAIL_BYTES) if tail else start
+        self._stop = stop
 
     def read(self) -> list[dict[str, Any]]:
         """The objects of all new lines."""
@@ -78,12 +79,13 @@ class LineReader:
         rest = b""
         with self.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size  # the file may grow as fast as it is read
-            file.seek(self._offset)
+            size = size if self._stop is None else min(size, self._stop)
+            file.seek(self.offset)
             while block := file.read(max(0, min(_READ_BYTES, size - file.tell()))):
                 lines, newline, rest = (rest + block).rpartition(b"\n")
                 if len(rest) > MAX_LINE_BYTES:  # its end will not be JSON either
                     rest = b""
-                self._offset = file.tell() - len(rest)
+                self.offset = file.tell() - len(rest)
                 if newline and containing in lines:
                     kept = [line for line in lines.split(b"\n") if containing in line]
                     values = parse_lines(kept)
@@ -94,12 +96,15 @@ class LineReader:
 def parse_lines(lines: Sequence[bytes]) -> list[Any]:
     """The values of these lines. Lines without JSON are left out."""
     text = b",".join(lines)
-    try:
-        # One call for all lines is several times faster than one call per line.
-        values = json.loads(b"[%s]" % text)
-    except (ValueError, RecursionError):
-        values = []
-    if len(values) != len(lines):
+    # One call for all lines is several times faster than one call per line. The first line may be cut off.
+    for num_cut in (0, 1):
+        try:
+            values = json.loads(b"[%s]" % (text if not num_cut else b",".join(lines[num_cut:])))
+        except (ValueError, RecursionError):
+            values = []
+        if len(values) == len(lines) - num_cut:
+            break
+    else:
         values = []
         for line in lines:
             with suppress(ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Additional outputs for metrics: CSV tables, TensorBoard, Weights & Biases, MLflow.
+"""Additional outputs for metrics: CSV tables, TensorBoard, Weights & Biases, MLflow, Trackio.
 
 `metrics.jsonl` is not among them: every run writes it. The loggers of services import their package when created.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -217,11 +219,40 @@ class MlflowLogger(_ServiceLogger):
         self._is_open = True
 
 
+class TrackioLogger(_ServiceLogger):
+    """Logs to Trackio, whose dashboard `trackio show` is local. The run is created by the first `log`.
+
+    settings: of trackio.init, such as project="stories" (default: "paceline") or space_id.
+    """
+
+    def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        self._module = optional("trackio", package="trackio", extra="trackio", user="its logger")
+        self._settings = {"project": "paceline", "name": name, "config": dict(config or {}), **settings}
+        self._run: Any = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._run is None:
+            # Trackio finds a run by its name.
+            resumed = {} if self._id is None else {"name": self._id, "resume": "allow"}
+            with redirect_stdout(sys.stderr):  # it prints, and stdout may show progress
+                self._run = self._module.init(**{**self._settings, **resumed})
+            self._id = self._run.name
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is stored."""
+        if self._run is not None:
+            with redirect_stdout(sys.stderr):
+                self._run.finish()
+            self._run = None
+
+
 _MAKERS: dict[str, Callable[..., Logger]] = {
     "csv": lambda files, step, _, **settings: CsvLogger(files.root / "metrics.csv", step, **settings),
     "tensorboard": lambda files, step, _, **settings: TensorBoardLogger(files.root / "tensorboard", step, **settings),
     "wandb": lambda files, _, config, **settings: WandbLogger(files.root.name, config, **settings),
     "mlflow": lambda files, _, config, **settings: MlflowLogger(files.root.name, config, **settings),
+    "trackio": lambda files, _, config, **settings: TrackioLogger(files.root.name, config, **settings),
 }
 LOGGER_NAMES = tuple(_MAKERS)
 

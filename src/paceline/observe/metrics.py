@@ -1,12 +1,16 @@
 """A run's metrics: `metrics.jsonl` has one JSON line per logged step.
 
     {"step": 40, "time": 12.5, "epoch": 0, "loss": 2.31, "lr": 0.001, "grad_norm": 0.8, "samples_per_s": 812.0,
-     "tokens_per_s": 52100.0, "shares": [6, 2], "waiting": [0.01, 0.04], "eval": {"loss": 2.4}}
+     "tokens_per_s": 52100.0, "shares": [6, 2], "waiting": [0.01, 0.04],
+     "lanes": {"computing": [0.9, 0.85], "data": [0.02, 0.01], "exchange": [0.05, 0.05], "rest": [0.02, 0.05]},
+     "speeds": [30.1, 10.2], "efficiency": 0.93, "eval": {"loss": 2.4}}
 
 `step` counts completed steps. `time` is seconds of training, without the time between a stop and a resume. `shares`
-(micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker. Several lines may describe one
-step: the newest number of each name counts. `{"resumed_from": 30}` means that the run was resumed from step 30:
-earlier lines about later steps are superseded.
+(micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker, as have the other fractions in
+`lanes` (see `paceline.observe.progress.Rates`) and `speeds` (micro-batches per second while computing). All are those
+since the line before; they come from numbers that the workers exchange with every step. `efficiency`: the run's speed
+over the sum of the workers'. Several lines may describe one step: the newest number of each name counts.
+`{"resumed_from": 30}` means that the run was resumed from step 30: earlier lines about later steps are superseded.
 """
 
 from __future__ import annotations
@@ -105,7 +109,7 @@ class Curve:
         steps, newest = np.unique(steps[::-1], return_index=True)
         values = values[::-1][newest]
         if len(steps) > MAX_POINTS and not self._is_whole:
-            kept = _extremes(steps, values)
+            kept = extremes(steps, values, MAX_POINTS)
             steps, values = steps[kept], values[kept]
         self._steps, self._values = steps, values
 
@@ -196,16 +200,16 @@ def read_curves(
     all points of a curve (16 bytes each). tail: read only the end of the file.
     """
     resumes = LineReader(path, tail=tail).blocks(containing=f'"{RESUMED_FROM}"'.encode())
-    resumed_from = [record[RESUMED_FROM] for block in resumes for record in block if _is_resume(record)]
+    resumed_from = [record[RESUMED_FROM] for block in resumes for record in block if is_resume(record)]
     # The last step that counts, for the lines before each resume, and for those after the last one.
     limits = list(accumulate([math.inf, *reversed(resumed_from)], min))[::-1]
     curves, reader, segment = Curves(is_wanted, is_whole), LineReader(path, tail=tail), 0
     for block in reader.blocks():
         counted = []
         for record in block:
-            if _is_resume(record):
+            if is_resume(record):
                 segment += 1
-            elif not (isinstance(record, dict) and is_count(record.get("step"))):
+            elif not is_step(record):
                 curves.num_unreadable += 1
             elif record["step"] <= limits[min(segment, len(limits) - 1)]:
                 counted.append(record)
@@ -229,7 +233,12 @@ def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
                     yield prefix + name, number
 
 
-def _is_resume(record: Any) -> bool:
+def is_step(record: Any) -> bool:
+    """Whether a line is about a step."""
+    return isinstance(record, dict) and is_count(record.get("step"))
+
+
+def is_resume(record: Any) -> bool:
     return isinstance(record, dict) and "step" not in record and is_count(record.get(RESUMED_FROM))
 
 
@@ -237,10 +246,10 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_number, value))
 
 
-def _extremes(steps: Steps, values: Values) -> npt.NDArray[np.intp]:
-    """The indices of the minimum and the maximum in each of MAX_POINTS / 2 - 1 equal intervals of steps."""
+def extremes(steps: Steps, values: Values, max_points: int) -> npt.NDArray[np.intp]:
+    """The indices of the minimum and the maximum in each of max_points / 2 - 1 equal intervals of steps."""
     span = float(steps[-1]) - float(steps[0]) + 1.0
-    interval = ((steps - steps[0]) / span * (MAX_POINTS // 2 - 1)).astype(np.int64)
+    interval = ((steps - steps[0]) / span * (max_points // 2 - 1)).astype(np.int64)
     starts = np.flatnonzero(np.diff(interval, prepend=-1))
     kept = [np.array([0, len(steps) - 1], np.intp)]
     for sign in (1.0, -1.0):

@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from time import monotonic
 from typing import Self, TextIO, cast
 
-import numpy as np
-
-from paceline.core.timing import Timing
+from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.core.waiting import split_sync
 from paceline.observe import formats
 from paceline.observe.best_effort import SafeStream
@@ -26,6 +25,8 @@ LIVE_INTERVAL_S = 0.2
 PLAIN_INTERVAL_S = 10.0
 BAR_WIDTH = 30
 DEFAULT_SIZE = os.terminal_size((80, 24))
+# What a worker's time goes into, besides waiting for others.
+LANES = ("computing", "data", "exchange", "rest")
 # Larger worlds are shown by the smallest and the largest value.
 MAX_WORKERS_SHOWN = 8
 
@@ -184,19 +185,28 @@ def _per_worker(values: Sequence[float], form: str) -> str:
 
 @dataclass(frozen=True)
 class Rates:
-    """shares: micro-batches per worker. waiting: fraction of the time, 0 to 1, that each worker waited for others."""
+    """What workers did in an interval; tuples have one entry per worker.
+
+    shares: micro-batches. waiting: fraction of the time, 0 to 1, spent waiting for slower workers. lanes: the other
+    fractions, by name: `computing`, `data` (waiting for data), `exchange` and `rest`; with `waiting` they add up to 1.
+    speeds: micro-batches per second while computing, including the wait for data; 0 until measured. efficiency: the
+    run's speed over the sum of the workers' speeds. Without a measurement lanes is empty and efficiency None.
+    """
 
     samples_per_s: float
     tokens_per_s: float | None
     shares: tuple[int, ...]
     waiting: tuple[float, ...]
+    lanes: Mapping[str, tuple[float, ...]]
+    speeds: tuple[float, ...]
+    efficiency: float | None
 
 
 class RateMeter:
     """Accumulates steps; `take` returns the rates since the previous `take`."""
 
     def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+        self._workers = [_WorkerTotal() for _ in range(num_workers)]
         self._reset()
 
     def _reset(self) -> None:
@@ -204,13 +214,14 @@ class RateMeter:
         self._num_samples = 0
         self._num_tokens = 0.0
         self._num_counted = 0  # samples of the steps whose tokens are known
-        self._shares = np.zeros(self._num_workers, np.int64)
-        self._waiting_s = np.zeros(self._num_workers)
+        self._exchange_s = 0.0
+        for worker in self._workers:
+            worker.reset()
 
     def add(
         self, num_samples: int, shares: Sequence[int], timings: Sequence[Timing] = (), num_tokens: float | None = None
     ) -> None:
-        """Add a step: each worker's micro-batches, `record.timings`, and the tokens of all workers.
+        """Add a step: each worker's micro-batches, its times (`record.timings`), and the tokens of all workers.
 
         With averaging the tokens of the first steps are unknown (None): they are taken to be as many per sample as
         those of the others.
@@ -219,20 +230,68 @@ class RateMeter:
         if num_tokens is not None:
             self._num_tokens += num_tokens
             self._num_counted += num_samples
-        self._shares += shares
-        if timings:
-            self._waiting_s += split_sync([timing.sync for timing in timings])[1]
-            self._waiting_s += [timing.feed for timing in timings]
+        if len(shares) != len(self._workers):  # workers left or joined
+            self._workers = [_WorkerTotal() for _ in shares]
+        exchange_s, waiting_s = split_sync([timing.sync for timing in timings])
+        self._exchange_s += exchange_s
+        for worker, count, timing, waited_s in zip_longest(self._workers, shares, timings, waiting_s):
+            worker.add(count, timing or NOT_MEASURED, (waited_s or 0.0) + (timing or NOT_MEASURED).feed)
 
     def take(self) -> Rates:
         seconds = max(monotonic() - self._start, 1e-9)
+        workers = self._workers
+        speeds = tuple(worker.speed for worker in workers)
+        is_measured = any(speeds)
+        fractions = [worker.fractions(seconds, self._exchange_s) for worker in workers]
+        counts = tuple(worker.count for worker in workers)
         rates = Rates(
             samples_per_s=self._num_samples / seconds,
             tokens_per_s=self._num_tokens / self._num_counted * self._num_samples / seconds
             if self._num_counted
             else None,
-            shares=tuple(self._shares.tolist()),
-            waiting=tuple(np.minimum(self._waiting_s / seconds, 1.0).tolist()),
+            shares=counts,
+            waiting=tuple(each["waiting"] for each in fractions),
+            lanes={name: tuple(each[name] for each in fractions) for name in LANES} if is_measured else {},
+            speeds=speeds,
+            efficiency=sum(counts) / seconds / sum(speeds) if is_measured else None,
         )
         self._reset()
         return rates
+
+
+class _WorkerTotal:
+    """One worker's sums since the last `reset`."""
+
+    def __init__(self) -> None:
+        self._last = NOT_MEASURED
+        self.reset()
+
+    def reset(self) -> None:
+        self.count = 0
+        self._busy_s = self._data_s = self._waiting_s = 0.0
+
+    def add(self, count: int, timing: Timing, waiting_s: float) -> None:
+        """Not every step has a measurement: until the next one, the last one counts."""
+        if timing.micro_batch:
+            self._last = timing
+        self.count += count
+        self._busy_s += count * self._last.micro_batch
+        self._data_s += count * self._last.data
+        self._waiting_s += waiting_s
+
+    @property
+    def speed(self) -> float:
+        if self._busy_s:
+            return self.count / self._busy_s
+        return 1.0 / self._last.micro_batch if self._last.micro_batch else 0.0
+
+    def fractions(self, seconds: float, exchange_s: float) -> dict[str, float]:
+        """Of the time since the last `reset`. Measurements of a GPU lag behind, so their sum may exceed it."""
+        total_s = max(seconds, self._busy_s + self._waiting_s + exchange_s)
+        parts = {
+            "computing": (self._busy_s - self._data_s) / total_s,
+            "data": self._data_s / total_s,
+            "waiting": self._waiting_s / total_s,
+            "exchange": exchange_s / total_s,
+        }
+        return {**parts, "rest": max(1.0 - sum(parts.values()), 0.0)}

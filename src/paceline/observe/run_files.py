@@ -7,9 +7,10 @@
         metrics.jsonl      see paceline.observe.metrics
         events.jsonl       see paceline.observe.best_effort
         report.json        where the workers' time went
-        checkpoints/  plots/  ranks/ (the workers' output)  timeline/ (what each worker did when)
+        checkpoints/  plots/  ranks/ (the workers' output and status)  timeline/ (what each worker did when)
 
-Rank 0 writes them. Any process may read them, also during the run.
+Rank 0 writes them, and each worker its status (see paceline.observe.worker_status). Any process may read them, also
+during the run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from time import time
@@ -39,23 +41,27 @@ _NAME = re.compile(r"(?P<config>.+)_(?P<date>\d{4}-\d\d-\d\d)_(?P<time>\d\d-\d\d
 State = Literal["live", "finished", "stopped", "failed", "broken off", "unknown"]
 
 
+def _path(name: str) -> cached_property[Path]:
+    """Computed on demand: a list of a thousand runs needs few of the paths."""
+    return cached_property(lambda files: files.root / name)
+
+
 @dataclass
 class RunFiles:
     """The paths in a run's folder."""
 
     root: Path
 
-    def __post_init__(self) -> None:
-        self.config = self.root / "config.yaml"
-        self.environment = self.root / "environment.json"
-        self.status = self.root / "status.json"
-        self.metrics = self.root / "metrics.jsonl"
-        self.events = self.root / "events.jsonl"
-        self.report = self.root / "report.json"
-        self.checkpoints = self.root / "checkpoints"
-        self.plots = self.root / "plots"
-        self.ranks = self.root / "ranks"
-        self.timeline = self.root / "timeline"
+    config = _path("config.yaml")
+    environment = _path("environment.json")
+    status = _path("status.json")
+    metrics = _path("metrics.jsonl")
+    events = _path("events.jsonl")
+    report = _path("report.json")
+    checkpoints = _path("checkpoints")
+    plots = _path("plots")
+    ranks = _path("ranks")
+    timeline = _path("timeline")
 
     @property
     def is_run(self) -> bool:
@@ -130,7 +136,7 @@ def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
     status = Status(
         state="running",
         pid=os.getpid(),
-        process_started=_process_started(os.getpid()),
+        process_started=process_started(os.getpid()),
         host=socket.gethostname(),
         started=round(time(), 3) if before is None else before.started,
         num_starts=1 if before is None else before.num_starts + 1,
@@ -172,7 +178,7 @@ def state_of(files: RunFiles, status: Status | None) -> State:
     if status.state != "running":
         return status.state if status.state in ("finished", "stopped", "failed") else "unknown"  # type: ignore[return-value]
     if status.host == socket.gethostname():
-        return "live" if _process_started(status.pid) == status.process_started else "broken off"
+        return "live" if process_started(status.pid) == status.process_started else "broken off"
     return "live" if time() - last_sign(files) < SILENT_S else "unknown"
 
 
@@ -208,8 +214,8 @@ def _ending_of(error: BaseException) -> tuple[str, str | None]:
     return "failed", describe(error).split("\n", 1)[0]
 
 
-def _process_started(pid: int) -> int:
-    """In the kernel's ticks since boot; -1 for a dead process."""
+def process_started(pid: int) -> int:
+    """The start time of a process, in the kernel's ticks since boot; -1 for a dead process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:

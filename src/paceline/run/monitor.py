@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any, Protocol, TextIO
 
 from paceline.checkpoint.folders import latest
@@ -24,6 +24,7 @@ from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.plan.epoch import Position
 from paceline.run.control import ControlServer, end_at_once, socket_path
 from paceline.run.report import Report
+from paceline.run.run import Run
 from paceline.run.step.loop import StepRecord
 
 # With more workers, their shares are left out of the lines of metrics.
@@ -35,6 +36,8 @@ MAX_UNREAD_STEPS = 64
 class Monitored(Protocol):
     """What a monitor needs of a trainer."""
 
+    @property
+    def run(self) -> Run: ...
     @property
     def position(self) -> Position: ...
     @property
@@ -177,11 +180,14 @@ class Monitor:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._write(record.step, {name: value for name, value in values.items() if value is not None})
+        self._write(record.step, {name: value for name, value in values.items() if value is not None}, _lanes(rates))
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._metrics.use(lambda metrics: metrics.log(step, values))
+    def _write(self, step: int, values: dict[str, Any], lanes: Mapping[str, Any] | None = None) -> None:
+        """lanes: for the metrics alone; loggers would show each of their numbers as a curve."""
+        line, begin = {**values, **(lanes or {})}, perf_counter()
+        self._metrics.use(lambda metrics: metrics.log(step, line))
         self.loggers.log(step, values)
+        self._trainer.run.timeline.took("logging", begin)
 
     # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
 
@@ -216,12 +222,23 @@ class Monitor:
         return (monotonic() - since_s) / (step - first) * (self._total - step)
 
     def _draw(self) -> None:
-        path = self._files.plots / "training.png"
+        path, begin = self._files.plots / "training.png", perf_counter()
         try:
             if (reason := self._plot(self._files, path)) is not None:
                 self.note(f"no plot: {reason}")
         except Exception as error:
             self.note(f"cannot write the plot {path}: {describe(error)}")
+        finally:
+            self._trainer.run.timeline.took("plotting", begin)
+
+
+def _lanes(rates: Rates) -> dict[str, Any]:
+    """Where the workers' time went, for a line of metrics."""
+    if not rates.lanes or len(rates.shares) > MAX_WORKERS_LOGGED:
+        return {}
+    lanes = {name: [round(part, 4) for part in parts] for name, parts in rates.lanes.items()}
+    efficiency = None if rates.efficiency is None else round(rates.efficiency, 4)
+    return {"lanes": lanes, "speeds": [float(f"{speed:.4g}") for speed in rates.speeds], "efficiency": efficiency}
 
 
 @contextmanager

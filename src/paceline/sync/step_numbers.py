@@ -24,7 +24,7 @@ from paceline.sync.numbers import Floats, HostCopy, WorkerMessage
 _DIGEST_BITS = 24
 _RATE_PARTS = 3
 # A worker's message: timing, digest in two parts, request, and the learning rate that it asks for (group, parts).
-_DIGEST, _REQUEST, _GROUP = 4, 6, 7
+_DIGEST, _REQUEST, _GROUP = 5, 7, 8
 _MESSAGE = _GROUP + 1 + _RATE_PARTS
 _NO_RATE = [0.0] * (1 + _RATE_PARTS)
 
@@ -241,7 +241,7 @@ class StepNumbers:
     @cached_property
     def timings(self) -> Sequence[Timing]:
         values = self._values("messages")
-        return list(map(Timing, values[::_MESSAGE], values[1::_MESSAGE], values[2::_MESSAGE], values[3::_MESSAGE]))
+        return [Timing(*values[first : first + _DIGEST]) for first in range(0, len(values), _MESSAGE)]
 
     @property
     def requests(self) -> Sequence[float]:

@@ -221,7 +221,7 @@ FILES = {
         "  p.yaml:2:41: data.train.paths[1] is 3: expected a string"
     ),
     LEAST + "loggers: [csv, tensorbord]": (
-        "p.yaml:4:16: loggers[1] is 'tensorbord': expected csv, tensorboard, wandb, mlflow, "
+        "p.yaml:4:16: loggers[1] is 'tensorbord': expected csv, tensorboard, wandb, mlflow, trackio, "
         "package.module:name, factory: package.module:name or a mapping of name, arguments; did you mean "
         "tensorboard?"
     ),

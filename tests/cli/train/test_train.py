@@ -46,11 +46,17 @@ def test_a_run_from_its_beginning_to_its_resumption(
         assert path.is_file(), path
     assert (files.plots / "training.png").stat().st_size > 10_000
     assert sorted(path.name for path in files.ranks.iterdir()) == [
-        f"rank-{rank}.{stream}" for rank in (0, 1) for stream in ("err", "out")
+        f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("err", "json", "out")
     ]
+    assert [json.loads((files.ranks / f"rank-{rank}.json").read_text())["step"] for rank in (0, 1)] == [12, 12]
     rows = [row for row in LineReader(files.metrics).read() if "loss" in row]
     assert [row["step"] for row in rows] == [1, 5, 10, 12]
     assert sum(rows[1]["shares"]) == 8  # four steps of two micro-batches
+    for rank in (0, 1):
+        parts = [rows[1]["waiting"][rank], *(lane[rank] for lane in rows[1]["lanes"].values())]
+        assert sum(parts) == pytest.approx(1.0, abs=1e-3)
+        assert (rows[1]["lanes"]["computing"][rank] > 0) == (rows[1]["shares"][rank] > 0)
+    assert rows[1]["efficiency"] > 0 < min(rows[1]["speeds"])
     # On one worker, to the end of the epochs: what a run on one worker that never stopped has.
     assert main(["-t", str(config), "train", "--resume", "--workers", "1"]) == 0
     assert "resumed after step 12" in capfd.readouterr().out

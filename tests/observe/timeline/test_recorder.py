@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import pytest
@@ -100,7 +100,7 @@ def test_what_a_system_does_not_tell_is_left_out(tmp_path: Path, monkeypatch: py
 
 def test_a_slow_garbage_collection_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = TimelineRecorder(tmp_path, World(), Events())
-    monkeypatch.setattr(recorder_module, "SLOW_COLLECTION_S", 0.0)
+    monkeypatch.setattr(recorder_module, "SLOW_S", 0.0)
     gc.collect()
     num_callbacks = len(gc.callbacks)
     recorder.close()
@@ -145,6 +145,35 @@ def test_a_run_with_all_that_can_happen_in_one(tmp_path: Path) -> None:
     assert names == ["start", "epoch begin", "plan", "epoch end", "epoch begin", "save", "epoch end", "save"]
     (worker,) = timeline.summary().workers
     assert sum(worker.seconds.values()) == pytest.approx(worker.total_s)
+
+
+def test_the_cause_of_an_idle_gap_between_two_steps_is_recorded(tmp_path: Path) -> None:
+    def collect() -> None:
+        # What its callbacks are told is what a collection of millions of objects would tell them.
+        for phase in ("start", "stop"):
+            for callback in list(gc.callbacks):
+                callback(phase, {"generation": 2})
+            sleep(0.25 if phase == "start" else 0.0)
+
+    def between_steps(trainer: pl.Trainer) -> None:
+        if trainer.position.step == 2 and not collected:
+            collected.append(2)
+            collect()
+
+    collected: list[int] = []
+    with pl.Trainer.setup(
+        mlp, lambda p: torch.optim.SGD(p, lr=0.1), data=vectors(32), **grouped(global_batch=4, timeline=tmp_path)
+    ) as trainer:
+        trainer.every(5, lambda _: sleep(0.25))
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                trainer.backward(loss_of(trainer.model, batch))
+                trainer.step()
+                between_steps(trainer)
+    timeline = Timeline.load(tmp_path)
+    gaps = [(gap.step, gap.cause) for gap in timeline.idle_gaps(min_s=0.2) if gap.step in (2, 5)]
+    assert sorted(gaps) == [(2, "garbage collection"), (5, "hook")]
+    assert "hook" not in {event.name for event in timeline.events}
 
 
 def test_an_error_is_an_event(tmp_path: Path) -> None:

@@ -99,10 +99,36 @@ def test_idle_gaps_name_their_cause(tmp_path: Path) -> None:
     gaps = Timeline.load(tmp_path).idle_gaps(min_s=1.0)
     assert [(round(gap.start, 1), round(gap.seconds, 1), gap.step, gap.cause) for gap in gaps] == [
         (1.5, 4.1, 1, "data"),
-        (5.6, 3.4, 2, "checkpoint"),
-        (0.0, 1.5, 0, "other"),
+        (5.6, 3.4, 2, "saving"),
+        (0.0, 1.5, 0, "setup"),
     ]
     assert Timeline.load(tmp_path).idle_gaps(min_s=5.0) == []
+
+
+# What was noted in a gap from 1 s to 3 s (name, end, seconds), and the cause.
+@pytest.mark.parametrize(
+    ("noted", "cause"),
+    [
+        ([], "other"),
+        ([("garbage collection", 2.5, 1.2)], "garbage collection"),
+        ([("garbage collection", 2.5, 0.9)], "other"),
+        ([("plotting", 2.9, 1.8)], "plotting"),
+        ([("hook", 2.9, 1.8)], "hook"),
+        ([("hook", 2.9, 1.8), ("garbage collection", 2.8, 1.5)], "garbage collection"),  # inside of the hook
+        ([("hook", 2.9, 1.8), ("garbage collection", 2.8, 0.5)], "hook"),
+        ([("logging", 1.4, 0.4), ("logging", 2.0, 0.5), ("hook", 2.9, 0.5)], "logging"),
+        ([("garbage collection", 1.3, 30.0)], "other"),  # mostly before it
+        ([("garbage collection", 3.1, 0.1)], "other"),  # after it
+    ],
+)
+def test_what_was_slow_between_two_steps_is_the_cause_of_an_idle_gap(
+    tmp_path: Path, noted: list[tuple[str, float, float]], cause: str
+) -> None:
+    events = [[name, 1, int(1e6 * end), {"seconds": seconds}] for name, end, seconds in noted]
+    steps = [step(1, 0, compute=999_990), step(2, 3_000_000)]
+    write_lines(tmp_path / "rank-0.jsonl", session(), {"steps": steps, "events": events}, {"end": 3_100_000})
+    (gap,) = Timeline.load(tmp_path).idle_gaps()
+    assert (gap.start, gap.end, gap.step, gap.cause) == (1.0, 3.0, 1, cause)
 
 
 def test_a_folder_without_a_timeline_is_an_error_that_tells_how_to_have_one(tmp_path: Path) -> None:

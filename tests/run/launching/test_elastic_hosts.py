@@ -44,7 +44,7 @@ with trainer:
         if trainer.is_main:
             (folder / "status.new").write_text(f"{record.step} {trainer.world.size}")
             (folder / "status.new").rename(folder / "status")
-        time.sleep(0.0 if (folder / "fast").exists() else 0.1)
+        time.sleep(0.0 if (folder / "fast").exists() else 0.3)
     trainer.every(1, mark)
     for epoch in trainer.epochs(max_steps=300):
         for batch in epoch:

@@ -81,9 +81,9 @@ def train(here: Points, trainer: pl.Trainer, by_step: dict[int, Any], between: d
     results: list[Any] = []
     trainer.every(
         1,
-        lambda record: results.append(by_step[record.step](here, trainer, record.step))
-        if record.step in by_step
-        else None,
+        lambda record: (
+            results.append(by_step[record.step](here, trainer, record.step)) if record.step in by_step else None
+        ),
     )
     for epoch in trainer.epochs(3):
         for batch in epoch:

@@ -21,7 +21,7 @@ from paceline.run.saving.options import Mode
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
 from paceline.sync.averaging import strategy
 
-LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow"]
+LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 Schedule = Literal["constant", "linear", "cosine"]
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 

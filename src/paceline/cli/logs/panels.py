@@ -212,13 +212,13 @@ def _x_axis(runs: Sequence[Curves], axis: XAxis) -> tuple[str, Callable[[Curves,
         if not len(known):
             raise CommandError(f"the metrics have no {axis}: choose --x-axis step")
         if axis == "epoch" and np.array_equal(known, np.floor(known)):
-            known_steps, known = _epoch_starts(known_steps, known)
+            known_steps, known = epoch_starts(known_steps, known)
         return np.interp(steps, known_steps, known / unit_s)
 
     return label, x_of
 
 
-def _epoch_starts(steps: Steps, epochs: Numbers) -> tuple[Steps, Numbers]:
+def epoch_starts(steps: Steps, epochs: Numbers) -> tuple[Steps, Numbers]:
     """The step before the first of each epoch, and the epoch's index; at last, the expected end of the last epoch.
 
     The last epoch may be incomplete: it is taken to be as long as the longest before it.

@@ -22,6 +22,7 @@ from paceline.cli.train.monitoring import make_monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
 from paceline.observe.loggers import Loggers
 from paceline.observe.run_files import RunFiles
+from paceline.observe.worker_status import WorkerStatus
 from paceline.run.monitor import Monitor
 from paceline.run.step.loop import StepRecord
 
@@ -74,6 +75,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     if saving is not None and (request.checkpoint or (request.is_resumed and saving.resume is None)):
         arguments["checkpoints"] = replace(saving, resume=request.checkpoint or "auto")
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
+    stack.enter_context(WorkerStatus(files.ranks, lambda: trainer.world, lambda: trainer.position.step))
     monitor = None
     if trainer.is_main:
         monitor = make_monitor(trainer, request, stack)

@@ -36,7 +36,7 @@ def _to_json(timeline: Timeline, lanes: Sequence[Lane]) -> str:
     workers = [
         {
             **{name: getattr(lane, name) for name in ("rank", "host", "device", "num_steps", "total_s", "seconds")},
-            **{name: getattr(lane, name) for name in ("writing_s", "use", "extents", "spans", "writing")},
+            **{name: getattr(lane, name) for name in ("writing_s", "use", "extents", "spans", "writing", "noted")},
             "samples": [{"time": sample.time, "seconds": sample.seconds, **sample.values} for sample in lane.samples],
         }
         for lane in lanes

@@ -41,6 +41,8 @@ SAMPLED = {
     "host_memory": ("host memory", "bytes"),
 }
 MAX_EVENTS = 5000
+# Recorded as events with their seconds, for the causes of idle gaps; they are not shown as events.
+NOTED = ("hook", "logging", "plotting", "saving", "wait")
 
 _FOLDER, _FILES = "timeline", "rank-*.jsonl"
 _BEFORE, _PASS, _AFTER = ("data", ""), ("data", "compute", ""), ("sync", "optimizer", "average")

@@ -10,6 +10,7 @@ from math import inf
 from statistics import median_high
 from typing import TypeAlias
 
+from paceline.observe.json_lines import is_number
 from paceline.observe.timeline.files import Sample, Session, Span, in_order, mean_sample
 
 # "wait": in the exchange, for slower workers. "other": everything else, such as setup, hooks, and user code between two
@@ -17,6 +18,9 @@ from paceline.observe.timeline.files import Sample, Session, Span, in_order, mea
 SHOWN = ("compute", "data", "wait", "sync", "optimizer", "checkpoint", "evaluation", "other")
 # Activities during which a worker is not idle.
 BUSY = ("compute", "sync", "optimizer", "evaluation")
+
+# The causes of idle gaps that are named otherwise than their kind.
+_CAUSES = {"checkpoint": "saving"}
 
 # Kind, first and last step of an exchange, and how often its rank repeated it later: a run that was killed and resumed
 # repeats steps.
@@ -26,7 +30,11 @@ Exchanges: TypeAlias = dict[Key, Span]
 
 @dataclass(frozen=True)
 class IdleGap:
-    """A time in which a worker computed nothing. `cause`: the kind that most of it was spent on."""
+    """A time in which a worker computed nothing. `cause`: what most of it was spent on.
+
+    "data", "wait" (for slower workers), "saving", "garbage collection", "plotting", "logging" (of metrics), "hook" (of
+    `trainer.every` and the like), "setup" (before the first step), or "other", such as code between two steps.
+    """
 
     rank: int
     start: float
@@ -43,8 +51,8 @@ class IdleGap:
 class Lane:
     """One worker: what it did when, in seconds since the timeline began.
 
-    `spans` do not overlap. `writing`: checkpoints written to disk in the background. `extents`: start and end of its
-    processes.
+    `spans` do not overlap. `writing`: checkpoints written to disk in the background. `noted`: what was slow outside of
+    steps, such as a garbage collection; may overlap with anything. `extents`: start and end of its processes.
     """
 
     rank: int
@@ -52,6 +60,7 @@ class Lane:
     device: str
     spans: list[Span] = field(default_factory=list)
     writing: list[Span] = field(default_factory=list)
+    noted: list[Span] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     extents: list[tuple[float, float]] = field(default_factory=list)
 
@@ -102,17 +111,36 @@ class Lane:
 
     def idle_gaps(self, min_s: float) -> Iterator[IdleGap]:
         for start, end in self.extents:
-            # The end and the step of the last activity, and what took how long since.
-            busy_until, step, seconds = start, 0, {"other": 0.0}
+            busy_until, step, is_first = start, 0, True
             inside = [span for span in self.spans if start <= span.start <= end]
+            idle: list[Span] = []  # since the last activity
             for span in [*inside, Span("compute", end, end, 0, 0)]:
                 if span.kind not in BUSY and not span.is_condensed:
-                    seconds[span.kind] = seconds.get(span.kind, 0.0) + span.duration
+                    idle.append(span)
                     continue
-                if (gap_s := span.start - busy_until) >= min_s:
-                    seconds["other"] = gap_s - sum(seconds.values())
-                    yield IdleGap(self.rank, busy_until, span.start, step, max(seconds, key=lambda kind: seconds[kind]))
-                busy_until, step, seconds = max(busy_until, span.end), span.step, {"other": 0.0}
+                if span.start - busy_until >= min_s:
+                    rest = "setup" if is_first and inside else "other"
+                    cause = _cause(busy_until, span.start, [*idle, *self.noted], rest)
+                    yield IdleGap(self.rank, busy_until, span.start, step, cause)
+                busy_until, step, idle, is_first = max(busy_until, span.end), span.step, [], False
+
+
+def _cause(start: float, end: float, spans: Sequence[Span], rest: str) -> str:
+    """The name that most of this time belongs to; `rest` for time in no span. Of spans in one another, the shorter."""
+    free, seconds = [(start, end)], {rest: 0.0}
+    for span in sorted(spans, key=lambda span: span.duration):
+        left = []
+        for begin, stop in free:
+            inside_begin, inside_stop = max(begin, span.start), min(stop, span.end)
+            if inside_begin >= inside_stop:
+                left.append((begin, stop))
+                continue
+            name = _CAUSES.get(span.kind, span.kind)
+            seconds[name] = seconds.get(name, 0.0) + inside_stop - inside_begin
+            left += [(begin, inside_begin), (inside_stop, stop)]
+        free = [(begin, stop) for begin, stop in left if begin < stop]
+    seconds[rest] += sum(stop - begin for begin, stop in free)
+    return max(seconds, key=lambda name: seconds[name])
 
 
 def make_lanes(sessions: Sequence[Session]) -> tuple[float, list[Lane]]:
@@ -143,6 +171,11 @@ def make_lanes(sessions: Sequence[Session]) -> tuple[float, list[Lane]]:
         writing = [span for span in session.spans if span.kind == "writing"]
         for found, target in ((in_order(spans), lane.spans), (writing, lane.writing)):
             target += [Span(s.kind, at(s.start), at(s.end), s.step, s.first_step) for s in found]
+        lane.noted += [
+            Span(str(name), at(time - 1e6 * seconds), at(time), step, step)
+            for name, step, time, details in session.events
+            if is_number(seconds := details.get("seconds")) and seconds > 0
+        ]
         lane.samples += [sample._replace(time=at(sample.time)) for sample in session.samples]
         lane.extents.append((at(0), at(session.last_time)))
     return began, [lanes[rank] for rank in sorted(lanes)]

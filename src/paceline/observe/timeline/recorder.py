@@ -32,8 +32,8 @@ INTERVAL_S = 1.0
 DEFAULT_MAX_BYTES = 16 << 20
 # Queued items while the disk does not respond; beyond this the oldest are dropped.
 MAX_QUEUED = 100_000
-# A full garbage collection that takes longer than this is recorded as an event.
-SLOW_COLLECTION_S = 0.01
+# Collections, hooks, plots and so on are recorded as events, with their duration, if they take longer than this.
+SLOW_S = 0.01
 # Temporary failures, for which the folder need not be changed.
 _TEMPORARY = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE)
 
@@ -59,12 +59,23 @@ class Recorder:
     def event(self, name: str, **details: Any) -> None:
         """Something that happened now."""
 
+    def took(self, name: str, begin: float, **details: Any) -> None:
+        """Something outside of a step ends now. Recorded as an event with its `seconds` if it was slow.
+
+        The names of such events are the causes of idle gaps.
+        """
+        if (seconds := perf_counter() - begin) >= SLOW_S:
+            self.event(name, seconds=round(seconds, 6), **details)
+
     def close(self) -> None:
         """The worker exits; if an exception is being handled, because of it."""
 
 
 class NoTimeline(Recorder):
     """Records nothing."""
+
+    def took(self, name: str, begin: float, **details: Any) -> None:
+        """Does not even measure."""
 
 
 class TimelineRecorder(Recorder):
@@ -127,8 +138,8 @@ class TimelineRecorder(Recorder):
             return
         if phase == "start":
             self._collection_start = perf_counter()
-        elif (seconds := perf_counter() - self._collection_start) >= SLOW_COLLECTION_S:
-            self.event("garbage collection", seconds=round(seconds, 3))
+        else:
+            self.took("garbage collection", self._collection_start)
 
     def _microseconds(self, moment: float) -> int:
         return int((moment - self._origin) * 1e6)

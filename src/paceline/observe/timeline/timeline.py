@@ -10,7 +10,7 @@ from time import time
 from typing import Any
 
 from paceline.observe.timeline import export
-from paceline.observe.timeline.files import SAMPLED, Session, read_sessions, timeline_files
+from paceline.observe.timeline.files import NOTED, SAMPLED, Session, read_sessions, timeline_files
 from paceline.observe.timeline.lanes import SHOWN, IdleGap, Lane, make_lanes
 
 # A worker writes every second: after this long without a write it is considered dead.
@@ -126,6 +126,7 @@ def _events(sessions: Sequence[Session], lanes: Sequence[Lane], *, is_silent: bo
             events += [
                 TimelineEvent(name, lane.rank, start + at / 1e6, step, details)
                 for name, step, at, details in session.events
+                if name not in NOTED
             ]
             if session.end is None and (is_silent or session is not own[-1]):
                 events.append(TimelineEvent("broken off", lane.rank, end, steps[-1].step if steps else 0, {}))

@@ -110,8 +110,6 @@ class ElasticNodes:
         shared_store, self._hosts_store, address = open_store(nodes)
         self._store, self.run_id = _run_of(shared_store, nodes)
         self.index = int(self._store.add("arrived", 1)) - 1
-        if self.index >= nodes.max_num:
-            raise NodesError(f"{nodes.max_num} nodes have already joined at {nodes.address}: choose a larger maximum")
         self.first_rank = int(self._store.add("workers", num_workers)) - num_workers  # numbers of workers, for messages
         self.name = f"{socket.gethostname()} ({address})"
         self.environment = worker_environment(nodes, address, shared_store.port)
@@ -122,6 +120,7 @@ class ElasticNodes:
         self._thread.start()
         try:
             self._wait_for_first(deadline_s)
+            self._wait_for_place()
         except BaseException:
             self.close()
             raise
@@ -151,6 +150,16 @@ class ElasticNodes:
                     f"{len(records)} of at least {nodes.num} nodes joined at {nodes.address} within join_timeout="
                     f"{nodes.join_timeout_s:g} s: {names}. Start the same command on the others, with the same secret "
                     "or none"
+                )
+            time.sleep(POLL_S)
+
+    def _wait_for_place(self) -> None:
+        """Raise if as many nodes as allowed take part. One that was lost is known after LOST_S."""
+        deadline_s = time.monotonic() + 2 * LOST_S
+        while len(self._peers) - len(self._silent()) >= self._nodes.max_num:
+            if time.monotonic() > deadline_s:
+                raise NodesError(
+                    f"{self._nodes.max_num} nodes take part at {self._nodes.address}: choose a larger maximum"
                 )
             time.sleep(POLL_S)
 

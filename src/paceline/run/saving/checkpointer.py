@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from paceline.checkpoint.compare import check_components
@@ -326,9 +326,11 @@ class Checkpointer:
         """The run ended without an error: return when everything is on the disk, on all workers."""
         if self._is_finished or not self._writers:
             return
+        begin = perf_counter()
         self._poll(self._writers[0], wait=True)
         self.save_last(loop, again=self._has_failed_on_rank_0())  # the disk may have recovered
         self._poll(self._writers[0], wait=True)
+        self._run.timeline.took("saving", begin)
         self._leave_together()
 
     def close(self) -> None:
@@ -386,7 +388,10 @@ class Checkpointer:
 
     def _has_failed_on_rank_0(self) -> bool:
         """Whether the last checkpoint did not become visible. Rank 0 publishes it, and all must act alike."""
-        return bool(decided_by_rank_0(lambda: self._has_failed, self._run.communicator))
+        begin = perf_counter()
+        has_failed = bool(decided_by_rank_0(lambda: self._has_failed, self._run.communicator))
+        self._run.timeline.took("wait", begin)
+        return has_failed
 
     def complete_writing(self) -> None:
         """Wait for the checkpoint that is being written: after this, a worker may leave."""

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -748,10 +749,12 @@ class Loop:
         is_inside, self.is_inside_epoch, self.is_in_hook = self.is_inside_epoch, False, True
         if self._recovery is not None:
             self._recovery.note(is_computing=False)
+        begin = perf_counter()
         try:
             hook(subject)
         finally:
             self.is_inside_epoch, self.is_in_hook = is_inside, False
+            self._timeline.took("hook", begin, function=getattr(hook, "__qualname__", type(hook).__name__))
 
 
 @dataclass(slots=True)  # not frozen: that costs a microsecond per step

@@ -115,7 +115,7 @@ class MeasuringPlanner(Planner):
         first = timings[0]
         step_s = len(plan[0]) * first.micro_batch + first.sync + first.rest
         self._num_unseen = min(math.ceil(self._look_every_s / step_s or 1) - 1, MAX_UNSEEN) if step_s else 0
-        seconds_per_micro_batch, _, delays, _ = zip(*timings, strict=True)
+        seconds_per_micro_batch, _, delays, _, _ = zip(*timings, strict=True)
         self._balancer.observe(seconds_per_micro_batch, delays)
         self._plans = {}
 

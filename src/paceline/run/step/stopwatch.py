@@ -55,11 +55,13 @@ class HostStopwatch:
             return NOT_MEASURED
         moments = self._moments
         moments.append(perf_counter())
-        in_passes = 0.0
+        in_passes = data = 0.0
         for first in range(_FIRST_PASS, len(moments) - 1, _PASS):
             in_passes += moments[first + _PASS - 1] - moments[first]
+            data += moments[first + 1] - moments[first]
         self._in_passes = in_passes
-        return Timing(in_passes / num_micro_batches if num_micro_batches else 0.0, self._sync, self._rest, self._feed)
+        count = num_micro_batches or 1  # without a micro-batch both are 0
+        return Timing(in_passes / count, self._sync, self._rest, data / count, self._feed)
 
     def completed(self, step: int) -> None:
         if not self._is_measured:
@@ -149,10 +151,12 @@ class _MeasuredStep(NamedTuple):
 
     def timing(self) -> Timing:
         *passes, sent, received, ended, _ = self.moments[_FIRST_PASS:]
-        in_passes = sum(_seconds(*ends) for ends in zip(passes[::_PASS], passes[_PASS - 1 :: _PASS], strict=True))
-        rest = _seconds(self.moments[1], sent) - in_passes + _seconds(received, ended)
-        per_micro_batch = in_passes / self.num_micro_batches if self.num_micro_batches else 0.0
-        return Timing(per_micro_batch, _seconds(sent, received), max(rest, 0.0))
+        begun = passes[::_PASS]
+        in_passes = sum(_seconds(*ends) for ends in zip(begun, passes[_PASS - 1 :: _PASS], strict=True))
+        data = sum(_seconds(*ends) for ends in zip(begun, passes[1::_PASS], strict=True))
+        sync, rest = _seconds(sent, received), _seconds(self.moments[1], sent) - in_passes + _seconds(received, ended)
+        count = self.num_micro_batches
+        return Timing(in_passes / count if count else 0.0, sync, max(rest, 0.0), data / count if count else 0.0)
 
     @property
     def feed_s(self) -> float:

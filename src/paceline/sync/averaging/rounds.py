@@ -24,6 +24,7 @@ class WorkerRound:
     num_micro_batches: float = 0.0  # of all workers
     micro_batch_s: float = 0.0  # mean, of this worker
     rest_s: float = 0.0  # per step
+    data_s: float = 0.0  # per micro-batch
     feed_s: float = 0.0
     request: float = 0.0
     # Set by `ReplicaAverage`:

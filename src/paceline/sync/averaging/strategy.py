@@ -218,7 +218,7 @@ class AveragedReplicas:
             self._finish_average()
         self._losses.flush()
         own, self._times = self._times.mean, _RoundTimes()
-        self._round.micro_batch_s, _, self._round.rest_s, self._round.feed_s = own
+        self._round.micro_batch_s, _, self._round.rest_s, self._round.data_s, self._round.feed_s = own
         self._round.request = self._request
         self._average.start(self._round)
         self._round = WorkerRound()
@@ -230,7 +230,7 @@ class AveragedReplicas:
         rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
         requests, num_steps = [each.request for each in rounds], int(rounds[0].num_steps)
         check_nobody_left(requests)
-        timings = [Timing(each.micro_batch_s, each.sync_s, each.rest_s, each.feed_s) for each in rounds]
+        timings = [Timing(each.micro_batch_s, each.sync_s, each.rest_s, each.data_s, each.feed_s) for each in rounds]
         self._reported = timings, requests
         loss_weight = sum(each.loss_weight for each in rounds)
         loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
@@ -257,12 +257,13 @@ class _RoundTimes:
 
     def __init__(self) -> None:
         self._num_micro_batches = self._num_rests = 0
-        self._compute_s = self._rest_s = self._feed_s = 0.0
+        self._compute_s = self._rest_s = self._data_s = self._feed_s = 0.0
 
     def add(self, timing: Timing, num_micro_batches: int) -> None:
         if timing.micro_batch:
             self._num_micro_batches += num_micro_batches
             self._compute_s += num_micro_batches * timing.micro_batch
+            self._data_s += num_micro_batches * timing.data
         if timing.rest:
             self._num_rests += 1
             self._rest_s += timing.rest
@@ -270,8 +271,8 @@ class _RoundTimes:
 
     @property
     def mean(self) -> Timing:
-        micro_batch_s = self._compute_s / max(self._num_micro_batches, 1)
-        return Timing(micro_batch_s, 0.0, self._rest_s / max(self._num_rests, 1), self._feed_s)
+        count, num_rests = max(self._num_micro_batches, 1), max(self._num_rests, 1)
+        return Timing(self._compute_s / count, 0.0, self._rest_s / num_rests, self._data_s / count, self._feed_s)
 
 
 class GradientsFirst:

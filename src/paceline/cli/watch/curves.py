@@ -1,0 +1,66 @@
+"""The curves of a run as the API shows them, by step, epoch or time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.cli.logs.panels import epoch_starts
+from paceline.cli.watch.runs import RunEntry
+from paceline.cli.watch.safe_files import file_stat
+from paceline.observe.curve_window import Window, read_window
+from paceline.observe.metrics import Steps, Values
+
+AXES = ("step", "epoch", "time")
+MIN_POINTS, DEFAULT_POINTS, MAX_POINTS = 16, 2000, 20_000
+
+
+def curves_of(
+    run: RunEntry,
+    names: Sequence[str] = (),
+    first: int = 0,
+    last: float = math.inf,
+    points: int = DEFAULT_POINTS,
+    axis: str = "step",
+    *,
+    exact: bool = False,
+) -> dict[str, Any]:
+    """See docs/watch-api.md. names: empty for all."""
+    if file_stat(run.files.metrics) is None:
+        window = Window()
+    else:
+        wanted = [*names, axis] if names and axis != "step" else names or None
+        window = read_window(run.files.metrics, wanted, first, last, points=points, exact=exact)
+    known = next((each for each in window.series if each.name == axis), None)
+    series = []
+    for each in window.series:
+        if names and each.name == axis and axis not in names:
+            continue
+        found = {
+            "name": each.name,
+            "steps": each.steps.tolist(),
+            "values": each.values.tolist(),
+            "is_thinned": each.is_thinned,
+        }
+        if axis != "step":
+            found["x"] = [] if known is None else _positions(axis, known.steps, known.values, each.steps).tolist()
+        series.append(found)
+    return {
+        "from": first,
+        "to": window.last_step if last == math.inf else int(last),
+        "first_step": window.first_step,
+        "last_step": window.last_step,
+        "is_sampled": window.is_sampled,
+        "offset": window.offset,
+        "names": window.names,
+        "series": series,
+    }
+
+
+def _positions(axis: str, known_steps: Steps, known: Values, steps: Steps) -> Values:
+    if axis == "epoch" and np.array_equal(known, np.floor(known)):
+        known_steps, known = epoch_starts(known_steps, known)
+    return np.interp(steps, known_steps, known)

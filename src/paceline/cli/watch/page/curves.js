@@ -1,0 +1,179 @@
+/** The metrics of one run: a curve per name, by step, and the same curves over epochs or time, smoothed or not. */
+
+import {number} from "./source.js";
+import {Series} from "./series.js";
+
+export class Curve {
+  constructor() {
+    this.raw = new Series();
+    this.version = 0;
+    this.isThinned = false;
+    this.detail = null;
+    this.views = new Map();
+  }
+}
+
+export class Curves {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.byName = new Map();
+    this.lastStep = 0;
+    this.version = 0;
+    this.epochStarts = {version: -1, series: null};
+  }
+
+  names() {
+    return [...this.byName.keys()];
+  }
+  has(name) {
+    return this.byName.has(name);
+  }
+  last(name) {
+    return this.byName.get(name)?.raw.last;
+  }
+
+  /** An answer of /metrics. */
+  add(answer) {
+    this.lastStep = Math.max(this.lastStep, answer.last_step ?? 0);
+    for (const {name, steps, values, is_thinned} of answer.series) {
+      const curve = this.#curve(name);
+      curve.isThinned ||= is_thinned || answer.is_sampled;
+      for (let i = 0; i < steps.length; i++) curve.raw.push(steps[i], number(values[i]));
+      this.#changed(curve);
+    }
+  }
+
+  /** An answer of /metrics for a part of the steps, with more points than the picture of the whole run. */
+  addDetail(answer) {
+    for (const {name, steps, values} of answer.series) {
+      const curve = this.#curve(name),
+        series = new Series(Math.max(steps.length, 2));
+      for (let i = 0; i < steps.length; i++) series.push(steps[i], number(values[i]));
+      curve.detail = {from: answer.from, to: answer.to, series};
+      this.#changed(curve);
+    }
+  }
+
+  /** Lines of the stream. */
+  addRecords(records) {
+    for (const record of records) {
+      if (record.resumed_from !== undefined) {
+        this.#truncate(record.resumed_from);
+        continue;
+      }
+      this.lastStep = Math.max(this.lastStep, record.step);
+      for (const [name, value] of record.values) {
+        const curve = this.#curve(name);
+        curve.raw.push(record.step, number(value));
+        this.#changed(curve);
+      }
+    }
+  }
+
+  /** A series over an axis ("step", "epoch", "time"), smoothed with this weight of the past (0: not at all). */
+  series(name, axis, smoothing = 0, range = null) {
+    const curve = this.byName.get(name);
+    if (!curve) return null;
+    const {detail} = curve;
+    const isDetail = detail !== null && range !== null && range[0] >= detail.from && range[1] <= detail.to;
+    const base = isDetail ? detail.series : curve.raw;
+    if (axis === "step" && !smoothing) return base;
+    const key = `${axis} ${smoothing} ${isDetail}`,
+      mapped = axis === "step" ? 0 : this.version;
+    let view = curve.views.get(key);
+    if (!view || view.version !== curve.version || view.mapped !== mapped) {
+      view = {version: curve.version, mapped, series: this.#derive(base, axis, smoothing)};
+      if (curve.views.size > 8) curve.views.clear();
+      curve.views.set(key, view);
+    }
+    return view.series;
+  }
+
+  /** Where a step is on an axis. */
+  position(step, axis) {
+    return axis === "step" ? step : (this.#map(axis)?.interpolate(step) ?? NaN);
+  }
+
+  /** The step at a place of an axis. */
+  stepAt(place, axis) {
+    if (axis === "step") return place;
+    const map = this.#map(axis);
+    if (!map?.length) return NaN;
+    let low = 0,
+      high = map.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (map.y[middle] < place) low = middle + 1;
+      else high = middle;
+    }
+    if (low === 0) return map.x[0];
+    const span = map.y[low] - map.y[low - 1];
+    const part = span > 0 ? Math.min(1, (place - map.y[low - 1]) / span) : 1;
+    return map.x[low - 1] + part * (map.x[low] - map.x[low - 1]);
+  }
+
+  #curve(name) {
+    if (!this.byName.has(name)) this.byName.set(name, new Curve());
+    return this.byName.get(name);
+  }
+
+  #changed(curve) {
+    curve.version++;
+    this.version++;
+  }
+
+  #truncate(step) {
+    this.lastStep = Math.min(this.lastStep, step);
+    for (const curve of this.byName.values()) {
+      curve.raw.truncate(step);
+      curve.detail = null;
+      this.#changed(curve);
+    }
+  }
+
+  #map(axis) {
+    const curve = this.byName.get(axis);
+    if (axis !== "epoch" || !curve) return curve?.raw;
+    if (this.epochStarts.version !== curve.version)
+      this.epochStarts = {version: curve.version, series: epochStarts(curve.raw)};
+    return this.epochStarts.series;
+  }
+
+  #derive(base, axis, smoothing) {
+    const derived = new Series(Math.max(base.length, 2));
+    let mean = 0,
+      weight = 0;
+    for (let i = 0; i < base.length; i++) {
+      let value = base.y[i];
+      if (smoothing && value - value === 0) {
+        mean = smoothing * mean + (1 - smoothing) * value;
+        weight = smoothing * weight + (1 - smoothing);
+        value = mean / weight;
+      }
+      const x = this.position(base.x[i], axis);
+      if (x === x) derived.push(x, value);
+    }
+    return derived;
+  }
+}
+
+/** Whole epochs become fractions of one: the steps at which epochs begin, and the expected end of the last one. */
+function epochStarts(epochs) {
+  const starts = new Series(),
+    {x, y, length} = epochs;
+  if (!length || y.subarray(0, length).some(value => value !== Math.floor(value))) return epochs;
+  let begin = y[0] === 0 ? 0 : x[0],
+    longest = 0;
+  starts.push(begin, y[0]);
+  for (let i = 1; i < length; i++) {
+    if (y[i] === y[i - 1]) continue;
+    longest = Math.max(longest, (x[i - 1] - begin) / (y[i] - y[i - 1]));
+    begin = x[i - 1];
+    starts.push(begin, y[i]);
+  }
+  starts.push(Math.max(begin + longest, x[length - 1], begin + 1), y[length - 1] + 1);
+  return starts;
+}

@@ -1,0 +1,72 @@
+/** Elements and text. Nothing here parses HTML: names that come from a run's files are only ever text. */
+
+/** attributes: `class` and other names as in HTML; `onclick` and the like are functions; null and false leave it out. */
+export function el(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value);
+  }
+  made.append(...children.filter(child => child !== null && child !== undefined));
+  return made;
+}
+
+/** Only writes what changed, so that selections stay and nothing is laid out again. */
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+/** A style of an element. Goes through the object model: the page's policy forbids style attributes. */
+export function setStyle(node, name, value) {
+  if (node.style.getPropertyValue(name) !== value) node.style.setProperty(name, value);
+}
+
+export function setClass(node, name) {
+  if (node.className !== name) node.className = name;
+}
+
+/**
+ * Makes the children of `parent` show `items`, in their order. Elements of known keys are kept and updated.
+ * create(item) returns an element; update(element, item) fills it.
+ */
+export function showList(parent, items, keyOf, create, update) {
+  const known = parent.shownByKey ?? new Map();
+  const next = new Map();
+  let at = parent.firstChild;
+  for (const item of items) {
+    const key = keyOf(item);
+    if (next.has(key)) continue;
+    const node = known.get(key) ?? create(item);
+    next.set(key, node);
+    update(node, item);
+    if (node === at) at = at.nextSibling;
+    else parent.insertBefore(node, at);
+  }
+  for (const [key, node] of known) if (!next.has(key)) node.remove();
+  parent.shownByKey = next;
+}
+
+/** A part of the page with its title. */
+export function section(title, id, ...children) {
+  return el(
+    "section",
+    {class: "block", id, "aria-labelledby": `${id}-title`},
+    el("h2", {id: `${id}-title`}, title),
+    ...children
+  );
+}
+
+/** Buttons of which one is pressed. choices: [value, label] pairs. */
+export function choice(label, choices, onchoose) {
+  const buttons = choices.map(([value, text]) =>
+    el("button", {type: "button", "data-value": value, "aria-pressed": "false", onclick: () => onchoose(value)}, text)
+  );
+  const node = el("div", {class: "choice", role: "group", "aria-label": label}, ...buttons);
+  node.choose = value => {
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button.dataset.value === value));
+  };
+  return node;
+}
+
+export const isTyping = event => /^(input|textarea|select)$/i.test(event.target.tagName ?? "");

@@ -1,0 +1,104 @@
+/** Numbers with units. */
+
+export const MISSING = "–";
+const isNumber = value => typeof value === "number" && Number.isFinite(value);
+
+// Made once: toLocaleString looks the language up at every call.
+const grouped = new Intl.NumberFormat("en", {maximumFractionDigits: 20});
+
+export const count = value => (isNumber(value) ? grouped.format(Math.round(value)) : MISSING);
+
+export const counted = (value, what) => `${count(value)} ${what}${value === 1 ? "" : "s"}`;
+
+/** Four significant digits. */
+export function num(value) {
+  if (value === null || value === undefined) return MISSING;
+  if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e7))
+    return value
+      .toExponential(3)
+      .replace(/\.?0+e/, "e")
+      .replace("e+", "e");
+  if (size >= 1e4) return grouped.format(Math.round(value));
+  return String(Number(value.toPrecision(4)));
+}
+
+/** Of a number on an axis: as short as its neighbours allow. */
+export function tick(value) {
+  const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size < 1e-3) return value.toExponential(1).replace(".0e", "e");
+  for (const [limit, unit] of [
+    [1e12, "T"],
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ])
+    if (size >= limit) return `${Number((value / limit).toPrecision(4))}${unit}`;
+  return String(Number(value.toPrecision(4)));
+}
+
+/** Halves are rounded to even, as in the sentences that come from Python. */
+export function percent(value) {
+  if (!isNumber(value)) return MISSING;
+  if (value > 0 && value < 0.0995) return `${(100 * value).toFixed(1)}%`;
+  const rounded = Math.round(100 * value);
+  return `${rounded - 100 * value === 0.5 && rounded % 2 ? rounded - 1 : rounded}%`;
+}
+
+export function bytes(value) {
+  if (!isNumber(value)) return MISSING;
+  for (const [limit, unit] of [
+    [1e12, "TB"],
+    [1e9, "GB"],
+    [1e6, "MB"],
+    [1e3, "kB"],
+  ])
+    if (value >= limit) return `${(value / limit).toPrecision(3)} ${unit}`;
+  return `${Math.round(value)} B`;
+}
+
+export function rate(value, what = "samples") {
+  if (!isNumber(value)) return MISSING;
+  const [scaled, unit] = value >= 1e6 ? [value / 1e6, "M"] : value >= 1e4 ? [value / 1e3, "k"] : [value, ""];
+  return `${grouped.format(Number(scaled.toPrecision(3)))}${unit} ${what}/s`;
+}
+
+export function duration(seconds) {
+  if (!isNumber(seconds)) return MISSING;
+  if (seconds < 1) return `${Math.round(seconds * 1e3)} ms`;
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  const s = Math.round(seconds);
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
+  if (s < 86400) return `${Math.floor(s / 3600)} h ${Math.floor(s / 60) % 60} min`;
+  return `${Math.floor(s / 86400)} d ${Math.floor(s / 3600) % 24} h`;
+}
+
+/** How long ago a Unix time was; whole seconds, so that it is quiet. */
+export function ago(unixTime, now) {
+  if (!isNumber(unixTime)) return MISSING;
+  const seconds = Math.max(0, now - unixTime);
+  return seconds < 1 ? "now" : `${duration(Math.max(1, Math.floor(seconds))).replace(/\.0 s$/, " s")} ago`;
+}
+
+/** Local date and time. */
+export function moment(unixTime) {
+  if (!isNumber(unixTime)) return MISSING;
+  const date = new Date(unixTime * 1e3),
+    pad = n => String(n).padStart(2, "0");
+  return `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())} ${pad(date.getHours())}:${pad(date.getMinutes())}:${pad(date.getSeconds())}`;
+}
+
+/** A value of x: the axis is "step", "epoch" or "time". */
+export function axisValue(axis, value) {
+  if (axis === "time") return duration(value);
+  return axis === "epoch" ? `epoch ${Number(value.toFixed(3))}` : `step ${count(value)}`;
+}
+
+/** A setting's value as text. */
+export function setting(value) {
+  if (value === undefined) return MISSING;
+  return typeof value === "string" ? value : JSON.stringify(value);
+}

@@ -1,0 +1,231 @@
+/** A lane per worker: what it did with its time, over the same axis as the plots, and what it is. */
+
+import {el, setClass, setStyle, setText, showList} from "./dom.js";
+import {axisValue, bytes, count, duration, MISSING, percent, tick} from "./format.js";
+import {drawMarks, marksNear} from "./marks.js";
+import {colors, KINDS} from "./palette.js";
+
+const LANE_HEIGHT = 34;
+/** A worker that has not written its status for so long gets a note. It writes every second. */
+const SILENT_S = 3;
+
+const metricOf = (kind, rank) => (kind === "waiting" ? `waiting/${rank}` : `lanes/${kind}/${rank}`);
+
+export class Lanes {
+  #lanes = new Map();
+
+  /** marks(): events, as of marks.js. now(): the server's clock. */
+  constructor(board, curves, tip, marks, now) {
+    Object.assign(this, {board, curves, tip, marks, now});
+    this.rows = el("div", {class: "lane-rows"});
+    this.legend = el(
+      "div",
+      {class: "legend"},
+      ...KINDS.map(kind =>
+        el(
+          "span",
+          {class: "entry"},
+          el("i", {class: `swatch kind-${kind.name}`}),
+          el("span", {class: "name"}, kind.label)
+        )
+      )
+    );
+    this.ends = [el("span"), el("span"), el("span")];
+    this.node = el("div", {class: "lanes"}, this.legend, this.rows, el("div", {class: "lane-axis"}, ...this.ends));
+  }
+
+  /** run: an answer of /api/runs/ID. */
+  show(run) {
+    const verdicts = new Map();
+    for (const verdict of run.verdicts)
+      for (const rank of verdict.ranks)
+        if (verdict.severity !== "ok" && !verdicts.has(rank)) verdicts.set(rank, verdict);
+    showList(
+      this.rows,
+      run.workers,
+      worker => worker.rank,
+      worker => this.#make(worker.rank).node,
+      (_, worker) => this.#lanes.get(worker.rank).show(worker, run, verdicts.get(worker.rank))
+    );
+    const ranks = new Set(run.workers.map(worker => worker.rank));
+    for (const [rank, lane] of this.#lanes)
+      if (!ranks.has(rank)) {
+        this.board.remove(lane);
+        this.#lanes.delete(rank);
+      }
+    this.node.hidden = run.workers.length === 0;
+  }
+
+  #make(rank) {
+    const lane = new Lane(this, rank);
+    this.#lanes.set(rank, lane);
+    this.board.add(lane);
+    return lane;
+  }
+
+  showRange(from, to) {
+    [from, (from + to) / 2, to].forEach((x, i) => setText(this.ends[i], axisValue(this.board.axis, x)));
+  }
+}
+
+class Lane {
+  constructor(lanes, rank) {
+    Object.assign(this, {lanes, board: lanes.board, rank});
+    this.name = el("b", {}, `worker ${rank}`);
+    this.device = el("small", {class: "device"});
+    this.badge = el("span", {class: "badge", hidden: true});
+    this.share = el("b");
+    this.facts = el("small");
+    this.memory = el("small");
+    this.canvas = el("canvas", {role: "img"});
+    this.cursor = el("div", {class: "cursor", hidden: true});
+    this.area = el("div", {class: "lane-area", tabindex: "0"}, this.canvas, this.cursor);
+    this.node = el(
+      "div",
+      {class: "lane", "data-rank": rank},
+      el("div", {class: "lane-name"}, el("span", {}, this.name, this.badge), this.device),
+      this.area,
+      el("div", {class: "lane-facts"}, this.share, this.facts, this.memory)
+    );
+    this.board.attach(this.area);
+    this.board.attachKeys(this.area);
+    this.area.addEventListener("pointermove", event => this.#showTip(event));
+    this.area.addEventListener("pointerleave", () => lanes.tip.hide());
+  }
+
+  extent() {
+    return null;
+  } // the plots have it
+
+  show(worker, run, verdict) {
+    this.worker = worker;
+    const silent_s = worker.seen === null ? 0 : this.lanes.now() - worker.seen;
+    const isSilent = run.state === "live" && worker.is_alive && silent_s > SILENT_S;
+    const isGone = run.state === "live" && worker.is_alive === false;
+    setClass(this.node, `lane${verdict ? ` culprit ${verdict.severity}` : ""}${isGone ? " gone" : ""}`);
+    setText(this.device, [worker.device_name ?? worker.device, worker.host].filter(Boolean).join(" · ") || MISSING);
+    this.badge.hidden = !(verdict || isSilent || isGone);
+    setText(
+      this.badge,
+      isGone ? "left the run" : isSilent ? `silent for ${duration(Math.floor(silent_s))}` : (verdict?.kind ?? "")
+    );
+    setText(this.share, `${percent(worker.share)} of the work`);
+    setText(this.facts, useOf(worker));
+    setText(this.memory, memoryOf(worker));
+    const parts = worker.lanes
+      ? KINDS.filter(kind => worker.lanes[kind.name] !== null).map(
+          kind => `${kind.label} ${percent(worker.lanes[kind.name])}`
+        )
+      : [];
+    this.canvas.setAttribute("aria-label", `worker ${this.rank}: ${parts.join(", ") || "no times recorded"}`);
+  }
+
+  draw(from, to) {
+    const width = this.area.clientWidth,
+      ratio = devicePixelRatio;
+    if (!width) return;
+    if (this.canvas.width !== Math.round(width * ratio)) {
+      this.canvas.width = Math.round(width * ratio);
+      this.canvas.height = LANE_HEIGHT * ratio;
+    }
+    const context = this.canvas.getContext("2d"),
+      theme = colors();
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.fillStyle = theme.get("lane");
+    context.fillRect(0, 0, width, LANE_HEIGHT);
+    const series = KINDS.map(kind => this.lanes.curves.series(metricOf(kind.name, this.rank), this.board.axis));
+    const parts = new Float64Array(KINDS.length),
+      perPixel = (to - from) / width;
+    const spans = KINDS.map(() => new Path2D());
+    for (let px = 0; px < width; px++) {
+      if (!partsAt(series, from + px * perPixel, from + (px + 1) * perPixel, parts)) continue;
+      let bottom = LANE_HEIGHT;
+      for (let k = 0; k < KINDS.length; k++) {
+        const height = parts[k] * LANE_HEIGHT;
+        if (!(height > 0)) continue;
+        spans[k].rect(px, bottom - height, 1, height);
+        bottom -= height;
+      }
+    }
+    KINDS.forEach((kind, k) => {
+      context.fillStyle = theme.get(`kind-${kind.name}`);
+      context.fill(spans[k]);
+    });
+    context.setTransform(1, 0, 0, 1, 0, 0);
+    drawMarks(context, {left: 0, top: 0, width: width * ratio, height: LANE_HEIGHT * ratio}, this.lanes.marks(), {
+      min: from,
+      max: to,
+    });
+    this.lanes.showRange(from, to);
+  }
+
+  showHover(x) {
+    const [from, to] = this.board.range();
+    this.cursor.hidden = x === null;
+    if (x !== null) setStyle(this.cursor, "left", `${(100 * (x - from)) / (to - from)}%`);
+  }
+
+  #showTip(event) {
+    const x = this.board.hover,
+      parts = new Float64Array(KINDS.length),
+      {axis} = this.board;
+    const series = KINDS.map(kind => this.lanes.curves.series(metricOf(kind.name, this.rank), axis));
+    if (x === null || !partsAt(series, x, x, parts)) {
+      this.lanes.tip.hide();
+      return;
+    }
+    const rows = KINDS.map((kind, k) => [`${kind.label} ${percent(parts[k])}`, colors().get(`kind-${kind.name}`)]);
+    const at = name => this.lanes.curves.series(`${name}/${this.rank}`, axis);
+    const shares = at("shares"),
+      speeds = at("speeds");
+    const value = found => (found?.length ? found.y[Math.min(found.after(x), found.length - 1)] : NaN);
+    if (shares?.length) rows.push([`${count(value(shares))} micro-batches since the line before`, null]);
+    if (speeds?.length) rows.push([`${tick(value(speeds))} micro-batches/s`, null]);
+    this.lanes.tip.show(event, [
+      [`worker ${this.rank}, ${axisValue(axis, axis === "step" ? Math.round(x) : x)}`, null],
+      ...rows,
+      ...marksNear(this.lanes.marks(), this.board, event.clientX, this.area),
+    ]);
+  }
+}
+
+/**
+ * The fractions of the kinds between two places, into `parts`. A value is about the time since the point before it.
+ * Returns whether there are any.
+ */
+function partsAt(series, from, to, parts) {
+  let sum = 0;
+  for (let k = 0; k < series.length; k++) {
+    parts[k] = 0;
+    const found = series[k];
+    if (!found?.length || from > found.end || to < found.x[0] - (found.x[1] ?? found.x[0]) + found.x[0]) continue;
+    const i = found.after(from),
+      j = Math.max(found.after(to), Math.min(i + 1, found.length));
+    if (i >= found.length) {
+      parts[k] = found.y[found.length - 1];
+      sum += parts[k];
+      continue;
+    }
+    let total = 0;
+    for (let p = i; p < j; p++) total += found.y[p];
+    parts[k] = total / (j - i) || 0;
+    sum += parts[k];
+  }
+  // Times that were not recorded stay empty; rounding does not.
+  if (sum > 0.9) for (let k = 0; k < parts.length; k++) parts[k] /= sum;
+  return sum > 0;
+}
+
+function useOf({speed, gpu, cpu}) {
+  const use = gpu != null ? `GPU ${Math.round(gpu)}%` : cpu != null ? `CPU ${Math.round(cpu)}%` : "";
+  return [speed == null ? "" : `${Number(speed.toPrecision(3))} micro-batches/s`, use].filter(Boolean).join(" · ");
+}
+
+/** The device's memory where it has its own, otherwise the process's. */
+function memoryOf(worker) {
+  const [used, limit] =
+    worker.device_memory_bytes != null
+      ? [worker.device_memory_bytes, worker.device_memory_limit_bytes]
+      : [worker.memory_bytes, worker.memory_limit_bytes];
+  return used == null ? "" : `memory ${bytes(used)}${limit == null ? "" : ` of ${bytes(limit)}`}`;
+}

@@ -1,0 +1,202 @@
+/** One run, top to bottom. */
+
+import {Board} from "./board.js";
+import {Curves} from "./curves.js";
+import {CheckpointList, ConfigView, EventList, LogView} from "./details.js";
+import {el, section} from "./dom.js";
+import {percent} from "./format.js";
+import {Lanes} from "./lanes.js";
+import {NO_PLOT, RunPlots} from "./run_plots.js";
+import {RunSummary} from "./summary.js";
+import {Tools} from "./tools.js";
+
+const LANE_GROUPS = ["lanes", "waiting", "shares", "speeds"];
+const MAX_NAMES_IN_ADDRESS = 60;
+
+export class RunPage {
+  #events = [];
+  #marks = {key: "", list: []};
+  #closeStream = () => {};
+  #refreshing = 0;
+  #isClosed = false;
+
+  constructor(source, view, tip, id, canControl, onstate) {
+    Object.assign(this, {source, view, tip, id, canControl, onstate});
+    this.curves = new Curves();
+    this.board = new Board(view, (from, to) => this.#loadDetail(from, to));
+    this.summary = new RunSummary(source);
+    this.lanes = new Lanes(
+      this.board,
+      this.curves,
+      tip,
+      () => this.#eventMarks(),
+      () => source.now()
+    );
+    this.events = new EventList();
+    this.checkpoints = new CheckpointList(source);
+    this.config = new ConfigView(run => view.open(run));
+    this.log = new LogView(view);
+    this.tools = new Tools(view, this.board);
+    this.plots = new RunPlots(this.board, this.curves, tip, () => this.#eventMarks());
+    this.node = el(
+      "main",
+      {class: "run-page"},
+      this.summary.node,
+      this.tools.node,
+      this.plots.lead,
+      section("Workers", "workers", this.lanes.node),
+      this.plots.others,
+      el(
+        "div",
+        {class: "columns"},
+        section("Events", "events", this.events.node),
+        section("Checkpoints", "checkpoints", this.checkpoints.node)
+      ),
+      section("Configuration", "configuration", this.config.node),
+      section("Log", "log", this.log.node)
+    );
+  }
+
+  async load() {
+    const base = `/api/runs/${this.id}`;
+    const run = await this.source.get(base);
+    if (this.#isClosed) return;
+    this.#showRun(run);
+    const points = ["points", String(Math.min(4000, 2 * Math.ceil(innerWidth)))];
+    const names = run.names.filter(name => !LANE_GROUPS.some(group => name.startsWith(`${group}/`)));
+    const wanted = names.length && names.length <= MAX_NAMES_IN_ADDRESS ? names.map(name => ["name", name]) : [];
+    const [metrics, lanes, events, checkpoints, config, log] = await Promise.all([
+      this.source.get(`${base}/metrics`, [...wanted, points]),
+      this.source.isLive
+        ? this.source.get(`${base}/metrics`, [...LANE_GROUPS.map(name => ["name", name]), ["points", "1600"]])
+        : null,
+      this.source.get(`${base}/events`, [["limit", "1000"]]),
+      this.source.get(`${base}/checkpoints`),
+      this.source.get(`${base}/config`),
+      this.source.get(`${base}/log`, [["lines", "200"]]),
+    ]);
+    if (this.#isClosed) return;
+    this.curves.add(metrics);
+    if (lanes) this.curves.add(lanes);
+    this.#addEvents(events.events);
+    this.checkpoints.show(checkpoints.checkpoints);
+    this.config.show(config);
+    this.log.set(log.files);
+    this.#showPlots();
+    // The smaller offset: a record that comes twice is the same point.
+    const offset = Math.min(metrics.offset, lanes?.offset ?? metrics.offset);
+    this.#follow(offset, events.offset);
+    if (!this.board.isWhole) this.#loadDetail(...this.board.range());
+  }
+
+  close() {
+    this.#isClosed = true;
+    this.#closeStream();
+    this.board.close();
+    this.plots.close();
+  }
+
+  /** Every second. */
+  tick() {
+    this.summary.tick();
+    this.checkpoints.tick();
+    if (this.run) this.lanes.show(this.run);
+  }
+
+  /** The view changed: axis, smoothing, range. */
+  refresh() {
+    this.board.readRange();
+    this.tools.show();
+    this.board.draw();
+  }
+
+  redraw() {
+    this.board.draw();
+  }
+
+  #follow(metrics, events) {
+    const query = [
+      ["run", this.id],
+      ["metrics", metrics],
+      ["events", events],
+      ["log", "1"],
+    ];
+    this.#closeStream = this.source.stream(
+      query,
+      {
+        run: run => this.#showRun(run),
+        metrics: ({records}) => {
+          this.curves.addRecords(records);
+          this.#showPlots();
+        },
+        events: ({events: added}) => this.#addEvents(added),
+        log: added => this.log.add(added),
+        checkpoints: ({checkpoints}) => this.checkpoints.show(checkpoints),
+        restart: () => this.#restart(),
+        gone: () => this.onstate("the run's folder is gone"),
+      },
+      isConnected => this.onstate(isConnected ? "" : "no connection to the server; trying again")
+    );
+  }
+
+  async #restart() {
+    this.#closeStream();
+    this.curves.clear();
+    this.#events = [];
+    await this.load().catch(error => this.onstate(error.message));
+  }
+
+  #showRun(run) {
+    this.run = run;
+    document.title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
+    this.summary.show(run, this.canControl());
+    this.lanes.show(run);
+  }
+
+  #addEvents(added) {
+    for (const event of added) this.#events.push({...event, key: `${this.#events.length} ${event.time}`});
+    this.events.show(this.#events);
+    this.#marks.key = "";
+    this.board.draw();
+  }
+
+  /** Events by their place on the axis, for the plots. */
+  #eventMarks() {
+    const {axis} = this.board,
+      key = `${axis} ${this.#events.length} ${axis === "step" ? 0 : this.curves.version}`;
+    if (this.#marks.key !== key) {
+      const list = this.#events.map(event => ({event, x: this.curves.position(event.step, axis)}));
+      this.#marks = {key, list: list.filter(mark => mark.x === mark.x)};
+    }
+    return this.#marks.list;
+  }
+
+  #showPlots() {
+    this.plots.show();
+    this.tools.show();
+  }
+
+  /** More points for the part that is shown, if the whole run was thinned. */
+  async #loadDetail(from, to) {
+    if (this.board.isWhole || !this.source.isLive) return;
+    const thinned = [...this.curves.byName]
+      .filter(([name, curve]) => curve.isThinned && !NO_PLOT.test(name))
+      .map(([name]) => name);
+    if (!thinned.length) return;
+    const request = ++this.#refreshing,
+      margin = (to - from) / 2,
+      {axis} = this.board;
+    const step = x => Math.max(0, Math.round(this.curves.stepAt(x, axis)));
+    const answer = await this.source
+      .get(`/api/runs/${this.id}/metrics`, [
+        ...thinned.slice(0, MAX_NAMES_IN_ADDRESS).map(name => ["name", name]),
+        ["from", String(step(from - margin))],
+        ["to", String(step(to + margin))],
+        ["points", "8000"],
+      ])
+      .catch(error => this.onstate(error.message));
+    if (!answer || request !== this.#refreshing || this.#isClosed) return;
+    this.curves.addDetail(answer);
+    this.board.draw();
+  }
+}

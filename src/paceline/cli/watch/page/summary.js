@@ -1,0 +1,222 @@
+/** The head of a run's page: state, progress, remaining time, what holds the run back, and the buttons. */
+
+import {askFor} from "./dialog.js";
+import {el, setClass, setStyle, setText, showList} from "./dom.js";
+import {ago, bytes, count, counted, duration, MISSING, moment, num, percent, rate} from "./format.js";
+
+/** State of a run: the class of its chip. */
+export const STATE_CLASSES = new Map([
+  ["live", "live"],
+  ["finished", "good"],
+  ["stopped", "calm"],
+  ["failed", "bad"],
+  ["broken off", "bad"],
+  ["unknown", "calm"],
+]);
+
+const SHOWN_VERSIONS = new Set(["paceline", "torch"]);
+
+export function stateChip() {
+  return el("span", {class: "chip"});
+}
+
+export function showState(chip, state) {
+  setText(chip, state);
+  setClass(chip, `chip ${STATE_CLASSES.get(state) ?? "calm"}`);
+}
+
+const ACTIONS = [
+  ["save", "Save", "Save a checkpoint?", "All workers save after one of the next steps. The run goes on."],
+  [
+    "stop",
+    "Stop",
+    "Save and stop this run?",
+    "All workers save after one of the next steps, then the run ends. It can be resumed.",
+  ],
+  ["abort", "Abort", "Abort this run?", "The run ends immediately. Everything after the newest checkpoint is lost."],
+];
+
+export class RunSummary {
+  constructor(source) {
+    this.source = source;
+    this.chip = stateChip();
+    this.name = el("h1");
+    this.facts = el("p", {class: "facts"});
+    this.message = el("p", {class: "message", role: "status", hidden: true});
+    this.bar = el("div", {class: "fill"});
+    this.progress = el(
+      "div",
+      {class: "progress", role: "progressbar", "aria-label": "progress", "aria-valuemin": "0", "aria-valuemax": "100"},
+      this.bar
+    );
+    this.buttons = el(
+      "div",
+      {class: "buttons", hidden: true},
+      ...ACTIONS.map(([action, label, question, effect]) =>
+        el(
+          "button",
+          {
+            type: "button",
+            "data-action": action,
+            class: action === "abort" ? "danger" : "",
+            onclick: () => this.ask(action, label, question, effect),
+          },
+          label
+        )
+      )
+    );
+    this.tiles = new Map();
+    this.tileRow = el(
+      "dl",
+      {class: "tiles"},
+      ...[
+        ["step", "step"],
+        ["left", "time left"],
+        ["last", "last step"],
+        ["loss", "loss"],
+        ["throughput", "throughput"],
+        ["efficiency", "of what the workers could do"],
+      ].map(([id, label]) => this.#tile(id, label))
+    );
+    this.verdicts = el("div", {class: "verdicts", role: "status", "aria-label": "what holds the run back"});
+    this.node = el(
+      "header",
+      {class: "summary"},
+      el("div", {class: "title-row"}, el("div", {class: "title"}, this.name, this.chip), this.buttons),
+      this.facts,
+      this.message,
+      this.progress,
+      this.tileRow,
+      this.verdicts
+    );
+  }
+
+  show(run, canControl) {
+    this.run = run;
+    setText(this.name, run.name);
+    showState(this.chip, run.state);
+    this.buttons.hidden = !(canControl && run.state === "live" && this.source.isLive);
+    const facts = [
+      run.reason,
+      run.started && `started ${moment(run.started)}`,
+      run.num_starts > 1 && `${run.num_starts} starts`,
+      run.num_workers && counted(run.num_workers, "worker"),
+      run.host && `host ${run.host}`,
+      run.time_s !== null && `trained ${duration(run.time_s)}`,
+      run.git?.commit && `commit ${run.git.commit.slice(0, 8)}${run.git.has_changes ? " with changes" : ""}`,
+      ...(run.versions ?? []).filter(([name]) => SHOWN_VERSIONS.has(name)).map(pair => pair.join(" ")),
+    ];
+    setText(this.facts, facts.filter(Boolean).join(" · "));
+    const part = run.total_steps ? Math.min(1, run.step / run.total_steps) : run.state === "finished" ? 1 : 0;
+    setStyle(this.bar, "transform", `scaleX(${part})`);
+    this.progress.setAttribute("aria-valuenow", String(Math.round(100 * part)));
+    this.#set("step", count(run.step), run.total_steps ? `of ${count(run.total_steps)} · ${percent(part)}` : "");
+    this.#set(
+      "left",
+      run.state === "live" ? duration(run.eta_s) : run.ended ? "ended" : MISSING,
+      run.state === "live" && run.eta_s !== null
+        ? `until ${moment(this.source.now() + run.eta_s).slice(11, 16)}`
+        : run.ended
+          ? moment(run.ended)
+          : ""
+    );
+    const evaluation = run.evaluation.find(([name]) => name === "eval/loss");
+    this.#set("loss", num(run.loss), evaluation ? `evaluation ${num(evaluation[1])}` : "");
+    const samples = rate(run.samples_per_s).split(" ");
+    this.#set(
+      "throughput",
+      samples[0],
+      [samples[1], run.tokens_per_s !== null && rate(run.tokens_per_s, "tokens")].filter(Boolean).join(" · ")
+    );
+    this.#set("efficiency", percent(run.efficiency), "");
+    this.tick();
+    this.#showVerdicts(run);
+  }
+
+  /** Every second: ages. */
+  tick() {
+    const {run} = this;
+    if (!run) return;
+    const at = run.last_step_at,
+      age_s = at === null ? null : this.source.now() - at;
+    this.#set(
+      "last",
+      at === null ? "none yet" : ago(at, this.source.now()),
+      run.epoch === null ? "" : `epoch ${count(run.epoch)}`
+    );
+    this.tiles.get("last").node.classList.toggle("late", run.state === "live" && age_s > 30);
+  }
+
+  async ask(action, label, question, effect) {
+    const {id} = this.run;
+    if (!(await askFor(question, effect, label, action === "abort"))) return;
+    this.#say(`${label}: asking the run…`, "");
+    try {
+      const answer = await this.source.post(`/api/runs/${id}/${action}`);
+      this.#say(
+        answer.step === undefined ? `${label}: done.` : `${label}: the run was asked after step ${count(answer.step)}.`,
+        ""
+      );
+    } catch (error) {
+      this.#say(`${label}: ${error.message}`, "bad");
+    }
+  }
+
+  #say(text, className) {
+    this.message.hidden = false;
+    setText(this.message, text);
+    setClass(this.message, `message ${className}`);
+  }
+
+  #tile(id, label) {
+    const value = el("b"),
+      note = el("small");
+    const node = el("div", {class: "tile", "data-tile": id}, el("dt", {}, label), el("dd", {}, value, note));
+    this.tiles.set(id, {node, value, note});
+    return node;
+  }
+
+  #set(id, value, note) {
+    const tile = this.tiles.get(id);
+    setText(tile.value, value);
+    setText(tile.note, note);
+  }
+
+  #showVerdicts(run) {
+    const nothing = {kind: "", severity: "good", text: "Nothing holds this run back.", remedy: null};
+    const isJudged = run.state === "live" && run.workers.some(worker => worker.lanes?.computing != null);
+    const shown = run.verdicts.length ? run.verdicts : isJudged ? [nothing] : [];
+    showList(
+      this.verdicts,
+      shown,
+      verdict => verdict.kind + verdict.severity + (verdict.ranks ?? []).join(),
+      () =>
+        el(
+          "div",
+          {class: "verdict"},
+          el("p", {class: "sentence"}),
+          el("p", {class: "remedy"}),
+          el("p", {class: "figures"})
+        ),
+      (node, verdict) => {
+        setClass(node, `verdict ${verdict.severity === "ok" ? "good" : verdict.severity}`);
+        setText(node.children[0], sentence(verdict.text));
+        setText(node.children[1], verdict.remedy ? sentence(verdict.remedy) : "");
+        setText(node.children[2], verdict.severity === "ok" ? "" : (verdict.figures ?? []).map(figure).join(" · "));
+      }
+    );
+  }
+}
+
+/** A figure whose name ends with its unit, such as "micro_batch_s". */
+function figure([name, value]) {
+  const [, what, unit] = /^(.*?)(_s|_bytes|_percent)?$/s.exec(name);
+  const units = new Map([
+    ["_s", duration],
+    ["_bytes", bytes],
+    ["_percent", number => `${num(number)}%`],
+  ]);
+  return `${what.replaceAll("_", " ")} ${typeof value === "number" ? (units.get(unit) ?? num)(value) : value}`;
+}
+
+const sentence = text => text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");

@@ -1,0 +1,242 @@
+"""Server-sent events: what is new in a run's files, or in the list of runs.
+
+Each client has offsets of its own into the files, so there is nothing to share, and nothing to fall behind with: a
+client that does not read is disconnected, and continues at its offsets when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic, time
+from typing import Any
+from urllib.parse import parse_qs
+
+from paceline.cli.watch import view
+from paceline.cli.watch.access import Receive, Scope, Send, answer
+from paceline.cli.watch.runs import RunEntry, Runs
+from paceline.cli.watch.safe_files import file_stat, folder_stamp
+from paceline.observe.json_lines import LineReader, to_json
+from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step
+
+POLL_S = 0.5
+VIEW_INTERVAL_S = 1.0
+COMMENT_INTERVAL_S = 10.0
+MAX_STREAMS = 64
+# File systems may have other clocks.
+CLOCK_S = 5.0
+# A client that is further behind fetches everything again.
+MAX_BEHIND_BYTES = 4 << 20
+LOG_LINES = 200
+
+Event = tuple[str, Any]
+
+
+class Streams:
+    """An ASGI app."""
+
+    def __init__(self, runs: Runs, poll_s: float = POLL_S) -> None:
+        self._runs = runs
+        self._poll_s = poll_s
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._num_open >= MAX_STREAMS:
+            await answer(send, 503, f"there are {MAX_STREAMS} open pages already: close some")
+            return
+        query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+        headers = dict(scope["headers"])
+        again = parse_qs(headers.get(b"last-event-id", b"").decode("latin-1"))
+        query |= {name: values[-1] for name, values in again.items() if name in ("metrics", "events")}
+        source: RunSource | ListSource = ListSource(self._runs, _time(query.get("since")))
+        if "run" in query:
+            run = await asyncio.to_thread(self._runs.find, query["run"])
+            if run is None:
+                await answer(send, 404, "there is no such run")
+                return
+            source = RunSource(self._runs, run, query)
+        self._num_open += 1
+        sender = asyncio.create_task(self._send(source, send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
+            if sender.done() and not isinstance(sender.exception(), TimeoutError | OSError | None):
+                raise sender.exception()  # type: ignore[misc]
+        finally:
+            self._num_open -= 1
+            sender.cancel()
+            gone.cancel()
+
+    async def _send(self, source: RunSource | ListSource, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"retry: 1000\n\n", "more_body": True})
+        sent_at = monotonic()
+        while True:
+            events = await asyncio.to_thread(lambda: list(source.new()))
+            if events:
+                texts = [f"event: {name}\ndata: {to_json(data)}\n\n" for name, data in events]
+                if source.id:  # with the last one: those before it are delivered by then
+                    texts.insert(-1, f"id: {source.id}\n")
+                await send({"type": "http.response.body", "body": "".join(texts).encode(), "more_body": True})
+                sent_at = monotonic()
+            elif monotonic() - sent_at > COMMENT_INTERVAL_S:
+                await send({"type": "http.response.body", "body": b": \n\n", "more_body": True})
+                sent_at = monotonic()
+            if any(name == "gone" for name, _ in events):
+                break
+            await asyncio.sleep(self._poll_s)
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class ListSource:
+    """Rows that changed."""
+
+    id = ""
+
+    def __init__(self, runs: Runs, since: float) -> None:
+        """since: when the client fetched the list, as Unix time."""
+        self._runs = runs
+        self._since: float | None = since
+        self._sent: dict[str, dict[str, Any]] = {}
+
+    def new(self) -> Iterator[Event]:
+        rows = {run.id: run.row() for run in self._runs.all()}
+        changed = [row for run_id, row in rows.items() if self._sent.get(run_id) != row]
+        removed = [run_id for run_id in self._sent if run_id not in rows]
+        self._sent = rows
+        is_first, since, self._since = self._since is not None, self._since or 0.0, None
+        if is_first:
+            changed = [row for row in changed if row["changed"] >= since]
+        if is_first or changed or removed:
+            yield "runs", {"now": time(), "rows": changed, "removed": removed}
+
+
+@dataclass
+class _Followed:
+    """A file that is read from its end."""
+
+    path: Path
+    offset: int
+    inode: int | None = None
+
+    def records(self) -> list[dict[str, Any]] | None:
+        """New lines; None if the file is another one, or too much was added."""
+        found = file_stat(self.path)
+        if found is None:
+            return []
+        is_same = self.inode in (None, found.st_ino) and found.st_size >= self.offset
+        self.inode = found.st_ino
+        if not is_same or found.st_size - self.offset > MAX_BEHIND_BYTES:
+            self.offset = view.end_of(self.path)
+            return None
+        if found.st_size == self.offset:
+            return []
+        reader = LineReader(self.path, start=self.offset)
+        records = reader.read()
+        self.offset = reader.offset
+        return records
+
+
+class RunSource:
+    """What is new in one run."""
+
+    def __init__(self, runs: Runs, run: RunEntry, query: Mapping[str, str]) -> None:
+        self._runs, self._run = runs, run
+        files = run.files
+        self._metrics = _Followed(files.metrics, _offset(query.get("metrics"), files.metrics))
+        self._events = _Followed(files.events, _offset(query.get("events"), files.events))
+        self._logs = _Logs(run) if query.get("log") == "1" else None
+        self._view: dict[str, Any] = {}
+        self._viewed_at = -VIEW_INTERVAL_S
+        self._checkpoints: int | None = None  # when the folder changed
+
+    @property
+    def id(self) -> str:
+        return f"metrics={self._metrics.offset}&events={self._events.offset}"
+
+    def new(self) -> Iterator[Event]:
+        run = self._runs.find(self._run.id)
+        if run is None:
+            yield "gone", {}
+            return
+        records, happened = self._metrics.records(), self._events.records()
+        if records is None or happened is None:
+            yield "restart", {}
+        if shown := [each for record in records or () if (each := _shown(record)) is not None]:
+            yield "metrics", {"records": shown, "offset": self._metrics.offset}
+        if events := [each for record in happened or () if (each := view.shown_event(record)) is not None]:
+            yield "events", {"events": events, "offset": self._events.offset}
+        if self._logs is not None:
+            yield from self._logs.new()
+        if monotonic() - self._viewed_at >= VIEW_INTERVAL_S:
+            self._viewed_at = monotonic()
+            yield from self._changes(run)
+
+    def _changes(self, run: RunEntry) -> Iterator[Event]:
+        found = view.view(run)
+        if found | {"now": 0} != self._view:
+            self._view = found | {"now": 0}
+            yield "run", found
+        stamp = folder_stamp(run.files.checkpoints)
+        if stamp != self._checkpoints:
+            if self._checkpoints is not None:
+                yield "checkpoints", view.checkpoints_of(run)
+            self._checkpoints = stamp
+
+
+@dataclass
+class _Logs:
+    """New lines of the workers' output."""
+
+    run: RunEntry
+    offsets: dict[Path, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.offsets = {path: found.st_size for _, _, path in view.rank_files(self.run) if (found := file_stat(path))}
+
+    def new(self) -> Iterator[Event]:
+        for rank, kind, path in view.rank_files(self.run):
+            found = file_stat(path)
+            if kind == "json" or found is None:
+                continue
+            before = self.offsets.get(path, 0)
+            if found.st_size < before:
+                before = 0  # written anew
+            if found.st_size == before:
+                continue
+            start = max(before, found.st_size - view.LOG_BYTES)
+            with path.open("rb") as file:
+                file.seek(start)
+                content, newline, _ = file.read(found.st_size - start).rpartition(b"\n")
+            if newline:
+                self.offsets[path] = start + len(content) + 1
+                lines, is_cut = view.log_lines(content, LOG_LINES)
+                yield "log", {"rank": rank, "stream": kind, "lines": lines, "is_cut": is_cut or start > before}
+
+
+def _offset(text: str | None, path: Path) -> int:
+    return int(text) if text is not None and text.isdecimal() and len(text) < 19 else view.end_of(path)
+
+
+def _time(text: str | None) -> float:
+    try:
+        return float(text) - CLOCK_S if text is not None else time()
+    except ValueError:
+        return time()
+
+
+def _shown(record: dict[str, Any]) -> dict[str, Any] | None:
+    if is_resume(record):
+        return {RESUMED_FROM: record[RESUMED_FROM]}
+    if not is_step(record):
+        return None
+    step = record.pop("step")
+    return {"step": step, "values": list(flat_items(record))}

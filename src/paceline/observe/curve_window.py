@@ -1,0 +1,265 @@
+"""A part of a metrics file as curves, for files of any length, in bounded time and memory.
+
+A range of up to `EXACT_BYTES` is read line by line. A longer one is sampled: a few lines at each of some thousand
+places of the file, and both of its ends. Curves are thinned to the minimum and the maximum of each interval of steps.
+
+Lines are in the order of their steps, except after a resume, which supersedes lines about later steps. So a resume is
+searched for only between two places whose steps are not in order.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from paceline.observe.json_lines import TAIL_BYTES, LineReader, parse_lines
+from paceline.observe.metrics import RESUMED_FROM, Curve, Steps, Values, extremes, flat_items, is_resume, is_step
+
+EXACT_BYTES = 4 << 20
+# Of a sample: places at most, and bytes.
+MAX_PLACES = 2000
+SAMPLE_BYTES = 3 << 20
+LINES_PER_PLACE = 3
+MAX_RESUMES = 100
+# Further names are left out: no run logs so many.
+MAX_NAMES = 5000
+
+
+# An offset, and what the lines after it contain.
+_Place: TypeAlias = tuple[int, list[Any]]
+
+
+class _Part(NamedTuple):
+    """Bytes of a file. limit: the last step in them that counts, by what follows them."""
+
+    start: int
+    stop: int
+    limit: float
+
+
+class Series(NamedTuple):
+    name: str
+    steps: Steps
+    values: Values
+    is_thinned: bool
+
+
+@dataclass
+class Window:
+    """first_step, last_step: of the whole file; 0 if it has none. offset: the end of its last complete line.
+
+    is_sampled: not every line in the range was read. names: all names that were seen, also of metrics that were not
+    asked for.
+    """
+
+    first_step: int = 0
+    last_step: int = 0
+    offset: int = 0
+    is_sampled: bool = False
+    names: list[str] = field(default_factory=list)
+    series: list[Series] = field(default_factory=list)
+
+
+def read_window(
+    path: Path,
+    names: Iterable[str] | None = None,
+    first: int = 0,
+    last: float = math.inf,
+    *,
+    points: int = 2000,
+    exact: bool = False,
+) -> Window:
+    """The curves of `names` (metrics, or groups such as "waiting"; None for all) between two steps, both included.
+
+    points: about this many per curve. exact: read every line of the range, however long that takes.
+    """
+    columns = _Columns(names)
+    with path.open("rb") as file:
+        descriptor = file.fileno()
+        size = os.fstat(descriptor).st_size
+        tail_start = max(0, size - TAIL_BYTES)
+        last_newline = os.pread(descriptor, size - tail_start, tail_start).rfind(b"\n")
+        ends = [_lines_at(descriptor, 0, TAIL_BYTES), _lines_at(descriptor, tail_start, TAIL_BYTES)]
+        head, tail = map(_parse, ends)
+        line_bytes = max(map(len, [*ends[0], *ends[1], b""])) + 1
+        part, places = _Part(0, size, math.inf), []
+        while part.stop - part.start > EXACT_BYTES:
+            places = _with_resumes(path, list(_sample(descriptor, part, line_bytes)), line_bytes)
+            narrower = _narrowed(part, places, first, last, line_bytes)
+            if narrower.stop - narrower.start > (part.stop - part.start) / 2:
+                break
+            part = narrower
+        is_sampled = part.stop - part.start > EXACT_BYTES and not exact
+        if not is_sampled:
+            _read_exact(path, part, columns, first, last)
+        else:
+            records = [record for _, block in places for record in block]
+            records = [*(head if part.start == 0 else ()), *records, *(tail if part.stop == size else ())]
+            columns.add(_not_superseded(records, part.limit), first, last)
+    columns.note_names([*head, *tail])
+    return Window(
+        first_step=min((record["step"] for record in head if "step" in record), default=0),
+        last_step=max((record["step"] for record in _not_superseded(tail, math.inf)), default=0),
+        offset=tail_start + last_newline + 1,
+        is_sampled=is_sampled,
+        names=columns.names(),
+        series=columns.series(points),
+    )
+
+
+def _read_exact(path: Path, part: _Part, columns: _Columns, first: int, last: float) -> None:
+    def reader() -> LineReader:
+        return LineReader(path, start=part.start, stop=part.stop)
+
+    resumes = [r[RESUMED_FROM] for b in reader().blocks(f'"{RESUMED_FROM}"'.encode()) for r in b if is_resume(r)]
+    limits = list(accumulate([part.limit, *reversed(resumes)], min))[::-1]
+    segment = 0
+    for block in reader().blocks(b"" if resumes else columns.common_key):
+        kept = []
+        for record in block:
+            if is_resume(record):
+                segment = min(segment + 1, len(limits) - 1)
+            elif is_step(record) and record["step"] <= limits[segment]:
+                kept.append(record)
+        columns.add(kept, first, last)
+
+
+def _narrowed(part: _Part, places: Sequence[_Place], first: int, last: float, line_bytes: int) -> _Part:
+    """The part of a part that contains all lines about these steps."""
+    start, stop, limit = part
+    bound = limit  # the smallest step so far, from the end
+    for offset, block in reversed(places):
+        if not block or (step := _step(block[0])) > bound:
+            continue  # superseded
+        if step > last and is_step(block[0]):  # a resume is somewhere after its place
+            stop, limit = min(offset + 2 * line_bytes, part.stop), step  # a line in the range may end here
+        bound = step
+        if step < first:
+            start = offset
+            break
+    return _Part(start, stop, limit)
+
+
+def _sample(descriptor: int, part: _Part, line_bytes: int) -> Iterator[_Place]:
+    """line_bytes: the length of a long line."""
+    block_bytes = LINES_PER_PLACE * line_bytes
+    count = max(min(MAX_PLACES, SAMPLE_BYTES // block_bytes), 64)
+    stride = max((part.stop - part.start) // count, 1)
+    for offset in range(part.start, part.stop, stride):
+        yield offset, _parse(_lines_at(descriptor, offset, min(block_bytes, part.stop - offset)))
+
+
+def _with_resumes(path: Path, places: list[_Place], line_bytes: int) -> list[_Place]:
+    """Also the places of the resumes between places whose steps are not in order."""
+    found: list[_Place] = []
+    num_searched = 0
+    known = [place for place in places if place[1]]
+    for place in known:
+        offset, block = place
+        if found and _step(block[0]) < _step(found[-1][1][-1]) and num_searched < MAX_RESUMES:
+            num_searched += 1
+            reader = LineReader(path, start=found[-1][0], stop=offset + 2 * line_bytes)
+            resumes = [r for b in reader.blocks(f'"{RESUMED_FROM}"'.encode()) for r in b if is_resume(r)]
+            if resumes:
+                found.append((found[-1][0], [min(resumes, key=_step)]))
+        found.append(place)
+    return found
+
+
+def _lines_at(descriptor: int, offset: int, num_bytes: int) -> list[bytes]:
+    """The complete lines in these bytes."""
+    block = os.pread(descriptor, num_bytes, offset)
+    begin = block.find(b"\n") + 1 if offset else 0
+    return block[begin : block.rfind(b"\n")].split(b"\n") if block.rfind(b"\n") > begin else []
+
+
+def _parse(lines: Sequence[bytes]) -> list[Any]:
+    return [record for record in parse_lines(lines) if is_step(record) or is_resume(record)]
+
+
+def _step(record: dict[str, Any]) -> int:
+    return int(record["step"] if "step" in record else record[RESUMED_FROM])
+
+
+def _not_superseded(records: Sequence[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
+    """Records about steps that no later record falls behind."""
+    limits = list(accumulate([limit, *(_step(record) for record in reversed(records))], min))[-2::-1]
+    return [record for record, last in zip(records, limits, strict=True) if "step" in record and record["step"] <= last]
+
+
+class _Columns:
+    """Collects the wanted numbers, by name."""
+
+    def __init__(self, names: Iterable[str] | None) -> None:
+        self._wanted = None if names is None else frozenset(names)
+        self._groups = tuple(f"{name}/" for name in self._wanted or ())
+        # Keys of a line that lead to a wanted metric: "a" and "a/b" for "a/b".
+        self._keys = {"/".join(parts[: i + 1]) for parts in map(_parts, self._wanted or ()) for i in range(len(parts))}
+        self._seen_keys: set[str] = set()
+        self._names: dict[str, None] = {}
+        self._curves: dict[str, Curve] = {}
+        self._counts: dict[str, int] = {}
+
+    @property
+    def common_key(self) -> bytes:
+        """Bytes that every line with a wanted metric contains."""
+        tops = {_parts(name)[0] for name in self._wanted or ()}
+        top = tops.pop() if len(tops) == 1 else ""
+        return f'"{top}'.encode() if re.fullmatch(r"\w+", top, re.ASCII) else b""  # others may be escaped
+
+    def add(self, records: Sequence[dict[str, Any]], first: int, last: float) -> None:
+        columns: dict[str, tuple[list[int], list[float]]] = {}
+        for record in records:
+            step = record["step"]
+            if not self._seen_keys.issuperset(record):
+                self.note_names([record])
+            if not first <= step <= last:
+                continue
+            chosen = {key: v for key, v in record.items() if self._wanted is None or self._leads_to_wanted(key)}
+            chosen.pop("step", None)
+            for name, number in flat_items(chosen):
+                if self._is_wanted(name) and (name in columns or len(columns) < MAX_NAMES):
+                    steps, numbers = columns.setdefault(name, ([], []))
+                    steps.append(step)
+                    numbers.append(number)
+        for name, column in columns.items():
+            if name in self._curves or len(self._curves) < MAX_NAMES:
+                self._curves.setdefault(name, Curve()).add(*column)
+                self._counts[name] = self._counts.get(name, 0) + len(column[0])
+
+    def note_names(self, records: Iterable[dict[str, Any]]) -> None:
+        for record in records:
+            for name, _ in flat_items(record):
+                if len(self._names) < MAX_NAMES and name != "step":
+                    self._names[name] = None
+            self._seen_keys.update(record)
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def series(self, points: int) -> list[Series]:
+        found = []
+        for name, curve in self._curves.items():
+            steps, values = curve.points
+            is_thinned = len(steps) < self._counts[name] and len(steps) >= points
+            if len(steps) > points:
+                kept = extremes(steps, values, points)
+                steps, values, is_thinned = steps[kept], values[kept], True
+            found.append(Series(name, steps, values, is_thinned))
+        return found
+
+    def _leads_to_wanted(self, key: str) -> bool:
+        return key in self._keys or key.startswith(self._groups)
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._wanted is None or name in self._wanted or name.startswith(self._groups)
+
+
+def _parts(name: str) -> list[str]:
+    return name.split("/")

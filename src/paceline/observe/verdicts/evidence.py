@@ -1,0 +1,213 @@
+"""What a verdict rests on: a run's recent lines of metrics, its events, and facts about its workers. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from paceline.observe.json_lines import is_count, is_number
+
+# Recent lines: at least this many, and as many more as cover this time, up to a limit.
+MIN_LINES, RECENT_S, MAX_LINES = 3, 2.0, 50
+
+_LANES = ("computing", "data", "exchange")
+
+
+@dataclass(frozen=True)
+class WorkerPart:
+    """One worker's part of the time since the line before. Fractions of that time, 0 to 1; None: not logged.
+
+    micro_batches: that it computed. speed: micro-batches per second while it worked on some, waiting for their data
+    included. computing, data (waiting for it), waiting (for slower workers) and exchange add up to at most 1; the rest
+    is everything else.
+    """
+
+    micro_batches: float = 0.0
+    speed: float | None = None
+    computing: float | None = None
+    data: float | None = None
+    waiting: float | None = None
+    exchange: float | None = None
+
+    def micro_batch_s(self, seconds: float) -> float | None:
+        """Seconds per micro-batch, waiting for data included; None if it had none or nothing is known.
+
+        Where no speed was logged, all of the time in which it did not wait for others counts.
+        """
+        if self.speed is not None:
+            return 1 / self.speed if self.speed > 0 else None
+        if self.waiting is None or not self.micro_batches:
+            return None
+        return (1 - self.waiting) * seconds / self.micro_batches
+
+    @property
+    def data_per_work(self) -> float | None:
+        """The fraction of its time per micro-batch that it waits for data."""
+        if self.computing is None or self.data is None:
+            return None
+        return self.data / (self.computing + self.data) if self.computing + self.data else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of metrics. since_step, seconds: the step of the line before, and the time since; 0 for the first."""
+
+    step: int
+    since_step: int
+    seconds: float
+    loss: float | None = None
+    lr: float | None = None
+    samples_per_s: float | None = None
+    workers: Sequence[WorkerPart] = ()
+
+    def micro_batch_s(self, rank: int) -> float | None:
+        return self.workers[rank].micro_batch_s(self.seconds)
+
+    def computing_s(self, rank: int) -> float | None:
+        """A worker's seconds per micro-batch without waiting for data."""
+        total_s, data = self.micro_batch_s(rank), self.workers[rank].data_per_work
+        return None if total_s is None or data is None else total_s * (1 - data)
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What is known about a worker besides its times; None: unknown.
+
+    silent_s: how long ago it last wrote its status, which it does every second. gpu, cpu: utilization in percent, of
+    the GPU and of one core.
+    """
+
+    host: str = ""
+    device: str = ""
+    silent_s: float | None = None
+    gpu: float | None = None
+    cpu: float | None = None
+    gpu_memory_bytes: float | None = None
+    gpu_memory_total_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Happened:
+    """A line of events.jsonl."""
+
+    name: str
+    step: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A run, as far as it is known.
+
+    state, reason: as `paceline logs list` shows them. lines: the newest, in order. is_whole: whether they begin with
+    the run's first line. first_loss: of the run's first line. silent_s: since the last line was written, for a live
+    run. settings: by flat name, such as "trainer.readers". host_memory_bytes, host_memory_total_bytes, cores: of the
+    first worker's host.
+    """
+
+    state: str = "live"
+    reason: str | None = None
+    lines: Sequence[Line] = ()
+    is_whole: bool = True
+    first_loss: float | None = None
+    events: Sequence[Happened] = ()
+    workers: Sequence[WorkerFacts] = ()
+    silent_s: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    host_memory_bytes: float | None = None
+    host_memory_total_bytes: float | None = None
+    cores: int | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Now: workers may have left."""
+        for event in reversed(self.events):
+            if event.name == "world" and is_count(event.details.get("size")):
+                return int(event.details["size"])
+        return next((len(line.workers) for line in reversed(self.lines) if line.workers), len(self.workers))
+
+    def facts(self, rank: int) -> WorkerFacts:
+        return self.workers[rank] if rank < len(self.workers) else WorkerFacts()
+
+    def name(self, rank: int) -> str:
+        """ "worker 3", and "worker 3 on host b" if the workers are on several hosts."""
+        host = self.facts(rank).host
+        has_several = len({worker.host for worker in self.workers}) > 1
+        return f"worker {rank} on host {host}" if has_several and host else f"worker {rank}"
+
+    def timed(self) -> Sequence[Line]:
+        """The newest lines whose time is known, back to where the number of workers changed."""
+        kept: list[Line] = []
+        for line in (line for line in reversed(self.lines) if line.workers and line.seconds > 0):
+            if kept and len(line.workers) != len(kept[0].workers):
+                break
+            kept.append(line)
+        return kept[::-1]
+
+    def recent(self) -> Sequence[Line]:
+        """The last of `timed`; empty if there are too few."""
+        lines = self.timed()
+        count, seconds = 0, 0.0
+        for line in reversed(lines):
+            if count >= MAX_LINES or (count >= MIN_LINES and seconds >= RECENT_S):
+                break
+            count, seconds = count + 1, seconds + line.seconds
+        return lines[len(lines) - count :] if count >= MIN_LINES else ()
+
+
+def lines_of(records: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Lines of metrics.jsonl without superseded ones. Damaged fields are left out; lines without a step too."""
+    lines: list[Line] = []
+    step, time = 0, None
+    for record in records:
+        if not is_count(record.get("step")) or not is_number(record.get("time")):
+            continue
+        if "loss" not in record and "samples_per_s" not in record:
+            continue  # an evaluation: its time counts as that of the next line
+        now = float(record["time"])
+        seconds = 0.0 if time is None else max(now - time, 0.0)
+        numbers = {name: _number(record.get(name)) for name in ("loss", "lr", "samples_per_s")}
+        lines.append(Line(record["step"], step, seconds, **numbers, workers=_parts(record)))
+        step, time = record["step"], now
+    return lines
+
+
+def median_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def mean_part(lines: Sequence[Line], rank: int, name: str) -> float | None:
+    """A worker's fraction of the time of these lines; None unless all have it."""
+    total_s = sum(line.seconds for line in lines)
+    known = [(part, line.seconds) for line in lines if (part := getattr(line.workers[rank], name)) is not None]
+    return sum(part * seconds for part, seconds in known) / total_s if known and len(known) == len(lines) else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if is_number(value) else None
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if is_number(value) and isfinite(value) else None
+
+
+def _parts(record: Mapping[str, Any]) -> tuple[WorkerPart, ...]:
+    lanes = record.get("lanes")
+    found = {name: record.get(name) for name in ("shares", "speeds", "waiting")}
+    found |= {name: lanes.get(name) for name in _LANES} if isinstance(lanes, dict) else {}
+    lists = {name: [*map(_finite, value)] for name, value in found.items() if isinstance(value, list)}
+    count = len(lists.get("shares") or lists.get("computing") or ())  # a single worker has no shares
+    unknown: list[float | None] = [None] * count
+    columns = {name: own if len(own := lists.get(name, [])) == count else unknown for name in (*found, *_LANES)}
+    return tuple(
+        WorkerPart(
+            columns["shares"][rank] or 0.0,
+            columns["speeds"][rank],
+            *(columns[name][rank] for name in ("computing", "data", "waiting", "exchange")),
+        )
+        for rank in range(count)
+    )

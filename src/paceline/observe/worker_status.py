@@ -1,0 +1,95 @@
+"""A worker's own status file, `ranks/rank-R.json` in the run's folder: where it runs, its memory, its step.
+
+    {"rank": 3, "host": "b", "device": "cuda:1", "device_name": "NVIDIA H200", "pid": 4715, "process_started": 123456,
+     "time": 1763296811.5, "step": 1210, "step_at": 1763296811.4, "cpu": 101.5, "memory": 3221225472,
+     "memory_limit": 137438953472, "gpu": 97.0, "gpu_memory": 62277025792, "gpu_memory_limit": 150323855360}
+
+`step_at` is when the step was first seen; times are Unix times. Memory is in bytes, `cpu` in percent of a core, `gpu`
+in percent; values that cannot be read are left out. A background thread replaces the file once a second, so a file that
+is much older belongs to a worker that was suspended or killed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from time import time
+from typing import Any, Self
+
+import torch
+
+from paceline.core.world import World
+from paceline.observe.best_effort import attempt
+from paceline.observe.environment import processor_name
+from paceline.observe.run_files import process_started, write_json
+from paceline.observe.timeline.recorder import SystemSampler
+
+INTERVAL_S = 1.0
+
+
+def status_path(ranks: Path, rank: int) -> Path:
+    return ranks / f"rank-{rank}.json"
+
+
+class WorkerStatus:
+    """Writes this worker's status from construction to the end of the `with` block. Failures do not end the run.
+
+    world, step: the current ones; called in the background thread.
+    """
+
+    def __init__(self, ranks: Path, world: Callable[[], World], step: Callable[[], int]) -> None:
+        self._ranks, self._world, self._step = ranks, world, step
+        self._sampler = SystemSampler(world().device, whole_host=False)
+        self._fixed = {
+            **_hardware(world().device),
+            "pid": os.getpid(),
+            "process_started": process_started(os.getpid()),
+        }
+        self._path: Path | None = None
+        self._newest: tuple[int, float] | None = None  # a completed step, and when it was first seen
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="paceline-status", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while True:
+                self._write()
+                if self._closing.wait(INTERVAL_S):
+                    break
+            self._write()
+        except OSError as error:
+            with attempt(self._ranks):  # warns once; the status ends here
+                raise error
+
+    def _write(self) -> None:
+        world = self._world()
+        path = status_path(self._ranks, world.rank)
+        if self._path is not None and self._path != path:  # others left, and the ranks moved up
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)
+        self._path = path
+        now, step = round(time(), 3), self._step()
+        if self._newest is None or step != self._newest[0]:
+            self._newest = step, now
+        own = {"rank": world.rank, "host": world.host, "device": str(world.device), "time": now}
+        steps = {"step": step, "step_at": self._newest[1]}
+        write_json(path, {**own, **steps, **self._fixed, **self._sampler.sample()})
+
+
+def _hardware(device: torch.device) -> dict[str, Any]:
+    host = {"memory_limit": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    if device.type != "cuda":
+        return {"device_name": processor_name(), **host}
+    properties = torch.cuda.get_device_properties(device)
+    return {"device_name": properties.name, "gpu_memory_limit": properties.total_memory, **host}

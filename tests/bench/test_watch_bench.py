@@ -1,0 +1,34 @@
+"""The benchmark of `paceline watch`, in short: that first pictures are measured, and in full what it reports."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from bench import watch
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    watch.add_options(parser)
+    return parser.parse_args(arguments)
+
+
+def test_first_pictures(tmp_path: Path) -> None:
+    found, peaks = watch._pictures(tmp_path, options("--pictures", "1", "--lines", "300", "--runs", "3"))
+    assert set(found) == {"a run with 300 lines", "a folder with 3 runs"}
+    for measured in found.values():
+        assert min(measured["picture"]) > 0 < min(measured["reading"])
+    assert min(peaks) > 10
+
+
+@pytest.mark.slow
+def test_the_whole_benchmark() -> None:
+    chosen = options("--turns", "1", "--turn-s", "1", "--pictures", "1", "--lines", "3000", "--runs", "10")
+    result = watch.run(chosen)
+    assert set(result.detail["spread"]) == {watch.WITHOUT, watch.WITH, watch.AGAIN}
+    assert result.ratio > 0
+    assert 0 <= result.detail["server_cores"] < 1
+    assert len(result.detail["notes"]) == 4

@@ -1,0 +1,150 @@
+"""The page of `paceline watch` in a real Chromium, over a live run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from in_process import invoke
+from live_page import needs_browser, opened_browser, training, watching
+from made_runs import make_run, row
+from waiting import wait_until
+
+from paceline.checkpoint.folders import complete_steps
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+pytestmark = needs_browser
+
+HTML_NAME = "<img src=x onerror=document.title='broken'>"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Finished runs, one of them named by HTML, with a metric that a careless page stumbles over."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    odd = [row(step, **{"__proto__": step * 2.0, HTML_NAME: 1.0}) for step in range(1, 21)]
+    make_run(folder, "odd", odd, minutes=1).root.rename(folder / HTML_NAME)
+    make_run(folder, "plain", minutes=2).config.write_text("trainer:\n  learning_rate: 0.25\n")
+    return folder
+
+
+def test_the_page_shows_a_live_run_and_controls_it(runs: Path) -> None:
+    with training(runs.parent) as started, watching(runs) as address, opened_browser() as page:
+        page.goto(address())
+        shows_names_as_text(page)
+        searches_configurations(page)
+        thins_without_losing_extremes(page)
+        files = started()
+        page.locator("#runs a", has_text=files.root.name).click()
+        grows_without_reload(page)
+        fits_a_phone(page)
+        obeys_the_keyboard(page)
+        press(page, "save")
+        page.locator("#checkpoints tbody tr").first.wait_for()
+        assert complete_steps(files.checkpoints)
+        press(page, "stop")
+        page.locator(".summary .chip", has_text="stopped").wait_for()
+        assert not page.locator("[data-action=stop]").is_visible()
+        opens_from_disk(page, files.root, runs.parent / "run.html")
+
+
+def shows_names_as_text(page: Page) -> None:
+    page.locator("#runs a", has_text=HTML_NAME).click()
+    page.locator("h1", has_text=HTML_NAME).wait_for()
+    for name in ("__proto__", HTML_NAME):
+        page.locator("figure h3", has_text=name).wait_for()
+    wait_until(lambda: end_of(page, "__proto__") == 20)
+    assert page.locator("main img").count() == 0
+
+
+def searches_configurations(page: Page) -> None:
+    page.keyboard.press("/")
+    page.keyboard.type("learning_rate: 0.25")
+    page.locator("#runs [role=status]", has_text="1 of ").wait_for()
+    assert page.locator("#runs tbody tr").all_inner_texts()[0].strip().startswith("plain_")
+    page.locator("#search").fill("")
+
+
+def thins_without_losing_extremes(page: Page) -> None:
+    """The lowest and the highest value of each of 100 pixels are drawn, of 50,000 points with gaps."""
+    missed = page.evaluate("""async () => {
+        const {Series, thin} = await import("/page/series.js");
+        const series = new Series(), [from, to, pixels] = [4800, 44800, 100];
+        for (let x = 0; x < 50000; x++) series.push(x, x % 1000 < 50 ? NaN : Math.sin(x * x) * 1e3);
+        const [indices, n] = thin(series, from, to, pixels), drawn = new Set(indices.slice(0, n)), missed = [];
+        for (let pixel = 0; pixel < pixels; pixel++) {
+            let low = -1, high = -1;
+            for (let i = from + 400 * pixel; i < from + 400 * (pixel + 1); i++) {
+                if (Number.isNaN(series.y[i])) continue;
+                if (low < 0 || series.y[i] < series.y[low]) low = i;
+                if (high < 0 || series.y[i] > series.y[high]) high = i;
+            }
+            if (low >= 0 && !(drawn.has(low) && drawn.has(high))) missed.push(pixel);
+        }
+        return [missed, n];
+    }""")
+    assert missed[0] == []
+    assert missed[1] <= 2 * 100 + 4
+
+
+def grows_without_reload(page: Page) -> None:
+    page.locator("figure[data-name=loss] canvas").wait_for()
+    page.locator(".lane[data-rank='1'] canvas").wait_for()
+    page.evaluate("window.before = [...document.querySelectorAll('figure[data-name=loss] canvas, .lane canvas, h1')]")
+    first = end_of(page, "loss")
+    wait_until(lambda: end_of(page, "loss") > first + 4)
+    assert page.locator(".lane").count() == 2
+    assert re.fullmatch(r"now|\d+ (s|min).* ago", page.locator("[data-tile=last] b").inner_text())
+    # Neither reloaded nor built anew, which would flicker.
+    assert page.evaluate("window.before.length === 4 && window.before.every(node => node.isConnected)")
+
+
+def fits_a_phone(page: Page) -> None:
+    size = page.viewport_size
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 380
+    page.set_viewport_size(size)
+
+
+def obeys_the_keyboard(page: Page) -> None:
+    """Axis, logarithm and range by keys, and all of them again after a reload."""
+    for key in "xxl":
+        page.keyboard.press(key)
+    page.locator("figure[data-name=loss]").focus()
+    page.keyboard.press("+")
+    wait_until(lambda: "from=" in page.evaluate("location.hash"))
+    page.reload()
+    page.locator("[data-value=time][aria-pressed=true]").wait_for()
+    assert page.locator("[data-tool=log]").get_attribute("aria-pressed") == "true"
+    assert page.locator("[data-tool=all]").is_enabled()
+    assert "token" not in page.url
+
+
+def press(page: Page, action: str) -> None:
+    page.locator(f"[data-action={action}]").click()
+    page.locator("dialog [data-answer=yes]").click()
+    page.locator(".message", has_text="was asked after step").wait_for()
+
+
+def opens_from_disk(page: Page, run: Path, path: Path) -> None:
+    exported = invoke("watch", run, "--export", path)
+    assert exported.code == 0, exported.err
+    data = re.search(r'id="paceline-data">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert data is not None
+    assert path.stat().st_size - len(data[1]) <= 300_000
+    page.goto(path.as_uri())
+    page.locator("h1", has_text=run.name).wait_for()
+    wait_until(lambda: end_of(page, "loss") > 0)
+    assert page.locator(".lane").count() == 2
+    assert not page.locator("[data-action=stop]").is_visible()
+
+
+def end_of(page: Page, name: str) -> float:
+    """The x where the curves of a plot end; 0 before it is drawn."""
+    found = page.locator(f"figure[data-name='{name}']")
+    return float(found.first.get_attribute("data-end") or 0) if found.count() else 0.0

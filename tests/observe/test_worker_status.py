@@ -1,0 +1,51 @@
+"""A worker's status file: content, refreshing, and failures that do not end the run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from waiting import wait_until
+
+from paceline.core.world import World
+from paceline.observe import worker_status
+from paceline.observe.run_files import process_started, read_json
+from paceline.observe.worker_status import WorkerStatus
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_status, "INTERVAL_S", 0.01)
+
+
+def test_the_file_has_device_host_memory_and_the_newest_step(tmp_path: Path) -> None:
+    world, steps = World(1, 2, host="b", device=torch.device("cpu")), [0]
+    path = tmp_path / "rank-1.json"
+    with WorkerStatus(tmp_path, lambda: world, lambda: steps[0]):
+        wait_until(path.is_file)
+        steps[0] = 7
+        wait_until(lambda: read_json(path)["step"] == 7)
+        found = read_json(path)
+        steps[0] = 8
+    assert (found["rank"], found["host"], found["device"], found["pid"]) == (1, "b", "cpu", os.getpid())
+    assert found["process_started"] == process_started(os.getpid())
+    assert 0 < found["memory"] < found["memory_limit"]
+    assert found["device_name"]
+    assert read_json(path)["step"] == 8, "the end is recorded too"
+
+
+def test_a_worker_with_another_rank_removes_its_old_file(tmp_path: Path) -> None:
+    worlds = [World(2, 3)]
+    with WorkerStatus(tmp_path, lambda: worlds[-1], lambda: 0):
+        wait_until((tmp_path / "rank-2.json").is_file)
+        worlds.append(World(1, 2))
+        wait_until((tmp_path / "rank-1.json").is_file)
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-1.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="cannot be written, training continues"):  # noqa: SIM117
+        with WorkerStatus(tmp_path / "missing", World, lambda: 0) as status:
+            status._thread.join()
