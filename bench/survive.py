@@ -9,6 +9,8 @@ Contestants: Paceline's survivors go on (`launch(min_workers=1)`). torchft: thre
 under its own torchrun, which restarts it; the lighthouse is started as the README of torchft says, and all timeouts
 are its defaults: 5 s for heartbeats, 60 s for collectives, quorum and connections. torchrun with DDP over Gloo, and
 Paceline's `launch(max_restarts=...)` without `min_workers`, restart all workers from checkpoints of every 10 steps.
+Two faults of the peers, which would keep them from going on at all, are worked around, see the code: an assertion in
+torchft's hook for DDP, and addresses of ended workers in the store of torchrun.
 Contestants take turns, some kills at a time, each time with new processes; a worker has one intra-op thread.
 """
 

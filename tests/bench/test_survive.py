@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import survive
+from bench import survive, survive_hosts
 from bench.harness import Result
+from bench.namespaces import missing_slow_link
 from bench.survive_log import Cost, Kill, Note, StepLog, WorkerNotes, costs
+
+MISSING = missing_slow_link()
 
 
 def steps(
@@ -76,3 +79,12 @@ def test_the_loss_of_a_worker_has_its_price(name: str) -> None:
     assert cost.seconds > 0
     if name == survive.OURS:
         assert (cost.num_repeated, cost.num_dropped, cost.num_untrained) == (0, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_a_host_goes_on_when_its_link_is_cut_and_the_other_one_comes_back() -> None:
+    found = survive_hosts.cut_links(2, random.Random(1))
+    assert len(found) == 2
+    assert all(cost.seconds > 0 for cost in found)
+    assert survive.lost(found) == {"steps_repeated": 0, "steps_dropped": 0, "samples_untrained": 0}
