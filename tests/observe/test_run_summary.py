@@ -36,5 +36,5 @@ def test_workers_of_a_live_run_are_those_of_the_newest_world(tmp_path: Path) -> 
     )
     workers = summarize(RunFiles(tmp_path)).workers
     assert [(worker.rank, worker.share, worker.part("wait")) for worker in workers] == [(0, 0.75, 0.0), (1, 0.25, 0.5)]
-    assert "worker 1  25% of the work, waiting 50%" in text(summarize(RunFiles(tmp_path)))
+    assert "worker 1  25% of work, waiting 50%" in text(summarize(RunFiles(tmp_path)))
     assert summarize(RunFiles(tmp_path), tail=True).training_s == 4

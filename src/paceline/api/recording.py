@@ -5,16 +5,19 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from paceline.core.rank_variables import LAUNCHED_VARIABLE
 from paceline.core.settings import check, setting
 from paceline.observe import run_files
 from paceline.observe.best_effort import attempt
@@ -57,7 +60,8 @@ class RecordedRun:
     """The outputs of a run on rank 0, from the first epoch until the trainer is closed."""
 
     def __init__(self, recording: Recording, trainer: Trainer, num_epochs: int | None, max_steps: int | None) -> None:
-        self.files, self.quiet, self.terminal = _files_of(recording), recording.quiet, None
+        self.files, self.quiet, self.live_file = _files_of(recording, trainer), recording.quiet, None
+        self.is_resumed = False  # told by the trainer
         self._trainer = trainer
         self._outputs = ExitStack()
         limits = [] if max_steps is None else [max_steps]
@@ -93,12 +97,16 @@ class RecordedRun:
             self._outputs.__exit__(kind, error, traceback)
 
 
-def _files_of(recording: Recording) -> RunFiles:
+def _files_of(recording: Recording, trainer: Trainer) -> RunFiles:
     folder = Path(recording.folder)
     if recording.name is not None:
         return run_files.prepare_run_folder(folder / recording.name)
     script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "run"
-    return run_files.create_run_folder(folder, script)
+    if trainer.run.rejoining is None:
+        return run_files.create_run_folder(folder, script)
+    # Any worker may become rank 0, and goes on with the same folder.
+    launched = datetime.fromtimestamp(float(os.environ[LAUNCHED_VARIABLE]))
+    return run_files.prepare_run_folder(folder / f"{script}_{launched:%Y-%m-%d_%H-%M-%S}")
 
 
 def _settings_of(trainer: Trainer) -> dict[str, Any]:

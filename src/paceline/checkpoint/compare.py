@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,14 +23,13 @@ import torch
 from paceline.checkpoint.errors import ReplicationError
 from paceline.checkpoint.files import bytes_of
 from paceline.checkpoint.manifest import Pattern
+from paceline.checkpoint.policy import Level as Level
 from paceline.comm.base import Communicator
 from paceline.comm.messages import from_rank_0, gather
 from paceline.core.tree import flatten
 
 if TYPE_CHECKING:
     from paceline.checkpoint.writer import Component
-
-Level = Literal["none", "quick", "tensor", "full"]
 
 SAMPLES_PER_TENSOR = 16
 _MAX_NAMED = 3

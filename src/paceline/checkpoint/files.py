@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from io import FileIO
 from itertools import chain
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.core.tree import DTYPE_NAMES as DTYPE_NAMES
+
+# torch is imported where tensors are written or read: commands that list checkpoints do not wait for it.
+if TYPE_CHECKING:
+    import torch
 
 # Small enough to be hashed and written from the processor's cache, large enough to make Python's overhead negligible.
 CHUNK_BYTES = 1 << 20
@@ -82,6 +83,10 @@ def check_file(path: Path, expected: FileRecord) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, flush: bool = True) -> FileRecord:
     """Write CPU tensors in the safetensors format. Contiguous tensors are not copied. See `write_file`."""
+    import torch
+
+    from paceline.core.tree import DTYPE_NAMES
+
     for name, value in tensors.items():
         if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
             kind = f"of {value.dtype}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
@@ -116,6 +121,8 @@ def read_tensors(path: Path, expected: FileRecord | None = None) -> dict[str, to
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
+    import torch
+
     if tensor.numel() == 0:
         return memoryview(b"")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
@@ -144,6 +151,8 @@ def flush_folder(folder: Path) -> None:
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    from paceline.core.tree import DTYPE_NAMES
+
     header: dict[str, Any] = {}
     offset = 0
     for name, tensor in tensors.items():

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from paceline.checkpoint.files import flush_folder
-from paceline.checkpoint.manifest import MANIFEST_NAME
+from paceline.checkpoint.manifest import MANIFEST_NAME as MANIFEST_NAME
 
 _NAMED = re.compile(r"step-(\d+)")
 _HIDDEN = re.compile(r"\.(?P<final>step-\d{8,})\.(?P<state>partial|replaced|deleted)-[A-Za-z0-9]+")

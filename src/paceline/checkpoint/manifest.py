@@ -14,15 +14,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.files import FileRecord
-from paceline.core.tree import flatten, unflatten
-from paceline.core.world import World
+
+if TYPE_CHECKING:
+    from paceline.core.world import World
 
 FORMAT = "paceline-checkpoint"
 FORMAT_VERSION = 1
@@ -134,6 +132,8 @@ class Manifest:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def render(self) -> bytes:
+        from paceline.core.tree import flatten  # imports torch
+
         values = flatten({name: getattr(self, name) for name in _FIELDS}, "manifest").structure
         return _render({"format": FORMAT, "format_version": FORMAT_VERSION, **values, **self.contents.to_json()})
 
@@ -144,7 +144,7 @@ class Manifest:
             found = json.loads(content)
             _check_version(found)
             _check_digest(found, content)
-            values = unflatten({name: found[name] for name in _FIELDS}, {})
+            values = _decoded({name: found[name] for name in _FIELDS}, content)
             for name, kind in _FIELDS.items():
                 if type(values[name]) is not kind or (kind is int and values[name] < 0):
                     raise ValueError(f"{name} is {values[name]!r}, not {_KIND_NAMES[kind]}")
@@ -156,12 +156,24 @@ class Manifest:
 def library_versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
+    import numpy as np
+    import torch
+
     try:
         own = version("paceline")
     except PackageNotFoundError:
         own = "unknown"
     torch_version, python = str(torch.__version__), platform.python_version()
     return {"paceline": own, "torch": torch_version, "python": python, "numpy": np.__version__}
+
+
+def _decoded(values: dict[str, Any], content: bytes) -> dict[str, Any]:
+    """The values that `flatten` encoded. Most manifests have only what JSON has, and need no torch."""
+    if b'"$"' not in content:
+        return values
+    from paceline.core.tree import unflatten
+
+    return dict(unflatten(values, {}))
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

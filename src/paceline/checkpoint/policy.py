@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Literal, NamedTuple, TypeAlias
 
 Mode = Literal["min", "max"]
+Level = Literal["none", "quick", "tensor", "full"]  # see `compare`
 Best: TypeAlias = tuple[str, int] | tuple[str, int, Mode]
 
 

@@ -9,16 +9,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.files import check_file, open_regular, read_file, read_tensors
 from paceline.checkpoint.folders import complete_steps, latest, step_folder, step_of, unusable
 from paceline.checkpoint.manifest import MANIFEST_NAME, WHOLE, Manifest
-from paceline.core.tree import unflatten
-from paceline.core.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.core.world import World
 
 MAX_JSON_BYTES = 1 << 30
 
@@ -52,6 +53,8 @@ class Checkpoint:
 
     def load(self, name: str, part: str = WHOLE) -> Any:
         """A component's state. Tensors are on the CPU."""
+        from paceline.core.tree import unflatten
+
         if part not in self.parts(name):
             raise CheckpointError(
                 f"component {name!r} of {self.folder} has no part {part!r}: it has {', '.join(self.parts(name))}"
@@ -121,6 +124,8 @@ def checkpoint_at(path: Path) -> Checkpoint:
 
 def read_weights(path: Path) -> Mapping[str, Any]:
     """A state_dict on the CPU: of a checkpoint, a safetensors file, or a file written by torch.save."""
+    import torch
+
     if path.is_dir():
         weights = checkpoint_at(path).load("model")
     else:
@@ -137,6 +142,8 @@ def read_weights(path: Path) -> Mapping[str, Any]:
 
 
 def _read_with_torch(path: Path) -> Any:
+    import torch
+
     try:
         with open_regular(path) as file:
             found = torch.load(BufferedReader(file), map_location="cpu", weights_only=True)

@@ -8,8 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.files import write_tensors
 from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder, unusable
@@ -186,6 +184,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
+    import torch
+
     path, form = options.output, options.format or SUFFIXES.get(options.output.suffix)
     if form is None:
         raise CommandError(f"{path}: unknown suffix: choose .safetensors or .pt, or give --format", 2)

@@ -6,6 +6,7 @@ import argparse
 import io
 import math
 import os
+import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,10 +16,14 @@ from typing import Any, TextIO, cast
 
 from paceline.core.errors import PacelineError
 from paceline.observe import formats
+from paceline.observe.formats import size as size
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles, last_sign, read_status
 
-RUN_NOTE = "RUN is a run's folder, its name, or an unambiguous prefix of its name.\n"
+RUN_NOTE = "RUN is a run's name, an unambiguous prefix of it, its folder, or a file in it.\n"
+INTERRUPTED_EXIT_CODE = 130  # as after SIGINT
+# How cells with these texts are shown on a terminal with colors.
+_STYLES = {"live": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "broken off": "red"}
 _NO_LIMIT = 100_000  # the width of tables
 
 Command = Callable[[argparse.Namespace], int | None]
@@ -112,6 +117,8 @@ def choose_run(named: str | None, folder: Path) -> RunFiles:
     if named is None:
         return all_runs(folder)[-1]
     path = Path(named)
+    if path.is_file():  # one of its files, such as metrics.jsonl or ranks/rank-0.err
+        path = next((folder for folder in list(path.absolute().parents)[:2] if RunFiles(folder).is_run), path)
     if RunFiles(path).is_run:
         return RunFiles(path)
     if path.is_dir() and ("/" in named or not folder.is_dir()):
@@ -141,7 +148,7 @@ def execute(options: argparse.Namespace) -> int:
             sys.stdout.flush()  # raises BrokenPipeError here rather than at interpreter exit
             return code
         except KeyboardInterrupt:
-            return 130
+            return INTERRUPTED_EXIT_CODE
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
@@ -149,7 +156,7 @@ def execute(options: argparse.Namespace) -> int:
             message, code = str(error), getattr(error, "code", 1)
         except OSError as error:  # a path from the command line is too long or not permitted
             message, code = f"{error.filename}: {error.strerror}" if error.filename else str(error), 2
-        print(f"{options.prog}: {message}", file=sys.stderr)
+        print_message(options.prog, message)
         return code
 
 
@@ -174,23 +181,48 @@ def raw(stream: TextIO) -> TextIO:
     return stream.raw if isinstance(stream, _EscapingStream) else stream
 
 
+def print_message(prog: str, text: str) -> None:
+    """To stderr; on a terminal, broken between words."""
+    shown, stream = f"{prog}: {formats.printable(text)}", raw(sys.stderr)
+    if stream.isatty():
+        shown = formats.wrapped(shown, terminal_width() - 1)
+    if has_color(stream):
+        shown = f"\x1b[1m{prog}:\x1b[0m{shown.removeprefix(f'{prog}:')}"
+    print(shown, file=stream, flush=True)
+
+
+def has_color(stream: TextIO) -> bool:
+    """See https://no-color.org."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def terminal_width() -> int:
+    return shutil.get_terminal_size().columns
+
+
 def print_json(value: Any, indent: int | None = 2) -> None:
     print(to_json(value, indent=indent))
 
 
-def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
+def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = (), optional: Sequence[int] = ()) -> None:
     """Print rows in aligned columns, those with an index in `right` to the right. The first row is the header.
 
-    The output is plain text; only on a terminal the header is bold. No cell is cut or wrapped to fit the terminal.
+    optional: columns to leave out, in this order, until the table fits the terminal's width. No cell is cut or wrapped.
+    The output is plain text; on a terminal the header is bold and states have colors, unless NO_COLOR is set.
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    widths = [max(len(line) for row in rows for line in row[i].split("\n")) for i in range(len(rows[0]))]
+    shown, left_out = list(range(len(widths))), list(optional)
+    while left_out and sum(widths[i] + 2 for i in shown) - 2 > terminal_width():
+        shown.remove(left_out.pop(0))
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, name in enumerate(rows[0]):
-        table.add_column(name, justify="right" if i in right else "left")
+    for i in shown:
+        table.add_column(rows[0][i], justify="right" if i in right else "left")
     for row in rows[1:]:
-        table.add_row(*map(formats.one_line, row))
+        table.add_row(*(Text(formats.one_line(row[i]), _STYLES.get(row[i], "")) for i in shown))
     text = io.StringIO()
     Console(file=text, force_terminal=sys.stdout.isatty(), width=_NO_LIMIT, markup=False, emoji=False).print(table)
     raw(sys.stdout).writelines(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
@@ -201,12 +233,6 @@ def print_fields(fields: Mapping[str, str]) -> None:
     shown = {formats.one_line(name): formats.one_line(value) for name, value in fields.items()}
     for name, value in shown.items():
         print(f"{name:<{max(map(len, shown))}}  {value}".rstrip())
-
-
-def size(num_bytes: float) -> str:
-    """ "812 B", "1.23 GB"."""
-    text = formats.rate(num_bytes)
-    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{num_bytes:.0f} B"
 
 
 def shortened(text: str, length: int) -> str:

@@ -6,15 +6,13 @@ import argparse
 from collections.abc import Callable
 from itertools import permutations
 from time import perf_counter
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from paceline.cli import commands as cli
-from paceline.comm.shared_memory.communicator import missing_shared_memory
-from paceline.core.world import World, devices
-from paceline.observe.environment import describe_environment
 from paceline.observe.formats import rate
+
+if TYPE_CHECKING:  # imported by the functions below: the help text needs no torch
+    import torch
 
 # At least this long per figure; a GPU's take about twice as long.
 MEASURED_S = 0.2
@@ -42,6 +40,12 @@ def add_parser(commands: Any) -> None:
 
 
 def _devices(options: argparse.Namespace) -> None:
+    import torch
+
+    from paceline.comm.shared_memory.communicator import missing_shared_memory
+    from paceline.core.world import World, devices
+    from paceline.observe.environment import describe_environment
+
     host, found = describe_environment()["host"] | {"threads": torch.get_num_threads()}, devices()
     # Why CPU workers cannot use shared memory; None if they can.
     host["no_shared_memory"] = missing_shared_memory(World(rank=0, size=2, local_rank=0, local_size=2))
@@ -62,6 +66,8 @@ def _devices(options: argparse.Namespace) -> None:
 
 def _describe(device: torch.device, host: Document, *, is_measured: bool) -> Document:
     """`is_full`: too little free memory to measure."""
+    import torch
+
     name, memory_bytes, speed, is_full = host["processor"], host["memory_bytes"], None, False
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -74,6 +80,8 @@ def _describe(device: torch.device, host: Document, *, is_measured: bool) -> Doc
 
 
 def _measure(device: torch.device) -> Document:
+    import torch
+
     memory = torch.empty(COPY_BYTES[device.type] // 4, dtype=torch.float32, device=device).fill_(1)
     copy = torch.empty_like(memory)
     copy_s = _best_s(lambda: copy.copy_(memory), device)
@@ -86,6 +94,8 @@ def _measure(device: torch.device) -> Document:
 
 
 def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
+    import torch
+
     size = MATRIX_SIZE[device.type]
     a, b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -93,6 +103,8 @@ def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _copy_speed(source: torch.device, target: torch.device) -> float:
+    import torch
+
     data = torch.ones(TRANSFER_BYTES, dtype=torch.uint8, device=source, pin_memory=source.type == "cpu")
     copy = torch.empty_like(data, device=target)
     return data.nbytes / _best_s(lambda: copy.copy_(data, non_blocking=True), target) / 1e9
@@ -100,6 +112,7 @@ def _copy_speed(source: torch.device, target: torch.device) -> float:
 
 def _best_s(work: Callable[[], object], device: torch.device) -> float:
     """The duration of the fastest of several calls: other processes may use the machine."""
+    import torch
     from torch.utils.benchmark import Timer
 
     def now_s() -> float:
@@ -140,4 +153,9 @@ def _device_row(device: Document) -> tuple[str, ...]:
     name, speed = device["name"], device["speed"] or {}
     cells = [cli.or_dash(speed.get(f"{dtype}_gflop_per_s"), lambda g: rate(g * 1e9)) for dtype in ("fp32", "bf16")]
     cells += [cli.or_dash(speed.get(f"{source}_gb_per_s"), rate) for source in ("memory", "host")]
-    return device["device"], cli.shortened(name, MAX_NAME_LENGTH), cli.or_dash(device["memory_bytes"], cli.size), *cells
+    return (
+        device["device"],
+        cli.shortened(name, MAX_NAME_LENGTH),
+        cli.or_dash(device["memory_bytes"], cli.size),
+        *cells,
+    )

@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import __version__
-from paceline.cli.commands import CommandError, add_command, add_group, execute, integer
-from paceline.core.errors import WorkerError
-from paceline.run.launching import launch, worker
-from paceline.run.launching.allocator import restart_with_allocator_settings
-from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S, Nodes, NodesError, keep_store
-from paceline.run.launching.worker import STOPPED_EXIT_CODE
-from paceline.run.saving.stopping import Stopped
+from paceline.cli.commands import INTERRUPTED_EXIT_CODE, CommandError, add_command, add_group, execute, integer
 
 _EPILOG = """\
 `paceline COMMAND --help` describes each command, with examples.
@@ -25,6 +19,7 @@ _EPILOG = """\
 example:
   paceline init spirals            create a project
   paceline train 2workers.yaml     train from a project file
+  paceline -t 2workers.yaml train  the same
   paceline run train.py            run your own script on all devices
   paceline watch --open            show runs in the browser, live
   paceline logs plot               plot the newest run
@@ -59,10 +54,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else list(argv)
-    if len(arguments) >= 3 and arguments[0] == "-t":  # `-t CONFIG train` is an alias of `train CONFIG`
-        arguments = [arguments[2], arguments[1], *arguments[3:]]
-    if argv is None and arguments[:1] in (["run"], ["train"]):
+    try:
+        return _main(sys.argv[1:] if argv is None else list(argv), is_command=argv is None)
+    except KeyboardInterrupt:  # mostly while modules are imported
+        return INTERRUPTED_EXIT_CODE
+
+
+def _main(arguments: list[str], *, is_command: bool) -> int:
+    arguments = _config_first(arguments)
+    if is_command and arguments[:1] in (["run"], ["train"]):
+        from paceline.run.launching.allocator import restart_with_allocator_settings
+
         restart_with_allocator_settings()
     parser = make_parser(arguments[0] if arguments else None)
     options, others = parser.parse_known_args(arguments)
@@ -71,8 +73,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     if others:
         options.overrides += others
+    if options.project_file is not None:
+        parser.error(f"-t {options.project_file} is for `train` and `config show`: leave it out")
     # The output of workers is passed on unchanged. Other commands print the content of files.
     return int(options.run(options)) if arguments[0] in ("run", "train", "rendezvous") else execute(options)
+
+
+def _config_first(arguments: list[str]) -> list[str]:
+    """`-t CONFIG COMMAND` as `COMMAND CONFIG`, which the parser knows."""
+    if len(arguments) < 3 or arguments[0] != "-t":
+        return arguments
+    config, *rest = arguments[1:]
+    for command in (["train"], ["config", "show"]):
+        if rest[: len(command)] == command:
+            return [*command, config, *rest[len(command) :]]
+    return arguments
 
 
 def make_parser(command: str | None = None) -> argparse.ArgumentParser:
@@ -84,6 +99,8 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    what = "the project file of `train` and `config show`: `-t CONFIG train` is `train CONFIG`"
+    parser.add_argument("-t", dest="project_file", metavar="CONFIG", help=what)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     own = {"run": _add_run, "rendezvous": _add_rendezvous, "config": _add_config}
     for name in [command] if command in _COMMANDS else _COMMANDS:
@@ -113,6 +130,8 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _add_run(commands: Any) -> None:
+    from paceline.run.launching.nodes import DEFAULT_JOIN_TIMEOUT_S
+
     summary = "run a script on all devices of this machine, or of several machines"
     examples = (
         "train.py --epochs 3",
@@ -156,6 +175,8 @@ def _add_rendezvous(commands: Any) -> None:
 
 
 def _rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from paceline.run.launching.nodes import NodesError, keep_store
+
     try:
         keep_store(options.address)
     except ValueError as error:
@@ -177,21 +198,28 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from paceline.core.errors import WorkerError
+    from paceline.run.launching import launch, worker
+    from paceline.run.launching.nodes import Nodes, NodesError
+    from paceline.run.saving.stopping import Stopped
+
     if not Path(options.script).is_file():
         parser.error(f"no such file: {options.script}")
     try:
         least, most = options.nodes
         nodes = Nodes(least, options.address, options.join_timeout, options.secret_file, most)
         count = launch.workers_to_start(options.workers)
-        how = launch.Launch(count, options.max_restarts, options.logs, nodes, options.min_workers, options.stall)
+        how = launch.Launch(
+            count, options.max_restarts, options.logs, nodes, min_workers=options.min_workers, stall_s=options.stall
+        )
     except ValueError as error:
         parser.error(str(error))
     try:
         launch.run_script(options.script, options.args, how)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED_EXIT_CODE
     except Stopped:
-        return STOPPED_EXIT_CODE
+        return worker.STOPPED_EXIT_CODE
     except (WorkerError, NodesError) as error:
         print(f"paceline run: {error}", file=sys.stderr)
         return 1

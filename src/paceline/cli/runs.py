@@ -1,4 +1,4 @@
-"""`paceline runs status`, `save`, `stop` and `abort`: requests to running runs, from another terminal."""
+"""`paceline runs status`, `save`, `stop`, `leave` and `abort`: requests to running runs, from another terminal."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ The run finishes its step and saves a checkpoint. `paceline train` then exits
 with code 75; --resume continues the run.
 
 {_NOTE}"""
+_LEAVE_NOTE = f"""\
+The others go on without it, and nothing is computed again. For runs whose
+workers may change: `min_workers` in the project file, or --min-workers.
+
+{_NOTE}"""
 _ABORT_NOTE = f"""\
 Saves nothing: progress since the newest checkpoint is lost. All workers are
 killed and not restarted. `paceline train` then exits with code 1, a script
@@ -51,7 +56,7 @@ without a launcher with 137.
 
 def add_parser(commands: Any) -> None:
     examples = ("status", "save 2workers --wait", "stop 2workers")
-    group = cli.add_group(commands, "runs", "control running runs: status, save, stop, abort", examples)
+    group = cli.add_group(commands, "runs", "control running runs: status, save, stop, leave, abort", examples)
 
     def add(run: cli.Command, name: str, summary: str, notes: str, *examples: str) -> argparse.ArgumentParser:
         parser = cli.add_command(group, name, summary, notes, examples=examples, run=run)
@@ -72,6 +77,8 @@ def add_parser(commands: Any) -> None:
     for parser in (saving, stopping):
         what = "with --wait, give up after S seconds (default: %(default)g)"
         parser.add_argument("--timeout", type=cli.seconds, default=DEFAULT_TIMEOUT_S, metavar="S", help=what)
+    parser = add(_leave, "leave", "let a worker leave a run after its next step", _LEAVE_NOTE, "2workers --rank 1")
+    parser.add_argument("--rank", type=cli.integer(0), required=True, metavar="R", help="the worker's rank")
     parser = add(_abort, "abort", "kill a run without saving", _ABORT_NOTE, "2workers", "2workers -y")
     parser.add_argument("-y", "--yes", action="store_true", help="do not ask for confirmation")
 
@@ -131,6 +138,12 @@ def _stop(options: argparse.Namespace) -> int:
     return 0 if _state(files) in ("stopped", "finished") else 1
 
 
+def _leave(options: argparse.Namespace) -> None:
+    files = _live_run(options)
+    step = int(_request(files, "leave", rank=options.rank)["step"])
+    print(f"rank {options.rank} leaves {files.root.name} after step {step + 1} or shortly after it")
+
+
 def _abort(options: argparse.Namespace) -> None:
     files = _live_run(options)
     if not options.yes:
@@ -174,13 +187,13 @@ def _not_running(files: RunFiles) -> CommandError:
     return CommandError(f"{files.root.name} is not running: {_state_text(describe(files))}", NOT_RUNNING)
 
 
-def _request(files: RunFiles, command: str) -> dict[str, Any]:
+def _request(files: RunFiles, command: str, **arguments: Any) -> dict[str, Any]:
     """Send a request to a run, and return its answer."""
     status = read_status(files)
     if status is not None and status.host != socket.gethostname():
         raise CommandError(f"{files.root.name} runs on {status.host}: use the command there")
     try:
-        return ask(socket_path(files.root), {"command": command})
+        return ask(socket_path(files.root), {"command": command, **arguments})
     except NobodyListens as error:
         if _state(files) != "live":
             raise _not_running(files) from error

@@ -21,9 +21,8 @@ from typing import Protocol
 
 import torch
 
+from paceline.core.timing import DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S
 from paceline.core.world import World
-
-DEFAULT_TIMEOUT_S = 600.0
 
 
 class Pending(Protocol):

@@ -10,6 +10,8 @@ STORE_VARIABLE = "PACELINE_STORE"
 # Of workers that may change during a run: the folder with their board and generations, and which member this is.
 MEMBERSHIP_VARIABLE = "PACELINE_MEMBERSHIP"
 MEMBER_VARIABLE = "PACELINE_MEMBER"
+# When the workers' launch began, as Unix time: workers that join later find the folder of the run by it.
+LAUNCHED_VARIABLE = "PACELINE_LAUNCHED"
 
 
 def is_worker(environment: Mapping[str, str] | None = None) -> bool:

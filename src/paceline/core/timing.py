@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+DEFAULT_TIMEOUT_S = 600.0  # to wait for other workers
+
 
 class Timing(NamedTuple):
     """Seconds; 0.0 if not measured.

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 
 # Characters that control a terminal or are invisible: control characters except tab and newline, bidirectional marks,
 # line and paragraph separators, and surrogates from file names that are not UTF-8.
@@ -27,6 +30,15 @@ def one_line(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x20 else f"\\u{code:04x}"  # JSON contains no raw \x1b, so it stays valid
+
+
+def wrapped(text: str, width: int) -> str:
+    """Lines of at most `width` columns, broken between words; what follows a break is indented.
+
+    Indented lines, as of a traceback, stay as they are.
+    """
+    wrap = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrap(line) if len(line) > width and line[0] != " " else line for line in text.split("\n"))
 
 
 def moment(unix_time: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
@@ -61,6 +73,18 @@ def rate(value: float) -> str:
         if abs(value) >= 0.9995 * factor:
             return f"{_three_digits(value / factor)}{prefix}"
     return _three_digits(value)
+
+
+def short_path(path: Path) -> str:
+    """Relative to the current folder, if it is inside."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def size(num_bytes: float) -> str:
+    """ "812 B", "1.23 GB"."""
+    text = rate(num_bytes)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{num_bytes:.0f} B"
 
 
 def loss(value: float | None) -> str:

@@ -93,6 +93,14 @@ class LineReader:
                     yield values
 
 
+def first_line(path: Path) -> Any:
+    """The value of the first line; None without one."""
+    with path.open("rb") as file:
+        line = file.readline(MAX_LINE_BYTES)
+    values = parse_lines([line]) if line.endswith(b"\n") else []
+    return values[0] if values else None
+
+
 def parse_lines(lines: Sequence[bytes]) -> list[Any]:
     """The values of these lines. Lines without JSON are left out."""
     text = b",".join(lines)

@@ -1,16 +1,17 @@
 """A run's metrics: `metrics.jsonl` has one JSON line per logged step.
 
     {"step": 40, "time": 12.5, "epoch": 0, "loss": 2.31, "lr": 0.001, "grad_norm": 0.8, "samples_per_s": 812.0,
-     "tokens_per_s": 52100.0, "shares": [6, 2], "waiting": [0.01, 0.04],
+     "samples": 2560, "tokens_per_s": 52100.0, "shares": [6, 2], "waiting": [0.01, 0.04],
      "lanes": {"computing": [0.9, 0.85], "data": [0.02, 0.01], "exchange": [0.05, 0.05], "rest": [0.02, 0.05]},
      "speeds": [30.1, 10.2], "efficiency": 0.93, "eval": {"loss": 2.4}}
 
-`step` counts completed steps. `time` is seconds of training, without the time between a stop and a resume. `shares`
-(micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker, as have the other fractions in
-`lanes` (see `paceline.observe.progress.Rates`) and `speeds` (micro-batches per second while computing). All are those
-since the line before; they come from numbers that the workers exchange with every step. `efficiency`: the run's speed
-over the sum of the workers'. Several lines may describe one step: the newest number of each name counts.
-`{"resumed_from": 30}` means that the run was resumed from step 30: earlier lines about later steps are superseded.
+`step` counts completed steps, `samples` the samples in them. `time` is seconds of training, without the time between a
+stop and a resume. `shares` (micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker, as
+have the other fractions in `lanes` (see `paceline.observe.progress.Rates`) and `speeds` (micro-batches per second while
+computing). All are those since the line before; they come from numbers that the workers exchange with every step.
+`efficiency`: the run's speed over the sum of the workers'. Several lines may describe one step: the newest number of
+each name counts. `{"resumed_from": 30}` means that the run was resumed from step 30: earlier lines about later steps
+are superseded.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.observe.json_lines import LineReader, LineWriter, is_count, is_number
+from paceline.observe.json_lines import LineReader, LineWriter, first_line, is_count, is_number
 
 RESUMED_FROM = "resumed_from"
+SAMPLES = "samples"
 # A curve with more points is thinned while it is read.
 MAX_POINTS = 16_384
 _BUFFER_POINTS = 4 * MAX_POINTS
@@ -41,7 +43,7 @@ class MetricsWriter:
     """Appends metrics to a file; a `Logger`. For rank 0.
 
     start_step: completed steps when the run starts or is resumed. Existing lines about later steps are superseded, and
-    `time` continues from the newest remaining line.
+    `time` and `samples` continue from the newest remaining line.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -49,15 +51,22 @@ class MetricsWriter:
         try:
             if path.stat().st_size:
                 self._lines.write({RESUMED_FROM: start_step})
-            before_s = max(read_curves(path, lambda name: name == "time").series("time")[1], default=0.0)
+            before = read_curves(path, lambda name: name in ("time", SAMPLES))
         except OSError:
             self._lines.close()
             raise
-        self._start = monotonic() - before_s
+        self._start = monotonic() - max(before.series("time")[1], default=0.0)
+        self._num_samples = int(before.last(SAMPLES) or 0)
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`."""
+    def log(self, step: int, values: Mapping[str, Any], num_samples: int = 0) -> None:
+        """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`.
+
+        num_samples: trained since the line before that had some; the line has their sum since the start of the run.
+        """
         line = {"step": step, "time": round(monotonic() - self._start, 3), **values}
+        if num_samples:
+            self._num_samples += num_samples
+            line[SAMPLES] = self._num_samples
         self._lines.write(line | {"step": int(step)})
 
     def close(self) -> None:
@@ -118,7 +127,7 @@ class Curves:
     """The metrics of a file.
 
     num_lines: lines about steps that count. num_unreadable: skipped lines. last_step: 0 if there is none. shares,
-    waiting: one number per worker, from the last line that has them.
+    waiting: one number per worker, from the last line that has them. resumed_from: the steps of all resumes.
     """
 
     def __init__(
@@ -131,6 +140,7 @@ class Curves:
         self.last_step = self.num_lines = self.num_unreadable = 0
         self.shares: list[float] = []
         self.waiting: list[float] = []
+        self.resumed_from: list[int] = []
         self._curves: dict[str, Curve | None] = {}
 
     def names(self) -> list[str]:
@@ -204,6 +214,7 @@ def read_curves(
     # The last step that counts, for the lines before each resume, and for those after the last one.
     limits = list(accumulate([math.inf, *reversed(resumed_from)], min))[::-1]
     curves, reader, segment = Curves(is_wanted, is_whole), LineReader(path, tail=tail), 0
+    curves.resumed_from = resumed_from
     for block in reader.blocks():
         counted = []
         for record in block:
@@ -216,6 +227,21 @@ def read_curves(
         curves.add(counted)
     curves.num_unreadable += reader.num_unreadable
     return curves
+
+
+def mean_samples_per_s(path: Path, curves: Curves) -> float | None:
+    """The mean over the run, without the first step, which takes longer than others; None if unknown.
+
+    curves: with `time` and `samples`, of the whole file or its end. A run that did not log its samples is read again.
+    """
+    first = first_line(path)
+    steps, samples = curves.series(SAMPLES)
+    times = dict(zip(*(part.tolist() for part in curves.series("time")), strict=True))
+    if len(steps) and isinstance(first, dict) and is_count(first.get(SAMPLES)) and is_number(first.get("time")):
+        seconds, count = times.get(int(steps[-1]), 0.0) - first["time"], float(samples[-1]) - first[SAMPLES]
+        if seconds > 0 and count > 0:
+            return float(count / seconds)
+    return read_curves(path, lambda name: name == "samples_per_s").mean("samples_per_s")
 
 
 def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

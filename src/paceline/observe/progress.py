@@ -1,10 +1,12 @@
 """Progress of a run: a live bar on a terminal, plain lines elsewhere; and the rates between two reports.
 
-The bar is redrawn by the training thread, and the cursor is not hidden: a killed run leaves the terminal usable.
+The bar is redrawn by the training thread, and the cursor is not hidden: a killed run leaves the terminal usable. If
+another process owns the terminal, as `paceline train` does, the worker writes the bar's content to a file.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -12,18 +14,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from time import monotonic
-from typing import Self, TextIO, cast
+from typing import Protocol, Self, TextIO, cast
 
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.core.waiting import split_sync
 from paceline.observe import formats
-from paceline.observe.best_effort import SafeStream
+from paceline.observe.best_effort import SafeStream, describe, warn
 
 LIVE_INTERVAL_S = 0.2
 # Between plain lines without `every_steps`.
 PLAIN_INTERVAL_S = 10.0
 BAR_WIDTH = 30
+# On a narrow terminal, figures are left out before the bar gets shorter than this.
+MIN_BAR_WIDTH = 8
+# Left free at the right: a terminal echoes ^C there, and text in the last column would make it begin a new line.
+FREE_COLUMNS = 3
 DEFAULT_SIZE = os.terminal_size((80, 24))
 # What a worker's time goes into, besides waiting for others.
 LANES = ("computing", "data", "exchange", "rest")
@@ -40,6 +47,7 @@ class Progress:
     total: steps of the run, None if unknown. start_step: completed steps when the run starts or is resumed. label: the
     name of a step in plain lines. keep_lines: print plain lines on a terminal too, above the bar, and only those of
     the first and every `every_steps`-th step. quiet: show nothing. stream: default sys.stdout.
+    live_file: instead of drawing the bar, write its content there for another process (see `read_live_file`).
 
     The numbers may be on a device: call `is_due` before reading them.
     """
@@ -54,6 +62,7 @@ class Progress:
         keep_lines: bool = False,
         quiet: bool = False,
         stream: TextIO | None = None,
+        live_file: Path | None = None,
     ) -> None:
         if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps={every_steps}: choose at least 1 step between two lines, or quiet=True")
@@ -64,8 +73,11 @@ class Progress:
         self._keep_lines = keep_lines
         self._quiet = quiet
         self._stream = SafeStream(sys.stdout if stream is None else stream)
-        has_bar = not quiet and self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        self._bar = _Bar(self._stream, total) if has_bar else None
+        self._bar: _Drawing | None = None
+        if live_file is not None and not quiet:
+            self._bar = _LiveFile(live_file, total)
+        elif not quiet and can_show_bar(self._stream):
+            self._bar = Bar(self._stream, total)
         self._shown_at = -math.inf
         # Step times are measured from the first step shown, since the first step takes longer than others.
         self._origin: tuple[float, int] | None = None
@@ -139,7 +151,17 @@ class Progress:
         self.close()
 
 
-class _Bar:
+def can_show_bar(stream: SafeStream | TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class _Drawing(Protocol):
+    def draw(self, step: int, text: str) -> None: ...
+
+    def erase(self) -> None: ...
+
+
+class Bar:
     """A rich progress bar and a line of text, redrawn on demand."""
 
     def __init__(self, stream: SafeStream, total: int | None) -> None:
@@ -152,6 +174,7 @@ class _Bar:
                 return False  # a cursor that rich hides stays hidden after kill -9
 
         self._stream = stream
+        self._total = total
         self._console = VisibleCursorConsole(file=cast(TextIO, stream), force_terminal=True)
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
         self._progress = Progress(
@@ -168,13 +191,47 @@ class _Bar:
     def draw(self, step: int, text: str) -> None:
         with suppress(OSError):  # keep the last known size
             size = os.get_terminal_size(self._stream.fileno())
-            self._console.size = size if all(size) else DEFAULT_SIZE  # a pseudo-terminal may report 0
+            columns, lines = size if all(size) else DEFAULT_SIZE  # a pseudo-terminal may report 0
+            self._console.size = (max(columns - FREE_COLUMNS, 1), lines)
+        room = self._console.width - (0 if self._total is None else MIN_BAR_WIDTH + 1)
+        while len(text) > room and "  " in text:
+            text = text.rpartition("  ")[0]
         self._progress.update(self._task, completed=step, description=text)
         self._progress.start()
         self._progress.refresh()
 
     def erase(self) -> None:
         self._progress.stop()
+
+
+class _LiveFile:
+    """The content of a bar in a file, overwritten in place. A failure is a warning, and the last one."""
+
+    def __init__(self, path: Path, total: int | None) -> None:
+        self._path: Path | None = path
+        self._total = total
+
+    def draw(self, step: int, text: str) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.write_text(json.dumps({"step": step, "total": self._total, "text": text}) + "\n")
+        except OSError as error:
+            self._path = None
+            warn(f"progress cannot be shown any more, training continues: {describe(error)}")
+
+    def erase(self) -> None:
+        """The process that draws erases."""
+
+
+def read_live_file(path: Path) -> tuple[int, int | None, str] | None:
+    """Step, total and text of the bar; None if nothing was written yet, or it is being written."""
+    try:
+        text = path.read_text()
+        found = json.loads(text) if text.endswith("\n") else None
+    except (OSError, ValueError):
+        return None
+    return None if found is None else (found["step"], found["total"], found["text"])
 
 
 def _per_worker(values: Sequence[float], form: str) -> str:

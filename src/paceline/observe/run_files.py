@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -62,6 +63,10 @@ class RunFiles:
     plots = _path("plots")
     ranks = _path("ranks")
     timeline = _path("timeline")
+
+    def peak(self, rank: int) -> Path:
+        """The most memory that a worker used, written when it ends."""
+        return self.ranks / f"rank-{rank}.peak.json"
 
     @property
     def is_run(self) -> bool:
@@ -130,7 +135,8 @@ def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
     """Wraps a run in its leading process: status.json says "running", and afterwards how the run ended.
 
     An exception means "failed", with its text as the reason. Ctrl-C and the exit code of a requested stop (75) mean
-    "stopped". A killed process writes nothing, which `state_of` detects. Failure to write the status is a warning.
+    "stopped", as does a signal to end. A killed process writes nothing, which `state_of` detects. Failure to write the
+    status is a warning.
     """
     before = read_status(files)
     status = Status(
@@ -210,7 +216,11 @@ def _ending_of(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return "finished", None
-        return ("stopped", "asked to stop") if error.code == os.EX_TEMPFAIL else ("failed", f"exit code {error.code}")
+        if error.code == os.EX_TEMPFAIL:
+            return "stopped", "asked to stop"
+        number = error.code - 128 if isinstance(error.code, int) else 0
+        is_signal = number in (signal.SIGTERM, signal.SIGHUP)
+        return ("stopped", signal.Signals(number).name) if is_signal else ("failed", f"exit code {error.code}")
     return "failed", describe(error).split("\n", 1)[0]
 
 

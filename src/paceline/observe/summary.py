@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time
 
 import numpy as np
 
 from paceline.observe import formats
-from paceline.observe.metrics import Curves, read_curves
+from paceline.observe.json_lines import is_count
+from paceline.observe.metrics import SAMPLES, Curves, mean_samples_per_s, read_curves
 from paceline.observe.run_files import RunFiles, State, Status, last_sign, read_json, read_status, state_of
 
-_READ = ("loss", "time", "epoch", "samples_per_s", "tokens_per_s")
+_READ = ("loss", "time", "epoch", SAMPLES, "tokens_per_s")
 # The maximum is not shown for metrics whose names contain one of these.
-_LOWER_IS_BETTER = ("loss", "perplexity", "error")
+LOWER_IS_BETTER = ("loss", "perplexity", "error")
 _KIND_LABELS = {"compute": "computing", "wait": "waiting", "sync": "exchange", "other": "rest"}
 
 
@@ -35,13 +36,14 @@ class WorkerTime:
     """seconds: by kind, such as "compute", "wait" (for slower workers), "sync" (exchange) and "other".
 
     Kinds that were not measured are missing. share: the worker's fraction of the micro-batches. Without a report, both
-    are those of the last line of metrics.
+    are those of the last line of metrics. peak_bytes: the most memory it used, that of its GPU if it has one.
     """
 
     rank: int
     total_s: float
     seconds: Mapping[str, float]
     share: float
+    peak_bytes: int | None = None
 
     def part(self, kind: str) -> float:
         """The fraction of the time spent on a kind, 0 to 1."""
@@ -80,12 +82,11 @@ def started_at(files: RunFiles, status: Status | None) -> float | None:
 
 
 def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
-    """tail: read only the end of the metrics, for a list of many runs. Rates are then those of the last step."""
+    """tail: read only the end of the metrics, for a list of many runs. Extremes are then those of the end."""
     status = read_status(files)
     metrics = Curves()
     if files.metrics.is_file():
         metrics = read_curves(files.metrics, lambda name: name in _READ or name.startswith("eval/"), tail=tail)
-    rate = metrics.last if tail else metrics.mean
     efficiency, workers = _read_report(files)
     state = state_of(files, status)
     training_s = metrics.last("time") or 0.0
@@ -103,14 +104,10 @@ def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
         epoch=metrics.last("epoch"),
         train_loss=reached.get("loss"),
         evaluation={name: found for name, found in reached.items() if name.startswith("eval/")},
-        samples_per_s=rate("samples_per_s"),
-        tokens_per_s=rate("tokens_per_s"),
+        samples_per_s=mean_samples_per_s(files.metrics, metrics) if files.metrics.is_file() else None,
+        tokens_per_s=metrics.last("tokens_per_s") if tail else metrics.mean("tokens_per_s"),
         efficiency=efficiency,
-        workers=workers
-        or [
-            WorkerTime(rank, training_s, {"wait": waiting * training_s}, share / (sum(metrics.shares) or 1.0))
-            for rank, (share, waiting) in enumerate(zip(metrics.shares, metrics.waiting, strict=False))
-        ],
+        workers=_with_peaks(files, workers or _workers_of(metrics, training_s)),
         num_checkpoints=sum(path.is_dir() for path in files.checkpoints.glob("step-*")),
         plots=sorted(str(path) for path in files.plots.glob("*.*")),
         num_unreadable_lines=metrics.num_unreadable,
@@ -118,7 +115,39 @@ def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
     )
 
 
-def text(summary: Summary) -> str:
+def _workers_of(metrics: Curves, training_s: float) -> list[WorkerTime]:
+    """From the last line of metrics, while there is no report."""
+    return [
+        WorkerTime(rank, training_s, {"wait": waiting * training_s}, share / (sum(metrics.shares) or 1.0))
+        for rank, (share, waiting) in enumerate(zip(metrics.shares, metrics.waiting, strict=False))
+    ]
+
+
+def _with_peaks(files: RunFiles, workers: Sequence[WorkerTime]) -> list[WorkerTime]:
+    """A worker writes its peak when it ends."""
+    found = [(worker, read_json(files.peak(worker.rank))) for worker in workers]
+    peaks = [peak.get("peak_bytes") if isinstance(peak, dict) else None for _, peak in found]
+    return [replace(worker, peak_bytes=p if is_count(p) else None) for (worker, _), p in zip(found, peaks, strict=True)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run beside a baseline. efficiency: the speed-up per worker; 1 if twice the workers are twice as fast."""
+
+    baseline: str
+    speed_up: float
+    efficiency: float
+
+
+def compare(run: Summary, baseline: Summary) -> Comparison | None:
+    """By samples per second; None if one of them has none."""
+    if run.samples_per_s is None or not baseline.samples_per_s:
+        return None
+    speed_up = run.samples_per_s / baseline.samples_per_s
+    return Comparison(baseline.name, speed_up, speed_up * (len(baseline.workers) or 1) / (len(run.workers) or 1))
+
+
+def text(summary: Summary, comparison: Comparison | None = None) -> str:
     """The block printed at the end of a run and by `paceline logs summary`."""
     reason = "" if summary.reason is None else f" ({summary.reason})"
     rows = [("run", summary.name), ("state", f"{summary.state}{reason}")]
@@ -134,10 +163,16 @@ def text(summary: Summary) -> str:
     rates += [] if summary.tokens_per_s is None else [f"{formats.rate(summary.tokens_per_s)} tokens/s"]
     rates += [] if summary.efficiency is None else [f"{summary.efficiency:.0%} of the sum of the workers' speeds"]
     rows += [("throughput", ", ".join(rates))] if rates else []
+    if comparison is not None:
+        per_worker = f"{comparison.efficiency:.0%} per worker"
+        rows.append(("speed-up", f"{comparison.speed_up:.2f} times {comparison.baseline}, {per_worker}"))
     rows += [(f"worker {worker.rank}", _worker_text(worker)) for worker in summary.workers]
+    if peaks := [formats.size(worker.peak_bytes) for worker in summary.workers if worker.peak_bytes is not None]:
+        rows.append(("memory", f"peak {', '.join(peaks)}"))
     if summary.num_checkpoints:
         rows.append(("checkpoints", f"{summary.num_checkpoints} in {summary.folder}/checkpoints"))
     rows += [("plot", path) for path in summary.plots]
+    rows += [("metrics", f"{summary.folder}/metrics.jsonl"), ("output", f"{summary.folder}/ranks")]
     rows.append(("folder", summary.folder))
     rows += [("note", note) for note in summary.notes]
     rows = [(formats.one_line(name), formats.one_line(value)) for name, value in rows]
@@ -187,11 +222,11 @@ def _notes(files: RunFiles, state: State, metrics: Curves) -> list[str]:
 
 def _reached_text(name: str, reached: Reached) -> str:
     extremes = f"lowest {formats.loss(reached.lowest)} at step {reached.lowest_step}"
-    if not any(word in name.lower() for word in _LOWER_IS_BETTER):
+    if not any(word in name.lower() for word in LOWER_IS_BETTER):
         extremes += f", highest {formats.loss(reached.highest)} at step {reached.highest_step}"
     return f"{formats.loss(reached.last)}, {extremes}"
 
 
 def _worker_text(worker: WorkerTime) -> str:
     parts = [f"{label} {worker.part(kind):.0%}" for kind, label in _KIND_LABELS.items() if kind in worker.seconds]
-    return ", ".join([f"{worker.share:.0%} of the work", *parts])
+    return ", ".join([f"{worker.share:.0%} of work", *parts])

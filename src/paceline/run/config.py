@@ -11,7 +11,7 @@ from paceline.core.settings import check, setting
 from paceline.plan.cadence import Cadence
 from paceline.plan.epoch import Steps
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
-from paceline.sync.averaging.strategy import Averaging
+from paceline.sync.averaging.settings import Averaging
 
 Strategy: TypeAlias = Literal["gradients"] | Cadence | Averaging
 

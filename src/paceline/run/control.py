@@ -1,9 +1,10 @@
-"""The control socket of a run: status, save, stop and abort from another process of the same user on the same host.
+"""The control socket of a run: status, save, stop, leave and abort from another process of its user on the same host.
 
 The run listens on a Unix socket, `control/socket` in its folder. A connection carries one request and one reply, each a
 line of JSON:
 
     {"command": "save"}
+    {"command": "leave", "rank": 2}
     {"ok": true, "step": 120}                    or {"ok": false, "error": "this run has no checkpoints: ..."}
 
 Only the owner and root are served: the socket has mode 0600, its folder 0700, and the kernel reports the user of each
@@ -34,7 +35,7 @@ from paceline.run.launching.worker import HEARD_VARIABLE
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 
 SOCKET_NAME = "socket"
-COMMANDS = ("status", "save", "stop", "abort")
+COMMANDS = ("status", "save", "stop", "leave", "abort")
 ABORTED_EXIT_CODE = 137  # as after SIGKILL
 
 MAX_REQUEST_BYTES = 4096
@@ -65,7 +66,8 @@ class ControlServer:
     """Listens at `path` from construction to the end of the `with` block, in a daemon thread.
 
     The functions are called in that thread. `status` returns the run's status as JSON values. `save` and `stop` request
-    it and return immediately; what they return is part of the reply, as is the text of an exception. `abort` is called
+    it and return immediately, as does `leave` for a rank; what they return is part of the reply, as is the text of an
+    exception. `abort` is called
     after its reply was sent, and need not return. `OSError` if the socket cannot be created. The folder of `path`
     belongs to the server, which replaces the socket of an earlier server in it.
     """
@@ -77,11 +79,13 @@ class ControlServer:
         save: Callable[[], Mapping[str, Any] | None],
         stop: Callable[[], Mapping[str, Any] | None],
         abort: Callable[[], object],
+        leave: Callable[[int], Mapping[str, Any] | None] | None = None,
     ) -> None:
         self._path = path = path.absolute()  # the user's code may change the current folder
         self._functions: dict[str, Callable[[], Mapping[str, Any] | None]]
         self._functions = {"status": status, "save": save, "stop": stop, "abort": lambda: None}
         self._abort = abort
+        self._leave = leave
         self._listener = _open_socket(path)
         _listeners.add(self._listener)
         self._closing = asyncio.Event()
@@ -138,7 +142,9 @@ class ControlServer:
             if user not in (os.geteuid(), 0):
                 raise PermissionError(f"the run belongs to user {os.geteuid()}, and the request is from user {user}")
             match _parse(line):
-                case {"command": str(command), **others} if command in COMMANDS and not others:
+                case {"command": "leave", "rank": int(rank), **others} if not others and self._leave is not None:
+                    return "leave", {"ok": True, **(self._leave(rank) or {})}
+                case {"command": str(command), **others} if command in self._functions and not others:
                     return command, {"ok": True, **(self._functions[command]() or {})}
             raise ValueError(f'invalid request: send {{"command": ...}} with one of {", ".join(COMMANDS)}, in one line')
         except Exception as error:
@@ -189,7 +195,8 @@ def ask(path: Path, request: Mapping[str, Any], timeout_s: float = 5.0) -> dict[
 def end_at_once(rank: int) -> NoReturn:
     """Exit this process immediately. Its agent, if it has one, ends the other workers and does not restart them."""
     if heard := os.environ.get(HEARD_VARIABLE):
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
+            rank = int(Path(heard).name.rpartition("-")[2])  # its number for the agent, if ranks have changed
             WorkerExit(ExitKind.ABORTED, rank, f"rank {rank}: the run was aborted on request").write(Path(heard).parent)
     os._exit(ABORTED_EXIT_CODE)
 

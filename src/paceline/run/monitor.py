@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from paceline.checkpoint.folders import latest
+from paceline.core.events import Event
 from paceline.core.world import World
 from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe
+from paceline.observe.event_text import event_text
+from paceline.observe.formats import short_path
 from paceline.observe.loggers import Loggers
 from paceline.observe.metrics import MetricsWriter
 from paceline.observe.progress import Progress, RateMeter, Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.plan.epoch import Position
 from paceline.run.control import ControlServer, end_at_once, socket_path
+from paceline.run.launching.output import show_output
 from paceline.run.report import Report
 from paceline.run.run import Run
 from paceline.run.step.loop import StepRecord
@@ -47,6 +50,7 @@ class Monitored(Protocol):
     def listen(self, listener: Callable[[Any], object]) -> None: ...
     def request_save(self) -> None: ...
     def request_stop(self) -> None: ...
+    def request_leave(self, rank: int) -> None: ...
     def report(self) -> Report: ...
 
 
@@ -56,9 +60,11 @@ class Shown(Protocol):
     @property
     def files(self) -> RunFiles: ...
     @property
-    def terminal(self) -> str | None: ...
+    def live_file(self) -> Path | None: ...
     @property
     def quiet(self) -> bool: ...
+    @property
+    def is_resumed(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -89,13 +95,14 @@ class Monitor:
         self._unread: deque[StepRecord] = deque()
         self._newest: StepRecord | None = None
         self._logged_step = 0
+        self._num_unlogged = 0  # samples since the last line of metrics
         self._meter = RateMeter(trainer.world.size)
         self._rates: Rates | None = None
         self._loss: tuple[float, int] | None = None
         self._origin: tuple[float, int] | None = None
         self._total = settings.total_steps
-        step, stream = trainer.position.step, outputs.enter_context(_opened(request.terminal))
-        self._progress = Progress(self._total, start_step=step, stream=stream, quiet=request.quiet)
+        step, live_file = trainer.position.step, request.live_file
+        self._progress = Progress(self._total, start_step=step, quiet=request.quiet, live_file=live_file)
         outputs.enter_context(self._progress)
         self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
         outputs.callback(self._metrics.close)
@@ -107,13 +114,17 @@ class Monitor:
         save, stop = partial(self._ask, trainer.request_save), partial(self._ask, trainer.request_stop)
         abort = partial(end_at_once, trainer.world.rank)
         try:
-            control = ControlServer(socket_path(files.root), self._status, save, stop, abort)
+            control = ControlServer(socket_path(files.root), self._status, save, stop, abort, self._leave)
         except Exception as error:
             self.note(f"`paceline runs` cannot reach this run: {describe(error)}")
         else:
             outputs.enter_context(control)
         if trainer.resumed_from is not None:
-            self.note(f"resumed after step {step}, from {trainer.resumed_from}")
+            found = trainer.resumed_from
+            is_own = found.parent.resolve() == files.checkpoints.resolve()
+            self.note(f"resumed after step {step}, from {found.name if is_own else short_path(found)}")
+        elif request.is_resumed:
+            self.note(f"{files.root.name} has no checkpoint: it starts again from step 0")
 
     def after_step(self, record: StepRecord) -> None:
         self._unread.append(record)
@@ -163,6 +174,7 @@ class Monitor:
         """Add the oldest records to the rates."""
         for _ in range(count):
             record = self._unread.popleft()
+            self._num_unlogged += record.num_samples
             num_tokens = _known(record.weight) if self._has_tokens else None
             self._meter.add(record.num_samples, record.shares, record.timings, num_tokens)
 
@@ -180,12 +192,16 @@ class Monitor:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        self._write(record.step, {name: value for name, value in values.items() if value is not None}, _lanes(rates))
+        num_samples, self._num_unlogged = self._num_unlogged, 0
+        known = {name: value for name, value in values.items() if value is not None}
+        self._write(record.step, known, num_samples, _lanes(rates))
 
-    def _write(self, step: int, values: dict[str, Any], lanes: Mapping[str, Any] | None = None) -> None:
+    def _write(
+        self, step: int, values: dict[str, Any], num_samples: int = 0, lanes: Mapping[str, Any] | None = None
+    ) -> None:
         """lanes: for the metrics alone; loggers would show each of their numbers as a curve."""
         line, begin = {**values, **(lanes or {})}, perf_counter()
-        self._metrics.use(lambda metrics: metrics.log(step, line))
+        self._metrics.use(lambda metrics: metrics.log(step, line, num_samples))
         self.loggers.log(step, values)
         self._trainer.run.timeline.took("logging", begin)
 
@@ -215,6 +231,10 @@ class Monitor:
         request()
         return {"step": step}
 
+    def _leave(self, rank: int) -> dict[str, int]:
+        self._trainer.request_leave(rank)
+        return {"step": self._trainer.position.step}
+
     def _left_s(self, step: int) -> float | None:
         if self._total is None or self._origin is None or step <= self._origin[1]:
             return None
@@ -232,6 +252,53 @@ class Monitor:
             self._trainer.run.timeline.took("plotting", begin)
 
 
+class MainMonitor:
+    """The monitor of rank 0. If that worker is lost, the next rank 0 goes on with a monitor of its own.
+
+    Every worker has one; `make` is called where and when a monitor is needed.
+    """
+
+    def __init__(self, trainer: Monitored, make: Callable[[], Monitor]) -> None:
+        self._trainer = trainer
+        self._make = make
+        self._monitor = make() if trainer.world.is_main else None
+        trainer.listen(self._hear)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether this worker has, or may get, a monitor."""
+        return self._monitor is not None or self._trainer.run.rejoining is not None
+
+    @property
+    def loggers(self) -> Loggers:
+        return Loggers([]) if self._monitor is None else self._monitor.loggers
+
+    def after_step(self, record: StepRecord) -> None:
+        if self._monitor is not None:
+            self._monitor.after_step(record)
+
+    def after_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        if self._monitor is not None:
+            self._monitor.after_evaluation(step, values)
+
+    def note(self, text: str) -> None:
+        if self._monitor is not None:
+            self._monitor.note(text)
+
+    def finish(self, result: Callable[[], str | None] = lambda: None) -> None:
+        """result: called on rank 0."""
+        if self._monitor is not None:
+            self._monitor.finish(result())
+
+    def _hear(self, event: Event) -> None:
+        if event.name != "world":
+            return
+        if self._monitor is None and self._trainer.world.is_main:
+            show_output()
+            self._monitor = self._make()  # its log of events hears this event too, as it listens from now on
+        self.note(event_text(event.name, event.details))
+
+
 def _lanes(rates: Rates) -> dict[str, Any]:
     """Where the workers' time went, for a line of metrics."""
     if not rates.lanes or len(rates.shares) > MAX_WORKERS_LOGGED:
@@ -239,20 +306,6 @@ def _lanes(rates: Rates) -> dict[str, Any]:
     lanes = {name: [round(part, 4) for part in parts] for name, parts in rates.lanes.items()}
     efficiency = None if rates.efficiency is None else round(rates.efficiency, 4)
     return {"lanes": lanes, "speeds": [float(f"{speed:.4g}") for speed in rates.speeds], "efficiency": efficiency}
-
-
-@contextmanager
-def _opened(terminal: str | None) -> Iterator[TextIO]:
-    """The terminal with this name, if it can be opened; otherwise this process's output."""
-    file = None
-    with suppress(OSError):
-        file = None if terminal is None else Path(terminal).open("w")  # noqa: SIM115
-    try:
-        yield file or sys.stdout
-    finally:
-        with suppress(OSError):  # buffered progress that cannot be written
-            if file is not None:
-                file.close()
 
 
 def _known(number: float) -> float | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal
 
-from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.settings import check, setting
+from paceline.core.timing import DEFAULT_TIMEOUT_S
 
 Precision = Literal["fp32", "bf16", "fp16"]
 SchedulerInterval = Literal["step", "epoch"]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from project_files import LEAST, error_of, load
 
+from paceline.cli.config import load_project
+
 REST = LEAST.rpartition("trainer:")[0]
 
 # In `trainer`, with what else it needs: what ours it becomes.
@@ -146,3 +148,30 @@ def test_a_resumed_run_keeps_the_global_batch_of_its_first_start(tmp_path: Path)
 
 def test_a_global_batch_that_is_given_does_not_depend_on_the_workers(tmp_path: Path) -> None:
     assert load(tmp_path, LEAST).resolve(3).settings.trainer.global_batch == 8
+
+
+@pytest.mark.parametrize(
+    ("file", "overrides", "key", "value"),
+    [
+        ("per_device_train_batch_size: 4", "trainer.micro_batch=2 trainer.global_batch=8", "micro_batch", 2),
+        ("micro_batch: 4\n  global_batch: 8", "trainer.per_device_train_batch_size=2", "micro_batch", 2),
+        ("global_batch: 8\n  num_train_epochs: 4", "trainer.epochs=2", "epochs", 2),
+        ("global_batch: 8\n  epochs: 4", "trainer.num_train_epochs=2", "epochs", 2),
+        ("gradient_accumulation_steps: 4\n  micro_batch: 2", "trainer.global_batch=8", "global_batch", 8),
+        ("global_batch: 8\n  dispatch_batches: true", "trainer.feed=sharded", "feed", "sharded"),
+        ("global_batch: 8\n  feed: sharded", "trainer.dispatch_batches=true", "feed", "dispatched"),
+    ],
+)
+def test_the_command_line_wins_over_a_file_under_any_name(
+    tmp_path: Path, file: str, overrides: str, key: str, value: object
+) -> None:
+    path = tmp_path / "project.yaml"
+    path.write_text(f"""\
+model: {{factory: torch.nn:Linear}}
+data: {{train: {{factory: a:b}}}}
+trainer:
+  learning_rate: 0.1
+  max_steps: 10
+  {file}
+""")
+    assert getattr(load_project(path, overrides.split()).settings.trainer, key) == value

@@ -34,9 +34,9 @@ def test_list_is_ordered_by_start(runs: Path) -> None:
     ended = logs_command("list")
     assert (ended.code, ended.err) == (0, "")
     assert ended.out.splitlines() == [
-        "run                          state      step  loss  samples/s  trained  started",
-        "earlier_2026-11-15_12-00-00  finished  20/20   0.4       80.0     10 s  2026-11-15 12:00",
-        "later_2026-11-15_12-05-00    failed     5/20   1.6       80.0    2.5 s  2026-11-15 12:05",
+        "run                          state      step  loss  samples/s  trained",
+        "earlier_2026-11-15_12-00-00  finished  20/20   0.4       80.0     10 s",
+        "later_2026-11-15_12-05-00    failed     5/20   1.6       80.0    2.5 s",
     ]
     assert logs_command("list", runs.resolve()).out == ended.out
 
@@ -61,10 +61,12 @@ def test_summary_prints_state_losses_speed_and_worker_times(runs: Path) -> None:
         "eval/loss      1.5, lowest 1.5 at step 20",
         "eval/accuracy  0.75, lowest 0.75 at step 20, highest 0.75 at step 20",
         "throughput     80.0 samples/s, 4.00k tokens/s",
-        "worker 0       75% of the work, waiting 0%",
-        "worker 1       25% of the work, waiting 12%",
+        "worker 0       75% of work, waiting 0%",
+        "worker 1       25% of work, waiting 12%",
         f"checkpoints    1 in runs/{name}/checkpoints",
         f"plot           runs/{name}/plots/overview.png",
+        f"metrics        runs/{name}/metrics.jsonl",
+        f"output         runs/{name}/ranks",
         f"folder         runs/{name}",
     ]
 
@@ -82,14 +84,14 @@ def test_summary_uses_the_report(runs: Path) -> None:
     }
     write_json(files.report, {"steps": 20, "samples_per_s": 80.0, "efficiency": 0.9, "workers": [worker]})
     out = logs_command("summary").out
-    assert "worker 0    75% of the work, computing 80%, waiting 10%, exchange 5%, rest 5%\n" in out
+    assert "worker 0    75% of work, computing 80%, waiting 10%, exchange 5%, rest 5%\n" in out
     assert "throughput  80.0 samples/s, 4.00k tokens/s, 90% of the sum of the workers' speeds\n" in out
 
 
 @pytest.mark.parametrize("report", ["", "{}", "[]", '{"workers": [{}], "efficiency": 1}', '{"workers": 3}', "null"])
 def test_malformed_report_is_ignored(runs: Path, report: str) -> None:
     make_run(runs).report.write_text(report)
-    assert "worker 1    25% of the work, waiting 12%\n" in logs_command("summary").out
+    assert "worker 1    25% of work, waiting 12%\n" in logs_command("summary").out
 
 
 def test_json_is_complete_and_standard(runs: Path) -> None:

@@ -14,7 +14,8 @@ from in_process import Ended, invoke
 from made_runs import make_run, row
 
 from paceline.cli.logs import picture as logs_picture
-from paceline.cli.logs.panels import Panel, make_panels, moving_mean, short_labels
+from paceline.cli.logs.labels import short_names
+from paceline.cli.logs.panels import Panel, make_panels, moving_mean
 from paceline.cli.logs.text_plot import text_plot
 from paceline.observe.metrics import MAX_POINTS
 from paceline.observe.run_files import RunFiles
@@ -28,7 +29,7 @@ def logs_command(*arguments: object) -> Ended:
 
 
 def content(panels: list[Panel]) -> dict[str, Any]:
-    """The content of the image: for each axes its labels, lines with their data, and the legend."""
+    """The content of the image: for each axes its labels, lines with their data, and the names beside them."""
     pytest.importorskip("matplotlib")
     figure = logs_picture.draw(panels, "a title")
     return {
@@ -37,8 +38,9 @@ def content(panels: list[Panel]) -> dict[str, Any]:
             "lines": {
                 line.get_label(): (list(map(float, line.get_xdata())), list(map(float, line.get_ydata())))
                 for line in axes.get_lines()
+                if line.get_label() != "_best"
             },
-            "names": [text.get_text() for text in legend.get_texts()] if (legend := axes.get_legend()) else [],
+            "names": [text.get_text() for text in sorted(axes.texts, key=lambda text: -text.xy[1])],  # from above
         }
         for axes in figure.axes
     }
@@ -71,7 +73,7 @@ def test_default_panels_of_one_run(runs: Path) -> None:
     }
 
 
-def test_compared_runs_share_axes_and_the_legend_is_ordered_by_last_value(runs: Path) -> None:
+def test_compared_runs_share_axes_and_are_named_in_the_order_of_their_ends(runs: Path) -> None:
     both = [make_run(runs, "one", FIVE), make_run(runs, "two", [row(1), row(2)])]
     assert content(panels_of(*both, only_loss=True)) == {
         "loss": {
@@ -81,7 +83,7 @@ def test_compared_runs_share_axes_and_the_legend_is_ordered_by_last_value(runs: 
                 "one evaluation": ([2.0, 4.0], [2.0, 4.0]),
                 "two": ([1.0, 2.0], [8.0, 4.0]),
             },
-            "names": ["one evaluation", "two", "one"],
+            "names": ["two", "one"],
         }
     }
     overview = content(panels_of(*both))
@@ -176,10 +178,10 @@ def test_unit_of_the_time_axis_fits_the_longest_run(runs: Path, seconds: float, 
 
 def test_labels_are_the_shortest_unique_ones(runs: Path) -> None:
     a, b, c = make_run(runs, "a"), make_run(runs, "b"), make_run(runs, "a", minutes=5)
-    assert short_labels([a, b]) == ["a", "b"]
-    assert short_labels([a, b, c]) == ["a 12:00:00", "b 12:00:00", "a 12:05:00"]
+    assert short_names([a, b]) == ["a", "b"]
+    assert short_names([a, b, c]) == ["a 12:00:00", "b 12:00:00", "a 12:05:00"]
     tomorrow = make_run(runs, "a", minutes=24 * 60)
-    assert short_labels([a, tomorrow]) == [a.root.name, tomorrow.root.name]
+    assert short_names([a, tomorrow]) == [a.root.name, tomorrow.root.name]
 
 
 def test_thinned_curves_keep_their_extremes(runs: Path) -> None:

@@ -68,7 +68,10 @@ def test_image_format_follows_the_suffix_and_files_are_reproducible(runs: Path, 
     [
         (["-o", "a.gif"], "a.gif: choose a file name that ends in .png, .svg or .pdf"),
         (["-o", "no/where.png"], "no/where.png: there is no folder no"),
-        (["--metrics", "los"], "no run has the metric 'los', did you mean 'loss'? choose from time, epoch, loss, lr,"),
+        (
+            ["--metrics", "los"],
+            "no run has the metric 'los', did you mean 'loss'? choose from time, epoch, loss, learning_rate,",
+        ),
         (["--metrics", "zzz"], "no run has the metric 'zzz': choose from time,"),
         (["--metrics", "loss, ,lr"], "no run has the metric '': choose from time,"),
         (["--compare", "nobody"], "there is no run 'nobody' in runs"),

@@ -93,10 +93,10 @@ def test_an_output_that_fails_is_warned_about_once_and_changes_nothing(
     owner, name, message, settings = BROKEN[broken]
     if owner is not None:
         monkeypatch.setattr(owner, name, (lambda *_, **__: FailingLogger()) if broken == "a logger" else fail)
-    terminal = "/dev/full" if broken == "the progress" else None
+    live_file = Path("/dev/full") if broken == "the progress" else None
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        files = run_here(project, tmp_path / "run", *settings, terminal=terminal, draws=broken == "the picture")
+        files = run_here(project, tmp_path / "run", *settings, live_file=live_file, draws=broken == "the picture")
     assert weights(files.checkpoints) == undisturbed
     told = [str(warning.message) for warning in seen] + caplog.messages + capfd.readouterr().out.splitlines()
     about = [text for text in told if message.replace("\\", "") in text]

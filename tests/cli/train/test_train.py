@@ -46,7 +46,7 @@ def test_a_run_from_its_beginning_to_its_resumption(
         assert path.is_file(), path
     assert (files.plots / "training.png").stat().st_size > 10_000
     assert sorted(path.name for path in files.ranks.iterdir()) == [
-        f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("err", "json", "out")
+        f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("err", "json", "out", "peak.json")
     ]
     assert [json.loads((files.ranks / f"rank-{rank}.json").read_text())["step"] for rank in (0, 1)] == [12, 12]
     rows = [row for row in LineReader(files.metrics).read() if "loss" in row]
@@ -58,8 +58,12 @@ def test_a_run_from_its_beginning_to_its_resumption(
         assert (rows[1]["lanes"]["computing"][rank] > 0) == (rows[1]["shares"][rank] > 0)
     assert rows[1]["efficiency"] > 0 < min(rows[1]["speeds"])
     # On one worker, to the end of the epochs: what a run on one worker that never stopped has.
-    assert main(["-t", str(config), "train", "--resume", "--workers", "1"]) == 0
-    assert "resumed after step 12" in capfd.readouterr().out
+    assert (
+        main(["-t", str(config), "train", "--resume", files.root.name, "--workers", "1", "trainer.max_steps=null"]) == 0
+    )
+    output = capfd.readouterr()
+    assert "resumed after step 12, from step-00000012" in output.out
+    assert "changed for this run: trainer.max_steps 12 -> null" in output.err
     assert weights(files) == weights(run_here(config, tmp_path / "alone"))
     assert json.loads(files.status.read_text())["num_starts"] == 2
 

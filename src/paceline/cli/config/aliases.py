@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline.cli.config.errors import Problem
+from paceline.cli.config.errors import COMMAND_LINE, Problem
 from paceline.cli.config.yaml_tree import Content, Node, Scalar, found
 
 # Other names for one of our settings.
@@ -51,6 +51,11 @@ def translate_aliases(root: Node) -> tuple[Node, list[Problem]]:
     return Node(root.entries | translated, root.origin), translation.problems
 
 
+def _overrides(node: Node, other: Node) -> bool:
+    """Whether the first is of the command line and the second of a file, so that it wins under any name."""
+    return node.origin.source == COMMAND_LINE.source != other.origin.source
+
+
 class _Translation:
     """Replaces aliases in `sections`, the entries of each section by name. A value of null counts as not given."""
 
@@ -88,8 +93,10 @@ class _Translation:
     def _set(self, key: str, node: Node) -> None:
         section, _, name = key.partition(".")
         other = self._get(key)
-        if other is None:
+        if other is None or _overrides(node, other):
             self.sections[section][name] = node
+        elif _overrides(other, node):
+            return
         elif not (key == _FEED and other.origin.alias and other.content == node.content):
             self._problem(node, f"and {other.origin.alias or key} at {other.origin} both set {key}: remove one")
 
@@ -103,7 +110,11 @@ class _Translation:
         has_cadence = strategy is not None and strategy.entries.get("kind", strategy).content == "cadence"
         if micro_batch is not None and micro_batch.origin.alias and per_worker is None and not has_cadence:
             per_worker = self.sections["trainer"]["micro_batches_per_worker"] = Node(1, micro_batch.origin)
-        if per_worker is not None and global_batch is not None:
+        if per_worker is not None and global_batch is not None and _overrides(global_batch, per_worker):
+            del self.sections["trainer"]["micro_batches_per_worker"]
+        elif per_worker is not None and global_batch is not None and _overrides(per_worker, global_batch):
+            del self.sections["trainer"]["global_batch"]
+        elif per_worker is not None and global_batch is not None:
             message = f"and trainer.global_batch at {global_batch.origin} both set the global batch: remove one"
             self._problem(per_worker, message, "trainer.micro_batches_per_worker")
 
@@ -116,7 +127,9 @@ class _Translation:
             self._problem(node, f"is {found(node)}{chosen}")
         elif node.content == "steps" and steps is None:
             self._problem(node, "is 'steps': give the interval with save_steps")
-        elif node.content == "epoch" and steps is not None:
+        elif node.content == "epoch" and steps is not None and _overrides(steps, node):
+            return {}
+        elif node.content == "epoch" and steps is not None and not _overrides(node, steps):
             self._problem(node, f"is 'epoch', but an interval in steps is given at {steps.origin}: remove one")
         else:
             return chosen

@@ -12,7 +12,7 @@ from paceline.cli.config.errors import nearest
 from paceline.cli.config.schema import ProjectSettings, settings_of
 from paceline.plan.epoch import Steps
 from paceline.run.config import RunConfig
-from paceline.run.saving.resuming import OWN
+from paceline.run.saving.options import OWN
 from paceline.run.settings import Balancing, Batching
 
 # Components of the checkpoints of a run from a project file.

@@ -85,16 +85,18 @@ def load_project(
     path: str | os.PathLike[str],
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
+    folder: Path | None = None,
 ) -> Project:
     """Read a project file and the files it extends. Raises `ConfigError` with all problems; imports no parts.
 
     overrides: settings such as "trainer.seed=3", with YAML values. They override all files.
     environment: the variables that `${env:NAME}` refers to.
+    folder: what paths are relative to; default: the file's own.
     """
     from paceline.cli.config.validate import Validation  # imports pydantic
 
     path = Path(path)
-    folder = path.absolute().parent  # the current folder may change before a part is built
+    folder = folder or path.absolute().parent  # the current folder may change before a part is built
     tree = with_overrides(read_layers(path, [*top_sections(), VARIABLES]), overrides)
     tree, problems = translate_aliases(substitute(tree, environment))
     validation = Validation(folder, problems)

@@ -19,7 +19,7 @@ from paceline.plan import cadence
 from paceline.run.saving import options
 from paceline.run.saving.options import Mode
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
-from paceline.sync.averaging import strategy
+from paceline.sync.averaging import settings as averaging
 
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -109,7 +109,7 @@ class Cadence(Section, cadence.Cadence, kind="cadence"):
     speed_hint: SpeedHint | None = setting("which worker is slow, used until speeds are measured", None)  # type: ignore[assignment]
 
 
-class Averaging(Section, strategy.Averaging, kind="averaging"):
+class Averaging(Section, averaging.Averaging, kind="averaging"):
     """Workers take steps independently; their weights are averaged periodically."""
 
     every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
@@ -191,7 +191,9 @@ class ProjectSettings(Section):
     checkpoints: Checkpoints = setting("how to save the run", Checkpoints)
     workers: int | None = setting("worker processes; one per device if null", None, least=1, most=1024)
     devices: tuple[int, ...] | Literal["cpu"] | None = setting("GPU numbers, or cpu; all GPUs if null", None, least=0)
-    max_restarts: int = setting("how often failed workers are restarted", 0, least=0)
+    max_restarts: int = setting("how often failed workers are restarted; with min_workers, replaced", 0, least=0)
+    min_workers: int | None = setting("go on without workers that die while this many are left", None, least=1)
+    stall_s: float | None = setting("with min_workers: a longer micro-batch counts as a death", None, above=0)
     output: str = setting("folder for the folders of runs, relative to the current folder", "runs")
     loggers: tuple[LoggerName | Part | Logger, ...] = setting("loggers, in addition to the run's own files", ())
 

@@ -1,4 +1,7 @@
-"""From settings to the arguments of `Trainer.setup`. Python objects of the user are imported when they are needed."""
+"""From settings to the arguments of `Trainer.setup`. Python objects of the user are imported when they are needed.
+
+So is torch: project files are checked and shown without it.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-from torch.optim.lr_scheduler import LambdaLR
-
 from paceline.cli.config import schema
 from paceline.cli.config.parts import Part
 from paceline.cli.config.schema import ProjectSettings
 from paceline.core.optional import optional
-from paceline.data.sources.arrow import ArrowSource
-from paceline.data.sources.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder
-from paceline.data.sources.tokens import TokenFile
 from paceline.plan.cadence import Cadence
 from paceline.run.config import Strategy
 from paceline.run.saving.options import Checkpoints
 from paceline.run.settings import GROUPS
-from paceline.sync.averaging.strategy import Averaging
+from paceline.sync.averaging.settings import Averaging
 
 T = TypeVar("T")
 
@@ -78,6 +75,8 @@ def optimizer(settings: ProjectSettings) -> Callable[..., Any]:
     """A function from parameters to an optimizer: the section's, or AdamW with the trainer's learning rate."""
     if settings.optimizer is not None:
         return settings.optimizer.as_function()
+    import torch
+
     trainer = settings.trainer
     assert trainer.learning_rate is not None, "checked on load"
     return partial(torch.optim.AdamW, lr=trainer.learning_rate, weight_decay=trainer.weight_decay or 0.0)
@@ -93,6 +92,8 @@ def scheduler(settings: ProjectSettings, steps_per_epoch: int | None) -> Callabl
     trainer = settings.trainer
     if trainer.schedule in (None, "constant") and not trainer.warmup_steps:
         return None
+    from torch.optim.lr_scheduler import LambdaLR
+
     return partial(LambdaLR, lr_lambda=_rate(trainer, horizon(trainer, steps_per_epoch)))
 
 
@@ -130,6 +131,10 @@ def _rate(trainer: schema.Trainer, steps: int | None) -> Callable[[int], float]:
 
 def build_data(data: schema.Source, folder: Path) -> Any:
     """The opened data set, as `Trainer.setup` takes it. Paths are relative to the folder."""
+    from paceline.data.sources.arrow import ArrowSource
+    from paceline.data.sources.images import IMAGENET_MEAN, IMAGENET_STD, ImageFolder
+    from paceline.data.sources.tokens import TokenFile
+
     match data:
         case Part():
             return data.build()

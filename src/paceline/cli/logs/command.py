@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
@@ -20,7 +19,7 @@ from paceline.cli.logs.picture import check_output, draw, write
 from paceline.cli.logs.text_plot import MIN_WIDTH, text_plot
 from paceline.observe import formats
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
-from paceline.observe.summary import Summary, summarize
+from paceline.observe.summary import Comparison, Summary, compare, summarize
 from paceline.observe.summary import text as summary_text
 
 FORMATS = ("text", "json", "md", "one-line")
@@ -33,9 +32,9 @@ A run is "live", "finished", "stopped" (on request), "failed" (with an error),
 "broken off" (its process died without a report) or "unknown".
 """
 _PLOT_NOTE = f"{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.\n"
-_MARKDOWN_HEAD = (
-    "| run | state | steps | trained | loss | lowest | evaluation | samples/s |",
-    "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: |",
+_MARKDOWN_COLUMNS = (
+    *(("run", "---"), ("state", "---"), ("steps", "---:"), ("trained", "---:"), ("loss", "---:"), ("lowest", "---:")),
+    *(("evaluation", "---"), ("samples/s", "---:"), ("speed-up", "---:"), ("efficiency", "---:")),
 )
 
 
@@ -49,10 +48,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path(RUNS_FOLDER), metavar="DIR", help=what)
 
     summary = "print a run's state, losses and speed"
-    examples = ("", "2workers_2026-11-15 --format json", "--all --format one-line")
-    parser = cli.add_command(group, "summary", summary, cli.RUN_NOTE, examples=examples, run=_summary)
+    uses = ("", "2workers_2026-11-15 --format json", "--all --format one-line", "4workers --baseline 1worker")
+    parser = cli.add_command(group, "summary", summary, cli.RUN_NOTE, examples=uses, run=_summary)
     cli.add_run_argument(parser, "the runs (default: the newest)", nargs="*")
     parser.add_argument("--all", action="store_true", help="all runs in the folder")
+    what = "also print the speed-up over this run, and the efficiency: the speed-up per worker"
+    parser.add_argument("--baseline", metavar="RUN", help=what)
     what = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]} (default: %(default)s)"
     parser.add_argument("--format", choices=FORMATS, default="text", metavar="FORMAT", help=what)
 
@@ -101,7 +102,8 @@ def _list(options: argparse.Namespace) -> None:
         for run in (summarize(files, tail=True) for files in cli.find_runs(options.folder))
     ]
     if rows:
-        cli.print_table([("run", "state", "step", "loss", "samples/s", "trained", "started"), *rows], right=range(2, 6))
+        header = ("run", "state", "step", "loss", "samples/s", "trained", "started")
+        cli.print_table([header, *rows], right=range(2, 6), optional=(6, 5, 4, 3))
     else:
         print(f"no runs in {options.folder}")
 
@@ -110,19 +112,22 @@ def _summary(options: argparse.Namespace) -> None:
     if options.all and options.named:
         raise cli.CommandError("--all cannot be combined with names of runs")
     runs = cli.all_runs(options.runs) if options.all else _choose_runs(options.named or [None], options.runs)
-    summaries = [summarize(files) for files in runs]
+    baseline = None if options.baseline is None else summarize(cli.choose_run(options.baseline, options.runs))
+    summaries = [(run, None if baseline is None else compare(run, baseline)) for run in map(summarize, runs)]
     if options.format == "json":
-        documents = list(map(asdict, summaries))
+        documents = [asdict(run) | ({"comparison": asdict(found)} if found else {}) for run, found in summaries]
         cli.print_json(documents if len(documents) != 1 else documents[0])
     elif options.format == "md":
-        print("\n".join([*_MARKDOWN_HEAD, *map(_markdown_row, summaries)]))
+        columns = zip(*_MARKDOWN_COLUMNS[: None if baseline else -2], strict=True)
+        heads = [f"| {' | '.join(cells)} |" for cells in columns]
+        print("\n".join([*heads, *(_markdown_row(run, found, baseline is not None) for run, found in summaries)]))
     elif options.format == "one-line":
-        print("\n".join(map(_line, summaries)))
+        print("\n".join(_line(run, found) for run, found in summaries))
     else:
-        print("\n\n".join(map(summary_text, summaries)))
+        print("\n\n".join(summary_text(run, found) for run, found in summaries))
 
 
-def _markdown_row(run: Summary) -> str:
+def _markdown_row(run: Summary, comparison: Comparison | None, is_compared: bool) -> str:
     cells = [
         run.name,
         run.state,
@@ -133,14 +138,17 @@ def _markdown_row(run: Summary) -> str:
         ", ".join(_evaluations(run)) or "-",
         or_dash(run.samples_per_s, formats.rate),
     ]
+    if is_compared:
+        cells += ["-", "-"] if comparison is None else [f"{comparison.speed_up:.2f}", f"{comparison.efficiency:.0%}"]
     return f"| {' | '.join(formats.one_line(cell).replace('|', '/') for cell in cells)} |"
 
 
-def _line(run: Summary) -> str:
+def _line(run: Summary, comparison: Comparison | None) -> str:
     parts = [f"{run.name}: {run.state}", f"step {_steps(run)}"]
     parts += [f"loss {formats.loss(run.train_loss.last)}"] if run.train_loss else []
     parts += _evaluations(run)
     parts += [f"{formats.rate(run.samples_per_s)} samples/s"] if run.samples_per_s is not None else []
+    parts += [f"{comparison.speed_up:.2f} times {comparison.baseline}"] if comparison else []
     return formats.one_line(", ".join([*parts, formats.duration(run.training_s)]))
 
 
@@ -186,7 +194,7 @@ def _plot(options: argparse.Namespace) -> None:
         return
     width = max(min(shutil.get_terminal_size().columns, MAX_TEXT_WIDTH), MIN_WIDTH)
     has_unicode = "utf" in (sys.stdout.encoding or "").lower()
-    has_color = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    has_color = cli.has_color(sys.stdout)
     print(", ".join(files.root.name for files in runs))
     for panel in panels:
         text = text_plot(panel, width, has_unicode=has_unicode, has_color=has_color)

@@ -10,9 +10,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from paceline.checkpoint.folders import complete_steps
 from paceline.cli.commands import CommandError
+from paceline.cli.logs.labels import run_labels
 from paceline.observe.metrics import Curve, Curves, read_curves
 from paceline.observe.run_files import RunFiles
+from paceline.observe.summary import LOWER_IS_BETTER
 
 Numbers = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -27,10 +30,20 @@ AXIS_LABELS = {
     "waiting": "waiting (part of the time)",
     "time": "time of training (s)",
 }
+# Other names of metrics, as other tools have them. `eval_loss` is `eval/loss`, and so on.
+OTHER_NAMES = {
+    "learning_rate": "lr",
+    "train_loss": "loss",
+    "training_loss": "loss",
+    "gradient_norm": "grad_norm",
+    "throughput": "samples_per_s",
+}
 # From this many seconds on, the length of the unit in seconds, and its name.
 _TIME_UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "h"), (180.0, 60.0, "min"), (0.0, 1.0, "s"))
 # Not measured, so not noisy.
 NEVER_SMOOTHED = ("lr", "epoch", "time")
+# Rates of single intervals are noisy: by default they are smoothed over this part of the run.
+RATE_WINDOWS = 15
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +59,22 @@ class Series:
     color: int
     is_sparse: bool = False
     is_faint: bool = False
+    name: str = ""  # of the metric
 
     @property
     def last(self) -> float:
         """The last finite value."""
         return float(self.y[np.isfinite(self.y)][-1])
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at `x`. "best": the best evaluation, at height `y`; the others have none."""
+
+    kind: Literal["resume", "checkpoint", "best"]
+    x: float
+    y: float | None = None
+    color: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,14 +86,7 @@ class Panel:
     y_label: str
     series: tuple[Series, ...]
     is_log: bool = False
-
-
-def short_labels(runs: Sequence[RunFiles]) -> list[str]:
-    """The shortest unique labels: the names of the configs, with the time of day, or the names of the folders."""
-    configs = [files.config_name for files in runs]
-    with_time = [f"{files.config_name} {files.time_of_day}".strip() for files in runs]
-    unique = [labels for labels in (configs, with_time) if len(set(labels)) == len(labels)]
-    return unique[0] if unique else [files.root.name for files in runs]
+    marks: tuple[Mark, ...] = ()
 
 
 def make_panels(
@@ -86,16 +103,17 @@ def make_panels(
 
     log_scale: for the chosen metrics, by default for losses and the gradient norm, where all values are positive.
     """
+    metrics = [_own_name(metric) for metric in metrics]
     needed = [*(metrics or ["loss", "eval/loss"]), x_axis] if metrics or only_loss else None
     loaded = [_read(files, needed, is_smoothed=smooth > 1) for files in runs]
     names = list(dict.fromkeys(name for curves in loaded for name in curves.names()))
     evaluations = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
     default = ["loss"] if only_loss else ["loss", *evaluations, "lr", "grad_norm", "samples_per_s"]
     x_label, x_of = _x_axis(loaded, x_axis)
-    panels = []
+    panels, labels = [], run_labels(runs)
     for metric in [_checked(metric, names) for metric in metrics] or default:
         series: list[Series] = []
-        for number, (run_label, curves) in enumerate(zip(short_labels(runs), loaded, strict=True)):
+        for number, (run_label, curves) in enumerate(zip(labels, loaded, strict=True)):
             lines = _lines(metric, names, None if len(runs) == 1 else run_label, is_default=not metrics)
             for i, (name, label) in enumerate(lines):
                 series += _series(curves, name, label, i if len(runs) == 1 else number, smooth, x_of)
@@ -103,10 +121,34 @@ def make_panels(
         is_log = can_be_log and all((one.y[np.isfinite(one.y)] > 0).all() for one in series)
         if series:
             y_label = AXIS_LABELS.get(metric, metric.replace("_", " "))
-            panels.append(Panel(metric, x_label, y_label, tuple(series), is_log))
+            marks = [] if len(runs) > 1 else _marks(runs[0], loaded[0], x_of, has_checkpoints=metric == "loss")
+            marks += [mark for one in series if (mark := _best(one)) is not None]
+            panels.append(Panel(metric, x_label, y_label, tuple(series), is_log, tuple(marks)))
     if not panels:
         raise CommandError(f"nothing to plot: the metrics are {', '.join(names) or 'empty'}")
     return panels
+
+
+def _marks(
+    files: RunFiles, curves: Curves, x_of: Callable[[Curves, Steps], Numbers], *, has_checkpoints: bool
+) -> list[Mark]:
+    """Where the run was resumed, and the checkpoints that it has."""
+    saved = complete_steps(files.checkpoints) if has_checkpoints else []
+    marks: list[Mark] = []
+    for kind, steps in (("resume", curves.resumed_from), ("checkpoint", saved)):
+        steps = [step for step in steps if 0 < step <= curves.last_step]
+        marks += [Mark(kind, float(x)) for x in x_of(curves, np.array(steps, np.int64))]  # type: ignore[arg-type]
+    return marks
+
+
+def _best(series: Series) -> Mark | None:
+    """The best of several evaluations."""
+    finite = np.isfinite(series.y)
+    if not series.is_sparse or finite.sum() < 2:
+        return None
+    is_low = any(word in series.name for word in LOWER_IS_BETTER)
+    y = np.where(finite, series.y if is_low else -series.y, np.inf)
+    return Mark("best", float(series.x[y.argmin()]), float(series.y[y.argmin()]), series.color)
 
 
 def _read(files: RunFiles, needed: Sequence[str] | None, *, is_smoothed: bool) -> Curves:
@@ -149,13 +191,23 @@ def moving_mean(values: Numbers, window: int) -> Numbers:
     return np.where(counts > 0, window_sums(known / unit) / np.maximum(counts, 1) * unit, np.nan)
 
 
+def _own_name(metric: str) -> str:
+    name = OTHER_NAMES.get(metric, metric)
+    return f"eval/{name[5:]}" if name.startswith("eval_") else name
+
+
 def _checked(metric: str, names: Sequence[str]) -> str:
     known = list(dict.fromkeys([*names, *(name.partition("/")[0] for name in names if "/" in name)]))
     if metric in known or any(name.startswith(f"{metric}/") for name in names):
         return metric
     nearest = get_close_matches(metric, known, n=1)
     hint = f", did you mean {nearest[0]!r}?" if nearest else ":"
-    raise CommandError(f"no run has the metric {metric!r}{hint} choose from {', '.join(known)}")
+    choices = ", ".join(map(_users_name, known))
+    raise CommandError(f"no run has the metric {metric!r}{hint} choose from {choices}")
+
+
+def _users_name(name: str) -> str:
+    return "learning_rate" if name == "lr" else name
 
 
 def _lines(metric: str, names: Sequence[str], run: str | None, *, is_default: bool) -> list[tuple[str, str]]:
@@ -184,11 +236,13 @@ def _series(
     is_sparse = name.startswith("eval/")
     if not np.isfinite(values).any():
         return
+    if smooth == 1 and name.partition("@")[0] in ("samples_per_s", "tokens_per_s"):
+        smooth = max(len(values) // RATE_WINDOWS, 1)
     if smooth > 1 and not is_sparse and name not in NEVER_SMOOTHED:
         at, original = _thinned(steps, values)
         yield Series("_original", x_of(curves, at), original, color, is_faint=True)
         steps, values = _thinned(steps, moving_mean(values, smooth))
-    yield Series(label, x_of(curves, steps), values, color, is_sparse)
+    yield Series(label, x_of(curves, steps), values, color, is_sparse, name=name)
 
 
 def _thinned(steps: Steps, values: Numbers) -> tuple[Steps, Numbers]:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from paceline.cli.commands import CommandError
-from paceline.cli.logs.panels import Panel
+from paceline.cli.logs.panels import Mark, Panel, Series
 from paceline.observe import formats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 FORMATS = (".png", ".svg", ".pdf")
 # Distinguishable with most color vision deficiencies, and dark enough for text on white.
 COLORS = ("#0b5394", "#b45309", "#1a7f4b", "#a3195b", "#5b3fa0", "#0e7c86", "#8a6d00", "#555555")
 _FONT_POINTS = 9.0
+_MARK_COLOR = "#777777"
+_EXPLAINED = {"checkpoint": "▲ checkpoint", "best": "★ best evaluation"}
 # The margins of an axis up to 1e308 would overflow.
 _LARGEST = 1e300
 _STYLE: dict[Any, Any] = {
@@ -33,8 +36,6 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "grid.color": "#e4e4e4",
     "lines.markersize": 3.5,
-    "legend.frameon": False,
-    "legend.labelcolor": "linecolor",
     "svg.hashsalt": "paceline",  # for reproducible files
 }
 
@@ -65,6 +66,8 @@ def draw(panels: Sequence[Panel], title: str) -> Figure:
         figure.suptitle(formats.printable(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
         for i, axes in figure.subplot_mosaic(rows).items():
             _draw_panel(axes, panels[i], 72 * height / len(rows))
+        explained = [text for kind, text in _EXPLAINED.items() if any(m.kind == kind for p in panels for m in p.marks)]
+        figure.text(0.995, 0.995, "   ".join(explained), color=_MARK_COLOR, fontsize=_FONT_POINTS, ha="right", va="top")
     return figure
 
 
@@ -96,8 +99,77 @@ def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5) if high < 100 * low else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
+    _draw_marks(axes, panel.marks)
+    # Evaluations have the color of their run, whose name is at the end of its other line.
+    named = {one.color for one in lines if not one.is_sparse}
+    labelled = {one: line for one, line in lines.items() if not one.is_sparse or len(named) < 2}
     if len(lines) > 1:
-        # Beside the axes, in the order in which the lines end.
-        ordered = [lines[one] for one in sorted(lines, key=lambda one: -one.last)]
-        points = min(_FONT_POINTS, height_points / len(lines) / 1.5)
-        axes.legend(handles=ordered, loc="center left", bbox_to_anchor=(1.0, 0.5), labelspacing=0.2, fontsize=points)
+        label_ends(axes, labelled, height_points)
+
+
+def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
+    bottom = axes.get_xaxis_transform()  # x in data, y from 0 to 1
+    for kind in dict.fromkeys(mark.kind for mark in marks):
+        at = [mark for mark in marks if mark.kind == kind]
+        if kind == "resume":
+            for mark in at:
+                axes.axvline(mark.x, color=_MARK_COLOR, linewidth=0.8, linestyle=":")
+                axes.annotate(
+                    "resumed", (mark.x, 1.0), xytext=(3, -2), xycoords=bottom, textcoords="offset points",
+                    color=_MARK_COLOR, fontsize=_FONT_POINTS - 2, va="top", in_layout=False,
+                )  # fmt: skip
+        elif kind == "checkpoint":
+            axes.plot(
+                [mark.x for mark in at], [0.0] * len(at), transform=bottom, linestyle="", marker="^", markersize=5,
+                color=_MARK_COLOR, clip_on=False, label="_checkpoint",
+            )  # fmt: skip
+        else:
+            for mark in at:
+                color = COLORS[mark.color % len(COLORS)]
+                axes.plot(
+                    [mark.x], [mark.y or 0.0], linestyle="", marker="*", markersize=9, color=color,
+                    markeredgecolor="white", markeredgewidth=0.5, zorder=3, label="_best",
+                )  # fmt: skip
+
+
+def label_ends(axes: Axes, lines: Mapping[Series, Line2D], height_points: float) -> None:
+    """Write each line's name where it ends: beside the axes, or in them if it ends early. Labels do not overlap."""
+    room = 0.78 * height_points - 2 * _FONT_POINTS  # of the axes, without title and x axis
+    points = min(_FONT_POINTS, room / len(lines) / 1.2)
+    axes.get_xlim(), axes.get_ylim()  # scales the axes now
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = {}
+    for one, line in lines.items():
+        finite = np.isfinite(one.y)
+        x, y = to_axes.transform((one.x[finite][-1], np.clip(one.y[finite][-1], -_LARGEST, _LARGEST)))
+        is_early = x < 1.0 - 0.012 * (len(str(line.get_label())) + 4)  # with room for the text inside
+        ends[one] = (float(x) if is_early else 1.0, min(max(float(y), 0.0), 1.0))
+    for is_beside in (True, False):
+        group = [one for one, (x, _) in ends.items() if (x == 1.0) == is_beside]
+        heights = spread([ends[one][1] for one in group], 1.2 * points / room)
+        for one, y in zip(group, heights, strict=True):
+            axes.annotate(
+                str(lines[one].get_label()), (ends[one][0], y), xytext=(5, 0), xycoords="axes fraction",
+                textcoords="offset points", color=lines[one].get_color(), fontsize=points, va="center",
+                annotation_clip=False,
+            )  # fmt: skip
+
+
+def spread(heights: Sequence[float], distance: float) -> list[float]:
+    """The heights (0 to 1), moved as little as needed to be `distance` apart, in the same order."""
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    # Groups of touching labels: their number and the sum of the places that their first one would like to have.
+    groups: list[tuple[int, float]] = []
+    for i in order:
+        groups.append((1, heights[i]))
+        while len(groups) > 1 and _first(groups[-2]) + groups[-2][0] * distance > _first(groups[-1]):
+            (count, total), (more, others) = groups[-2:]
+            groups[-2:] = [(count + more, total + others - more * count * distance)]
+    placed = [_first(group) + k * distance for group in groups for k in range(group[0])]
+    low = min(0.0, 1.0 - placed[-1]) if placed else 0.0  # not above the axes
+    moved = [max(height + low, k * distance) for k, height in enumerate(placed)]
+    return [moved[order.index(i)] for i in range(len(heights))]
+
+
+def _first(group: tuple[int, float]) -> float:
+    return group[1] / group[0]

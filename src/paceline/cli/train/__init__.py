@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.cli.train.command import add_parser
+from paceline.cli.train.arguments import add_parser
 
 __all__ = ["add_parser"]

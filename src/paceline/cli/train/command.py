@@ -5,18 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.reader import checkpoint_at
-from paceline.cli.commands import CommandError, add_command, find_runs
+from paceline.cli.commands import INTERRUPTED_EXIT_CODE, CommandError, print_message
 from paceline.cli.config import ConfigError, Project, load_project, show
+from paceline.cli.train import resume
+from paceline.cli.train.arguments import NEWEST
+from paceline.cli.train.display import shown_progress
 from paceline.cli.train.dry_run import dry_run, nearest_existing
-from paceline.cli.train.user_errors import ProjectError, UserFacingError, user_facing
+from paceline.cli.train.user_errors import ProjectError, UserFacingError, in_command_words, user_facing
 from paceline.cli.train.worker import RunRequest, train
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import is_worker
@@ -24,83 +28,61 @@ from paceline.core.world import device_count, devices
 from paceline.observe import formats, run_files
 from paceline.observe.best_effort import attempt
 from paceline.observe.environment import describe_environment
-from paceline.observe.run_files import RunFiles
-from paceline.observe.summary import summarize, text
-from paceline.run.launching.launch import launch
+from paceline.observe.run_files import RUNS_FOLDER, RunFiles
+from paceline.observe.summary import summarize
+from paceline.observe.summary import text as text_of
+from paceline.run.launching.launch import Launch, launch, launch_workers, run_folder, workers_to_start
 from paceline.run.launching.worker import STOPPED_EXIT_CODE
 from paceline.run.saving.stopping import Stopped
 
-_EXAMPLE = """\
-KEY=VALUE overrides a setting of the file, such as trainer.global_batch=64;
-values are YAML. `paceline config show CONFIG` prints all settings.
-
-exit codes:
-  0    the run is complete
-  1    it failed; the first error is shown, all output is in RUN/ranks
-  2    the command or the project is wrong; nothing was trained
-  75   it was asked to stop and was saved; continue it with --resume
-  130  Ctrl-C before anything could be saved
-
-example:
-  paceline train 2workers.yaml
-  paceline train 2workers.yaml trainer.max_steps=100 --workers 4
-  paceline train 2workers.yaml --resume
-  paceline train 2workers.yaml --dry-run
-"""
-NEWEST = Path()
-
-
-def add_parser(commands: Any) -> None:
-    parser = add_command(commands, "train", "train the model of a project file", _EXAMPLE)
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a project file")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
-    parser.add_argument("-d", "--devices", metavar="A,B", help="numbers of the GPUs to use, or cpu (default: all)")
-    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: one per device)")
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const=NEWEST,
-        metavar="RUN",
-        help="resume a run: its folder, or one of its checkpoints (default: the newest run of CONFIG)",
-    )
-    parser.add_argument("--run-folder", type=Path, metavar="DIR", help="folder of the run (default: in OUTPUT)")
-    parser.add_argument("--dry-run", action="store_true", help="build everything and try one micro-batch, then exit")
-    parser.add_argument("-q", "--quiet", action="store_true", help="show errors only, no progress")
-    parser.set_defaults(run=run)
+LIVE_FILE = "progress"
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.resume is not None and "=" in str(options.resume) and not Path(options.resume).exists():
-        options.overrides.insert(0, str(options.resume))  # `--resume key=value` names no run
-        options.resume = NEWEST
     try:
-        project = _load(options)
-        chosen = project.settings.devices
-        num_devices = len(chosen) if isinstance(chosen, tuple) else 1 if chosen == "cpu" else device_count()
-        num_workers = project.settings.workers or num_devices
-        request = _request(options, project, num_workers)
+        _sort_arguments(options)
+        request = _request(options)
     except (CommandError, ValueError) as error:
         return _report(error, 2)
     except OSError as error:
         return _report(f"cannot create the run's folder: {error.filename}: {error.strerror}", 2)
+    num_workers = _num_workers(request.project)
     try:
         if options.dry_run:
             return dry_run(request.project, num_workers)
         return _train(request, num_workers)
     except KeyboardInterrupt:
-        return 130
+        print(end="\n" if sys.stderr.isatty() else "", file=sys.stderr)  # after the ^C that a terminal echoes
+        return _report("interrupted before it could save", INTERRUPTED_EXIT_CODE)
     except Stopped:
         return STOPPED_EXIT_CODE
     except (WorkerError, UserFacingError, CheckpointError) as error:
         reason = user_facing(error)
         if not isinstance(reason, ProjectError):
             return _report(reason or error, 1)
-        if not (options.dry_run or options.resume or options.run_folder or is_worker()):
+        if not (options.dry_run or request.is_resumed or options.run_folder or is_worker()):
             shutil.rmtree(request.files.root, ignore_errors=True)  # or a later --resume would take it for the newest
         return _report(reason, 2)
 
 
-def _load(options: argparse.Namespace) -> Project:
+def _sort_arguments(options: argparse.Namespace) -> None:
+    """Give each word its meaning: argparse takes any word after --resume for a run, and the first one for CONFIG."""
+    if options.resume not in (None, NEWEST) and not Path(options.resume).is_dir():
+        if "=" in options.resume:  # `--resume KEY=VALUE`
+            options.overrides.insert(0, options.resume)
+            options.resume = NEWEST
+        elif options.config is None and Path(options.resume).is_file():  # `--resume CONFIG`
+            options.config, options.resume = Path(options.resume), NEWEST
+    is_setting = options.config is not None and "=" in str(options.config) and not options.config.exists()
+    if options.resume is not None and is_setting:  # `--resume RUN KEY=VALUE`
+        options.overrides.insert(0, str(options.config))
+        options.config = None
+    if options.config is None and options.resume is None:
+        raise CommandError("CONFIG is missing: give a project file, or a run with --resume")
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    """All settings of the command line as KEY=VALUE."""
     overrides, devices = list(options.overrides), options.devices
     if options.workers is not None:
         overrides.append(f"workers={options.workers}")
@@ -108,7 +90,13 @@ def _load(options: argparse.Namespace) -> Project:
         if devices != "cpu" and not re.fullmatch(r"\d+(,\d+)*", devices):
             raise ValueError(f"-d {devices}: give GPU numbers, such as 0,1, or cpu")
         overrides.append("devices=cpu" if devices == "cpu" else f"devices=[{devices}]")
-    project = load_project(options.config, overrides)
+    for name in ("allow", "skip"):
+        if (names := getattr(options, name)) is not None:
+            overrides.append(f"checkpoints.{name}=[{names}]")
+    return overrides
+
+
+def _checked(project: Project) -> Project:
     chosen = project.settings.devices
     if chosen is not None and not is_worker():  # also for the workers; CUDA reads the variable when it is first used
         os.environ["CUDA_VISIBLE_DEVICES"] = "" if chosen == "cpu" else ",".join(map(str, chosen))
@@ -116,6 +104,12 @@ def _load(options: argparse.Namespace) -> Project:
     if problems:
         raise ConfigError(problems)
     return project
+
+
+def _num_workers(project: Project) -> int:
+    chosen = project.settings.devices
+    num_devices = len(chosen) if isinstance(chosen, tuple) else 1 if chosen == "cpu" else device_count()
+    return project.settings.workers or num_devices
 
 
 def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
@@ -145,15 +139,13 @@ def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
             yield "devices", f"this machine has {visible} of the GPUs {named}: see `paceline devices`, or use cpu"
 
 
-def _request(options: argparse.Namespace, project: Project, num_workers: int) -> RunRequest:
-    output = Path(project.settings.output)
-    # The leading worker's output goes to a file: it shows progress on the terminal by its name.
-    shown = {"terminal": os.ttyname(sys.stdout.fileno()) if sys.stdout.isatty() else None, "quiet": options.quiet}
+def _request(options: argparse.Namespace) -> RunRequest:
+    overrides = _overrides(options)
     if options.resume is not None:
-        files, checkpoint = _to_resume(str(options.resume), output, project.path.stem)
-        project = project.resolve(num_workers, _first_global_batch(files))
-        return RunRequest(project, files, is_resumed=True, checkpoint=checkpoint, **shown)
-    project = project.resolve(num_workers)
+        return _resumed(options, overrides)
+    project = _checked(load_project(options.config, overrides))
+    project = project.resolve(_num_workers(project))
+    output = Path(project.settings.output)
     if options.dry_run:
         files = RunFiles(output)
     elif options.run_folder is not None:
@@ -166,54 +158,87 @@ def _request(options: argparse.Namespace, project: Project, num_workers: int) ->
         files = run_files.prepare_run_folder(output / f"{project.path.stem}_{world}")
     else:
         files = run_files.create_run_folder(output, project.path.stem)
-    return RunRequest(project, files, **shown)
+    return RunRequest(project, files, quiet=options.quiet)
 
 
-def _to_resume(named: str, output: Path, config_name: str) -> tuple[RunFiles, Path | None]:
-    """The run's folder, and the checkpoint in it if one was named."""
-    if named != str(NEWEST):
-        path = Path(named)
-        if (path / "manifest.json").is_file():
-            return run_files.prepare_run_folder(path.absolute().parent.parent), path.absolute()
-        if not RunFiles(path).is_run:
-            raise ValueError(f"--resume {named}: not a run, and not a checkpoint; see `paceline logs list`")
-        files = RunFiles(path)
+def _resumed(options: argparse.Namespace, overrides: list[str]) -> RunRequest:
+    """The request to resume a run with its own settings. What differs now is reported."""
+    given = resume.try_load(options.config, overrides)
+    output = Path(RUNS_FOLDER if given is None else given.settings.output)
+    config_name = None if options.config is None else options.config.stem
+    files, checkpoint = resume.find_run(options.resume, output, config_name)
+    if not files.config.is_file() and options.config is not None:  # the run could not write it
+        project = before = _checked(load_project(options.config, overrides))
+        _note(options, f"{files.config} does not exist: the settings of {options.config} are used")
     else:
-        runs = [run for run in find_runs(output) if run.config_name == config_name] if output.is_dir() else []
-        if not runs:
-            raise ValueError(f"--resume: {output} has no run of {config_name}; start one without --resume")
-        files = runs[-1]
-    if run_files.state_of(files, run_files.read_status(files)) == "live":
-        raise ValueError(f"--resume: {files.root} is running; wait for it, or end it with `paceline runs stop`")
-    return run_files.prepare_run_folder(files.root), None
+        project = _checked(resume.own_project(files, overrides, options.config))
+        before = resume.own_project(files, (), options.config)
+    num_workers = _num_workers(project)
+    if given is not None:
+        given = given.resolve(num_workers, project.settings.trainer.global_batch)
+    for text in resume.differences(before, project, given):
+        _note(options, text)
+    project = project.resolve(num_workers)
+    return RunRequest(project, files, is_resumed=True, checkpoint=checkpoint, quiet=options.quiet)
 
 
-def _first_global_batch(files: RunFiles) -> int | None:
-    """The global batch of the run's first start, if it depended on the number of workers."""
-    try:
-        return load_project(files.config).settings.trainer.global_batch
-    except ConfigError:
-        return None
+def _note(options: argparse.Namespace, text: str) -> None:
+    if not options.quiet:
+        print_message("paceline train", text)
 
 
 def _train(request: RunRequest, num_workers: int) -> int:
     files, project = request.files, request.project
     if not is_worker():
+        text = show(project)
         with attempt(files.config):
-            files.config.write_text(show(project), encoding="utf-8")
+            if not request.is_resumed or load_project(files.config, folder=project.folder).settings != project.settings:
+                files.config.write_text(text, encoding="utf-8")
         with attempt(files.environment):
-            run_files.write_json(files.environment, describe_environment(project.folder))
+            environment = {resume.PROJECT_KEY: str(project.path), **describe_environment(project.folder)}
+            run_files.write_json(files.environment, environment)
         if not request.quiet:
             print(f"run {formats.one_line(str(files.root))}", flush=True)
-    with run_files.running(files):
-        max_restarts = project.settings.max_restarts
-        launch(train, num_workers, args=(request,), max_restarts=max_restarts, logs=files.ranks)
+    try:
+        with run_files.running(files):
+            _launch(request, num_workers)
+    except Stopped:
+        if not request.quiet and not is_worker():
+            print(f"resume it with: {_resume_command(files)}", flush=True)
+        raise
     if not request.quiet:
         with attempt("the summary"):
-            print(f"\n{text(summarize(files))}", flush=True)
+            print(f"\n{text_of(summarize(files))}", flush=True)
     return 0
 
 
+def _launch(request: RunRequest, num_workers: int) -> None:
+    """Run the workers. Theirs is the output of this process, which alone writes to its terminal."""
+    settings, logs = request.project.settings, request.files.ranks
+    if is_worker():
+        launch(train, num_workers, args=(request,), max_restarts=settings.max_restarts, logs=logs)
+        return
+    options = Launch(
+        workers_to_start(num_workers),
+        settings.max_restarts,
+        logs,
+        is_command=True,
+        min_workers=settings.min_workers,
+        stall_s=settings.stall_s,
+    )
+    with run_folder() as folder, shown_progress(folder / LIVE_FILE) as display:
+        if display is None:
+            launch_workers(train, (request,), {}, options)
+        else:
+            request = replace(request, live_file=folder / LIVE_FILE)
+            launch_workers(train, (request,), {}, options, display.update)
+
+
+def _resume_command(files: RunFiles) -> str:
+    named = files.root.name if files.root.parent == Path(RUNS_FOLDER) else str(files.root)
+    return f"paceline train --resume {shlex.quote(named)}"
+
+
 def _report(text: object, code: int) -> int:
-    print(f"paceline train: {formats.printable(str(text))}", file=sys.stderr)
+    print_message("paceline train", in_command_words(str(text)))
     return code

@@ -6,6 +6,7 @@ A worker's error reaches the command as the text of its traceback; `user_facing`
 from __future__ import annotations
 
 import linecache
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,16 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.run.saving.resuming import NoProgressError
 
+# Remedies of the library that name arguments of Python, and what they are called on the command line.
+_COMMAND_WORDS = (
+    (r"list in allow=\[\.\.\.\] those that may differ", "name those that may differ: --allow NAME,NAME"),
+    (r"(?:set|add it to) skip=\[\.\.\.\]", "use --skip NAME"),
+    (r"(?:set|add it to) skip=\[([^\]]*)\]", r"use --skip \1"),
+    (r"\ballow=\[([^\]]*)\]", r"--allow \1"),
+    (r"set resume='auto' to continue", "use --resume to continue"),
+    (r"start with resume='auto'", "start it without --resume"),
+    (r"set resume=PATH", "use --resume PATH"),
+)
 _PACKAGE = Path(paceline.__file__).parent
 
 
@@ -53,3 +64,11 @@ def user_facing(error: PacelineError) -> UserFacingError | None:
         if found:
             return kind(message.rstrip())
     return None
+
+
+def in_command_words(text: str) -> str:
+    """An error with the options of the command instead of Python's arguments."""
+    for pattern, words in _COMMAND_WORDS:
+        for match in reversed(list(re.finditer(pattern, text))):
+            text = text[: match.start()] + match.expand(words).replace("'", "").replace(", ", ",") + text[match.end() :]
+    return text

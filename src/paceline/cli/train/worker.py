@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,15 +16,16 @@ from torch.utils.data import DataLoader
 
 from paceline.api.early_stopping import EarlyStopping
 from paceline.api.trainer import Trainer
+from paceline.checkpoint.folders import latest
 from paceline.cli.config import Project, schema, trainer_setup
 from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitoring import make_monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
-from paceline.observe.loggers import Loggers
-from paceline.observe.run_files import RunFiles
+from paceline.observe.best_effort import attempt
+from paceline.observe.run_files import RunFiles, write_json
 from paceline.observe.worker_status import WorkerStatus
-from paceline.run.monitor import Monitor
+from paceline.run.monitor import MainMonitor
 from paceline.run.step.loop import StepRecord
 
 
@@ -32,14 +34,14 @@ class RunRequest:
     """A run to start or to resume.
 
     checkpoint: the one to resume from; without it, a run that `is_resumed` continues from its newest.
-    terminal: name of the terminal to show progress on; None for the process's own output.
+    live_file: where to write progress for the command, which shows it on its terminal; None to print it.
     """
 
     project: Project
     files: RunFiles
     is_resumed: bool = False
     checkpoint: Path | None = None
-    terminal: str | None = None
+    live_file: Path | None = None
     quiet: bool = False
 
 
@@ -55,12 +57,11 @@ def train(request: RunRequest) -> None:
             for batch in epoch:
                 step(batch)
         evaluate_last()
-        if monitor is not None:
-            monitor.finish(_result_of_after(trainer, settings))
+        monitor.finish(lambda: _result_of_after(trainer, settings))
 
 
-def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | None, Callable[[], None]]:
-    """Import and build everything that the run needs; `stack` closes it. Only rank 0 has a monitor.
+def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, MainMonitor, Callable[[], None]]:
+    """Import and build everything that the run needs; `stack` closes it.
 
     Returns the trainer, the monitor, and a function to call after the last step.
     """
@@ -72,20 +73,33 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, Monitor | 
     timeline = files.timeline if settings.trainer.timeline else None
     arguments = trainer_setup.setup_arguments(settings, project.folder, files.checkpoints, timeline)
     saving = arguments.get("checkpoints")
-    if saving is not None and (request.checkpoint or (request.is_resumed and saving.resume is None)):
-        arguments["checkpoints"] = replace(saving, resume=request.checkpoint or "auto")
+    if saving is not None and request.is_resumed:  # from its own, even if it once began with another's
+        own = "auto" if saving.resume is None or latest(Path(saving.folder)) else saving.resume
+        arguments["checkpoints"] = replace(saving, resume=request.checkpoint or own)
+    if request.quiet:
+        arguments["runtime"] = replace(arguments["runtime"], quiet=True)
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
     stack.enter_context(WorkerStatus(files.ranks, lambda: trainer.world, lambda: trainer.position.step))
-    monitor = None
-    if trainer.is_main:
-        monitor = make_monitor(trainer, request, stack)
+    stack.callback(_write_peak, trainer, files)
+    monitor = MainMonitor(trainer, lambda: make_monitor(trainer, request, stack))
+    if monitor.is_needed:
         trainer.every(1, monitor.after_step)
     if settings.loggers and settings.checkpoints.save:
-        trainer.register("loggers", Loggers([]) if monitor is None else monitor.loggers, "global")
+        trainer.register("loggers", monitor.loggers, "global")
     _stop_on_divergence(trainer, settings)
     if settings.data.evaluation is None:
         return trainer, monitor, lambda: None
     return trainer, monitor, _evaluate_periodically(trainer, settings, evaluation_data, monitor)
+
+
+def _write_peak(trainer: Trainer, files: RunFiles) -> None:
+    """The most memory that this worker used: of its GPU, or else of its process."""
+    device = trainer.world.device
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 1024 * kilobytes
+    path = files.peak(trainer.world.rank)
+    with attempt(path):
+        write_json(path, {"peak_bytes": peak_bytes, "device": str(device)})
 
 
 def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]) -> Trainer:
@@ -161,7 +175,7 @@ def _stop_on_divergence(trainer: Trainer, settings: ProjectSettings) -> None:
 
 
 def _evaluate_periodically(
-    trainer: Trainer, settings: ProjectSettings, data: Any, monitor: Monitor | None
+    trainer: Trainer, settings: ProjectSettings, data: Any, monitor: MainMonitor
 ) -> Callable[[], None]:
     """Evaluate on all workers, for metrics, the best checkpoints and early stopping.
 
@@ -185,16 +199,14 @@ def _evaluate_periodically(
         last_step = trainer.position.step
         found = trainer.evaluate(data, in_precision, collate_fn=collate)
         values = found if isinstance(found, dict) else {"loss": found}
-        if monitor is not None:
-            monitor.after_evaluation(last_step, values)
+        monitor.after_evaluation(last_step, values)
         if best is not None:
             trainer.save({best.metric: _metric(values, best.metric, "checkpoints.keep_best.metric")})
         if settings.trainer.early_stopping is None:
             return
         if rule.is_over(_metric(values, stopping.metric, "trainer.early_stopping.metric")):
-            if monitor is not None:
-                count = f"{stopping.patience} evaluations"
-                monitor.note(f"{stopping.metric} did not improve in {count}: the run ends here")
+            count = f"{stopping.patience} evaluations"
+            monitor.note(f"{stopping.metric} did not improve in {count}: the run ends here")
             trainer.end()
 
     if settings.trainer.eval_every is None:

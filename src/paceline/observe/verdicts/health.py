@@ -15,6 +15,7 @@ from paceline.observe.verdicts.verdict import Change, Limits, Verdict
 # Losses are compared as medians of this many lines.
 _SMOOTH = 5
 # What the errors about a loss, a gradient or a ratio of losses say.
+_RANK = re.compile(r"^rank (\d+)\b")
 _DIVERGED = re.compile(r"(loss|norm) is (nan|-?inf)|the run diverges|NonFiniteError", re.IGNORECASE)
 
 
@@ -23,7 +24,9 @@ def ended(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
     reason = evidence.reason or ""
     if evidence.state == "failed" and not _DIVERGED.search(reason):
         look = Change("", None, "the workers' whole output is in the run's folder, in ranks/")
-        yield Verdict("failed", "error", f"the run failed: {reason or 'no reason is known'}", changes=(look,))
+        found = _RANK.search(reason)
+        rank = int(found[1]) if found else None
+        yield Verdict("failed", "error", f"the run failed: {reason or 'no reason is known'}", rank, changes=(look,))
     if evidence.state == "broken off":
         text = "the run's process died without a report"
         look = Change("", None, "look for the kernel's out-of-memory killer (dmesg); continue with train --resume")

@@ -7,12 +7,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, STORE_VARIABLE
+from paceline.observe.formats import short_path
 from paceline.run.launching import worker
 from paceline.run.launching.elastic_nodes import ElasticNodes
 from paceline.run.launching.fork_server import ForkServer
@@ -87,20 +89,31 @@ class Agent:
             reason = failure.message.partition("\n")[0] if failure is not None else "the workers ended"
             print(f"paceline: restart {self._nodes.num_restarts}: {reason}", file=sys.stderr)
 
-    def stop(self) -> BaseException | None:
-        """Ask the workers to end, and wait for those that are saving. Returns what they report, or None."""
+    def stop(self, cause: str | None = None) -> BaseException | None:
+        """Ask the workers to end, and wait for those that are saving. Returns what they report, or None.
+
+        cause: what to tell the user if the workers do not end immediately, but finish their step.
+        """
         if isinstance(self._nodes, ElasticNodes) and self._nodes.has_others and self._leave():
             return None
         self._is_stopping = True
+        if cause is not None and (self._folder / worker.STOPPABLE_FILE).exists():
+            print(f"paceline: {cause}", file=sys.stderr, flush=True)
         self._send(signal.SIGTERM)
         deadline_s = time.monotonic() + GRACE_S
-        while self._server.pids and (running := self._server.running):
-            is_saving = any(worker_file(self._folder, "heard", rank).exists() for rank in running)
-            if time.monotonic() > deadline_s and (self._failures() or not is_saving):
+        while self._server.pids and self._server.running:
+            if time.monotonic() > deadline_s and (self._failures() or not self._saving):
                 break
             self._poll()
         self._poll(timeout_s=0)  # if an interrupt came between an exit and its report
-        return _to_error(first_failure(self._exits.values()))
+        # Workers that ended at once broke the exchanges of others: that is no failure.
+        exits = [each for each in self._exits.values() if each.kind != ExitKind.COMMUNICATION]
+        return _to_error(first_failure(exits))
+
+    @property
+    def _saving(self) -> list[int]:
+        """The running workers that have received a signal, and save."""
+        return [rank for rank in self._server.running if worker_file(self._folder, "heard", rank).exists()]
 
     def _leave(self) -> bool:
         """Let the workers of this node leave the run, which goes on. Returns whether they have."""
@@ -197,7 +210,9 @@ class Agent:
     def _send(self, number: signal.Signals) -> None:
         self._sent = number
         if number == signal.SIGTERM:
-            self._server.terminate()
+            with suppress(OSError):  # workers say nothing about a signal of ours
+                (self._folder / worker.ANNOUNCED_FILE).touch()
+            self._server.terminate(self._saving)  # a second signal would end those at once
         else:
             self._server.kill()
 
@@ -238,7 +253,8 @@ class Agent:
         elif result.is_failure:
             where = [f"rank {result.rank} ran on node {nodes.name}"] if nodes.num_nodes > 1 else []
             if self._logs is not None:
-                where.append(f"the output of rank {result.rank} is in {output_file(self._logs, result.rank, 'err')}")
+                path = short_path(output_file(self._logs, result.rank, "err"))
+                where.append(f"the output of rank {result.rank} is in {path}")
             result = result.with_notes("; ".join(where))
         is_final = nodes.num_restarts == self._max_restarts or self._is_stopping or not _FINAL.isdisjoint(kinds)
         return replace(result, is_final=is_final)

@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
@@ -101,9 +101,9 @@ class ForkServer:
             self.kill()
             self.exit_codes |= dict.fromkeys(self.running, self._server.wait())
 
-    def terminate(self) -> None:
-        """Send SIGTERM to the running workers; not to their children, which they may still need."""
-        for rank in self.running:
+    def terminate(self, but: Collection[int] = ()) -> None:
+        """Send SIGTERM to the running workers but those; not to their children, which they may still need."""
+        for rank in set(self.running).difference(but):
             with suppress(OSError, KeyError):  # gone, or not started yet
                 os.kill(self.pids[rank], signal.SIGTERM)
 

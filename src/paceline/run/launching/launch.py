@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.core.errors import WorkerError
-from paceline.core.rank_variables import is_worker
+from paceline.core.rank_variables import LAUNCHED_VARIABLE, is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.core.usable_devices import LEFT_OUT_VARIABLE, left_out
 from paceline.run.launching import worker
@@ -32,6 +33,7 @@ from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import SINGLE_NODE, NodeRendezvous, Nodes
 from paceline.run.launching.output import follow_output
 from paceline.run.launching.supervisor import Elastic
+from paceline.run.saving.stopping import Stopped
 
 FOLDER_PREFIX = "paceline-run-"
 LOCK_FILE = "lock"
@@ -101,6 +103,7 @@ class Launch:
     max_restarts: int = 0
     logs: str | os.PathLike[str] | None = None
     nodes: Nodes = SINGLE_NODE
+    is_command: bool = False  # the process does nothing else: after a signal, it raises what the workers report
     min_workers: int | None = None  # to go on with when others die; None: they end with the first that dies
     stall_s: float | None = None  # how long a micro-batch may take; with min_workers only
 
@@ -212,9 +215,12 @@ def _run_workers(
     ):
         try:
             failure = agent.run()
-        except (KeyboardInterrupt, SystemExit):
-            failure = agent.stop()
-            if script is None or failure is None:
+        except (KeyboardInterrupt, SystemExit) as error:
+            failure = agent.stop(_stop_message(error))
+            # A command ends with what its workers report. A program that calls `launch` gets its Ctrl-C back.
+            is_command = options.is_command or script is not None
+            is_stopped = isinstance(failure, Stopped) and isinstance(error, SystemExit)
+            if failure is None or not (is_command or is_stopped):
                 raise
     if failure is not None:
         raise failure
@@ -226,9 +232,22 @@ def _meet(nodes: Nodes, count: int, run_id: str, common: Mapping[str, Any]) -> N
     return NodeRendezvous(nodes, count, run_id, common)
 
 
+def _stop_message(error: KeyboardInterrupt | SystemExit) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "Ctrl-C: stopping after this step; press it again to exit immediately"
+    number = error.code - 128 if isinstance(error.code, int) else 0
+    name = signal.Signals(number).name if number in set(signal.Signals) else "asked to exit"
+    return f"{name}: stopping after this step; send it again to exit immediately"
+
+
 def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
     """The environment of the workers, but for their ranks."""
-    environment = {**os.environ, **allocator_environment(), LEFT_OUT_VARIABLE: json.dumps(left_out())}
+    environment = {
+        **os.environ,
+        **allocator_environment(),
+        LAUNCHED_VARIABLE: str(time.time()),
+        LEFT_OUT_VARIABLE: json.dumps(left_out()),
+    }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))  # read when torch is imported
     if not nodes.are_several:  # a secret for this run, which ends with its folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import io
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +13,33 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
 
+# Between the output of two starts in the same file. It is not shown.
+_HEADING = re.compile(rb"\n--- [-\d]+ [:\d]+: start \d+\n")
+
 
 def output_file(folder: Path, rank: int, stream: str) -> Path:
     """Where the worker's output goes with `logs`; `stream` is "out" or "err"."""
     return folder / f"rank-{rank}.{stream}"
 
 
+# Names the folder of a worker's output, if it goes to files.
+LOGS_VARIABLE = "PACELINE_LOGS"
+
+
+def show_output() -> None:
+    """Append this worker's output to the files of rank 0 from now on, which the launcher shows."""
+    if folder := os.environ.get(LOGS_VARIABLE):
+        for name in ("out", "err"):
+            stream = getattr(sys, f"std{name}")
+            file = os.open(output_file(Path(folder), 0, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            stream.flush()
+            os.dup2(file, stream.fileno())
+            os.close(file)
+
+
 def redirect_output(folder: Path, rank: int, num_restarts: int) -> None:
     """Append both streams to files, including the output of native code and of child processes."""
+    os.environ[LOGS_VARIABLE] = str(folder)
     for name in ("out", "err"):
         stream = getattr(sys, f"std{name}")
         file = os.open(output_file(folder, rank, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -77,7 +97,7 @@ class Follower:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def copy(self) -> None:
-        if (new := self._file.read()) and not self._has_failed:
+        if (new := _HEADING.sub(b"", self._file.read())) and not self._has_failed:
             try:
                 self._stream.write(self._decode(new))
                 self._stream.flush()

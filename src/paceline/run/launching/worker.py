@@ -35,6 +35,10 @@ CALL_FILE = "call.pkl"
 RESULT_FILE = "result.pkl"
 STORE_FILE = "store"
 SECRET_FILE = "secret"
+# In the folder of a start: the agent ends the workers, and tells the user why.
+ANNOUNCED_FILE = "announced"
+# There: a worker finishes its step on a signal, and saves.
+STOPPABLE_FILE = "stoppable"
 STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
 

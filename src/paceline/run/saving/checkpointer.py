@@ -27,6 +27,7 @@ from paceline.comm.messages import decided_by_rank_0, gather, wait_for_all
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import CommunicationError, MisuseError
 from paceline.core.events import Events
+from paceline.observe.formats import short_path
 from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.epoch import Position
 from paceline.run.membership.communicator import ElasticCommunicator
@@ -304,7 +305,7 @@ class Checkpointer:
             raise error
         self._leave_together()
         if self._world.is_main:
-            folder = step_folder(self._folder.root, loop.position.step)
+            folder = short_path(step_folder(self._folder.root, loop.position.step))
             print(f"paceline: stopped after step {loop.position.step}, saved as {folder}", file=sys.stderr)
 
     def save(self, loop: Loop, metrics: Mapping[str, float]) -> None:

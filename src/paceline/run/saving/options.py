@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from paceline.checkpoint.compare import Level
-from paceline.checkpoint.policy import Best, Retention
+from paceline.checkpoint.policy import Best, Level, Retention
 from paceline.checkpoint.policy import Mode as Mode
 from paceline.core.settings import check, setting
 
 DEFAULT_MINUTES = 10.0
+# The components of the run itself, beside those that users register.
+OWN = ("model", "optimizer", "scheduler", "engine", "random")
 
 Resume: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str] | None
 

@@ -20,6 +20,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.rank_variables import is_worker
 from paceline.plan.epoch import Position
 from paceline.run.saving.identity import differences
+from paceline.run.saving.options import OWN as OWN
 from paceline.run.saving.options import Checkpoints, Resume
 from paceline.run.saving.state import (
     HasState,
@@ -36,9 +37,6 @@ from paceline.run.step.replica import Replica
 logger = logging.getLogger("paceline")
 
 States: TypeAlias = dict[str, Any]
-
-# The components of the run itself, beside those that users register.
-OWN = ("model", "optimizer", "scheduler", "engine", "random")
 
 RESTART_NAME = ".restart.json"
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from paceline.run.launching.worker import HEARD_VARIABLE, STOPPED_EXIT_CODE
+from paceline.run.launching.worker import ANNOUNCED_FILE, HEARD_VARIABLE, STOPPABLE_FILE, STOPPED_EXIT_CODE
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -41,6 +41,9 @@ class StopSignals:
             self._previous = {number: handler for number, handler in handlers.items() if handler in defaults}
         for number in self._previous:
             signal.signal(number, self._handle)
+        if self._previous and (path := os.environ.get(HEARD_VARIABLE)):
+            with suppress(OSError):
+                Path(path).with_name(STOPPABLE_FILE).touch()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
@@ -51,6 +54,8 @@ class StopSignals:
         if path := os.environ.get(HEARD_VARIABLE):
             with suppress(OSError):
                 Path(path).touch()
+            if Path(path).with_name(ANNOUNCED_FILE).exists():
+                return  # the agent sent it, and says why
         # A launcher sends the same signal to the survivors of a dead worker, whose step cannot be completed.
         text = (
             f"paceline: {signal.Signals(number).name}: stopping after this step, which is saved if all workers "

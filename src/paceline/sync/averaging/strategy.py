@@ -4,15 +4,12 @@ Nothing is exchanged between two averages, so a slow link costs little. In retur
 the result depends on the number of workers (local SGD). A worker's step uses its own share of the global batch.
 """
 
-# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
-
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -20,12 +17,12 @@ from paceline.comm.base import Communicator
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError
 from paceline.core.events import Events
-from paceline.core.settings import setting
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.averaging.guard import DivergenceGuard
 from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
+from paceline.sync.averaging.settings import Averaging as Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
 from paceline.sync.step_numbers import StepNumbers
@@ -34,46 +31,6 @@ from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 logger = logging.getLogger("paceline")
 
 TRANSFER_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """Settings of the strategy.
-
-    every: steps between two averages, or a `Cadence` that finds the number: its overhead_target bounds the cost of
-        averaging, its anchor is the initial number of steps.
-    first_step: gradients are exchanged in every step until this many steps are done (post-local SGD).
-    overlap: replicas train on while their mean is computed, and apply the difference at the next average. No step is
-        lost.
-    transfer: the dtype in which changes are sent.
-    outer: an optimizer over the common weights that uses the mean change as its gradient, for example
-        `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`; None uses the mean itself.
-    divergence_threshold: relative drift above which three rises in a row halve the steps between averages; None
-        disables the guard.
-    """
-
-    every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
-    first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
-    overlap: bool = setting("continue training while the average is computed", False)
-    transfer: Literal["fp32", "bf16", "fp16"] = setting("data type of the transfer", "fp32")
-    outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = setting(
-        "optimizer over the averaged weights, called with the parameters", None
-    )
-    divergence_threshold: float | None = setting("drift above which averaging becomes more frequent", 0.05, above=0)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.every, Cadence) and (type(self.every) is not int or self.every < 1):
-            raise ValueError(
-                f"every={self.every!r}: choose the number of steps between two averages, at least 1, or a Cadence(...)"
-            )
-        if isinstance(self.every, Cadence) and self.every.speed_hint is not None:
-            raise ValueError("Averaging ignores Cadence(speed_hint=): give speed_hints to the run instead")
-        if type(self.first_step) is not int or self.first_step < 0:
-            raise ValueError(f"first_step={self.first_step!r}: choose a number of steps >= 0")
-        if self.transfer not in TRANSFER_TYPES:
-            raise ValueError(f"transfer={self.transfer!r} is unknown: choose one of {', '.join(TRANSFER_TYPES)}")
-        if self.divergence_threshold is not None:
-            DivergenceGuard(self.divergence_threshold)
 
 
 class AveragedReplicas:

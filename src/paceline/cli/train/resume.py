@@ -1,0 +1,119 @@
+"""`paceline train --resume`: which run it is, the run's own settings, and what differs from them now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.folders import MANIFEST_NAME
+from paceline.cli.commands import CommandError, choose_run, find_runs
+from paceline.cli.config import ConfigError, Project, load_project
+from paceline.cli.config.schema import Trainer
+from paceline.cli.config.show import one_line, plain
+from paceline.cli.train.arguments import NEWEST
+from paceline.observe import run_files
+from paceline.observe.run_files import RunFiles
+
+# In environment.json.
+PROJECT_KEY = "project"
+MAX_LISTED = 5
+# Settings that a start may choose anew: they do not change the course of a run.
+_FREE = (
+    *("workers", "devices", "output", "max_restarts", "min_workers", "stall_s", "loggers"),
+    *("checkpoints.resume", "checkpoints.allow", "checkpoints.skip"),
+)
+
+
+def find_run(named: str, output: Path, config_name: str | None) -> tuple[RunFiles, Path | None]:
+    """The run to resume, and its checkpoint if one was named.
+
+    named: as `paceline logs list` prints it, a prefix, a folder, a checkpoint, or NEWEST: the newest run of the config.
+    """
+    if (Path(named) / MANIFEST_NAME).is_file():
+        checkpoint = Path(named).absolute()
+        return run_files.prepare_run_folder(checkpoint.parent.parent), checkpoint
+    if named != NEWEST:
+        files = choose_run(named, output)
+    else:
+        found = find_runs(output) if output.is_dir() else []
+        runs = [run for run in found if config_name in (None, run.config_name)]
+        if not runs:
+            whose = "" if config_name is None else f" of {config_name}"
+            raise CommandError(f"--resume: {output} has no run{whose}: start one without --resume", 2)
+        files = runs[-1]
+    if run_files.state_of(files, run_files.read_status(files)) == "live":
+        raise CommandError(f"--resume: {files.root} is running: wait for it, or end it with `paceline runs stop`", 2)
+    return run_files.prepare_run_folder(files.root), None
+
+
+def own_project(files: RunFiles, overrides: Sequence[str], given: Path | None) -> Project:
+    """The project with the settings of the run, except for `overrides`.
+
+    given: the project file of the command line, if any. Python modules and paths are relative to its folder, or to
+    that of the file the run was started with.
+    """
+    environment = run_files.read_json(files.environment)
+    recorded = environment.get(PROJECT_KEY) if isinstance(environment, Mapping) else None
+    path = Path(recorded) if given is None and isinstance(recorded, str) else given
+    if path is None:
+        raise CommandError(f"{files.root.name} does not say which project it is of: give its CONFIG too", 2)
+    return replace(load_project(files.config, overrides, folder=path.absolute().parent), path=path.absolute())
+
+
+def differences(before: Project, now: Project, given: Project | None) -> Iterator[str]:
+    """Sentences about the settings of this start, `now`, that are not those of the run `before`.
+
+    given: the project file of the command line, whose other settings have no effect.
+    """
+    own, new = _flat(plain(before.settings)), _flat(plain(now.settings))
+    changed = [key for key in new if own.get(key) != new[key] and key not in _FREE]
+    if changed:
+        yield f"changed for this run: {_listed([f'{key} {_value(own, key)} -> {_value(new, key)}' for key in changed])}"
+    ended, ends = (_horizon(project.settings.trainer) for project in (before, now))
+    if ended is not None and ends is not None and ended != ends:
+        keep = f"trainer.schedule_steps={ended.split()[0] if ended.endswith('steps') else 'N'}"
+        yield f"the schedule ends after {ends}, not {ended}: the learning rate is another from here on; {keep} keeps it"
+    if given is None:
+        return
+    theirs = _flat(plain(given.settings))
+    unused = [key for key in theirs if theirs[key] != new.get(key) and key not in _FREE]
+    if unused:
+        texts = [f"{key}={_value(theirs, key)} (the run: {_value(new, key)})" for key in unused]
+        yield (
+            f"the run's own settings are used, which differ from {given.path.name}: {_listed(texts)}; to change one, "
+            "give it on the command line"
+        )
+
+
+def try_load(config: Path | None, overrides: Sequence[str]) -> Project | None:
+    """The project file beside `--resume`, for comparison; None if there is none or it is no longer valid."""
+    try:
+        return None if config is None else load_project(config, overrides)
+    except ConfigError:
+        return None
+
+
+def _horizon(trainer: Trainer) -> str | None:
+    """Where the schedule ends; None if it does not."""
+    if trainer.schedule not in ("linear", "cosine"):
+        return None
+    steps = trainer.schedule_steps or trainer.max_steps
+    return f"{trainer.epochs} epochs" if steps is None else f"{steps} steps"
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _value(settings: Mapping[str, Any], key: str) -> str:
+    return one_line(settings[key]) if key in settings else "unset"
+
+
+def _listed(texts: Sequence[str]) -> str:
+    more = [f"and {len(texts) - MAX_LISTED} more"] if len(texts) > MAX_LISTED else []
+    return ", ".join([*texts[:MAX_LISTED], *more])
