@@ -35,8 +35,10 @@ test: lint ## lint, then every test, example and code block of the docs
 		[ $$? -eq 1 ] && echo "make: running the failed tests again, one at a time" && \
 		$(RUN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); }
 
-soak: $(ENVIRONMENT) ## a thousand random programs against plain PyTorch, and long matrices (some ten minutes)
-	$(RUN)/python -m pytest -m soak -n $(JOBS) --dist worksteal $(ARGS)
+# The kills come last and alone: they say how far they are, and whose cores they have matters to when they strike.
+soak: $(ENVIRONMENT) ## a thousand random programs against plain PyTorch, long matrices, a thousand kills (some 40 minutes)
+	$(RUN)/python -m pytest -m soak -k 'not thousand_kills' -n $(JOBS) --dist worksteal $(ARGS)
+	$(RUN)/python -m pytest -m soak -s tests/run/membership/test_chaos_kills.py
 
 lint: $(ENVIRONMENT) ## style, types and the direction of imports
 	$(RUN)/ruff check .

@@ -47,6 +47,9 @@ BENCHMARKS = {
     "pauses": Benchmark(
         "bench.pauses", "ms of the longest step among millions of objects, by who collects garbage when"
     ),
+    "survive": Benchmark(
+        "bench.survive", "seconds that the loss of a worker costs, against torchft, torchrun and our own restart"
+    ),
     "hosts": Benchmark("bench.hosts", "ms per sum over workers of two hosts, against flat Gloo between all of them"),
     "slowlink": Benchmark("bench.slowlink", "samples/s and loss on a slow link, against workers that never talk"),
 }
