@@ -1,4 +1,4 @@
-"""Three workers share a GPU over Gloo, and are killed one after the other. CI has no GPU; run by hand where there is one."""
+"""Three workers share a GPU over Gloo, and are killed one after the other. CI has no GPU: run it by hand."""
 
 from __future__ import annotations
 
