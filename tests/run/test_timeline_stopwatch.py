@@ -104,4 +104,4 @@ def test_what_is_told_to_the_others_does_not_depend_on_a_timeline(
     watch.begin_step()
     watch.mark()
     timing = watch.send(0)
-    assert timing == pytest.approx((1.1, 0.3, 0.2, 0.1))
+    assert (timing.micro_batch, timing.sync, timing.rest, timing.feed) == pytest.approx((1.1, 0.3, 0.2, 0.1))
