@@ -65,7 +65,7 @@ def check(name: str, columns: int, screen: str) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
-@pytest.mark.parametrize("columns", [80, 200])
+@pytest.mark.parametrize("columns", [80, pytest.param(200, marks=pytest.mark.soak)])
 def test_transcripts(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("terminal_parts.py").write_text(PARTS)

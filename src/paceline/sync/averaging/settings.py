@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from paceline.core.settings import setting
 from paceline.plan.cadence import Cadence
 from paceline.sync.averaging.guard import DivergenceGuard
 
-Transfer = Literal["fp32", "bf16", "fp16"]
+TRANSFERS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Averaging:
     every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
     first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
     overlap: bool = setting("continue training while the average is computed", False)
-    transfer: Transfer = setting("data type of the transfer", "fp32")
+    transfer: Literal["fp32", "bf16", "fp16"] = setting("data type of the transfer", "fp32")
     outer: Callable[[list[Any]], Any] | None = setting(
         "optimizer over the averaged weights, called with the parameters", None
     )
@@ -49,7 +49,7 @@ class Averaging:
             raise ValueError("Averaging ignores Cadence(speed_hint=): give speed_hints to the run instead")
         if type(self.first_step) is not int or self.first_step < 0:
             raise ValueError(f"first_step={self.first_step!r}: choose a number of steps >= 0")
-        if self.transfer not in get_args(Transfer):
-            raise ValueError(f"transfer={self.transfer!r} is unknown: choose one of {', '.join(get_args(Transfer))}")
+        if self.transfer not in TRANSFERS:
+            raise ValueError(f"transfer={self.transfer!r} is unknown: choose one of {', '.join(TRANSFERS)}")
         if self.divergence_threshold is not None:
             DivergenceGuard(self.divergence_threshold)
