@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 import paceline as pl
+from paceline.sync.gradients import exchange
 
 # Ten steps of four micro-batches of four, and one of two: 11 steps in an epoch, the last sample group smaller.
 NUM_SAMPLES = 167
@@ -44,7 +45,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stream": {"shuffle_buffer": 24},
     "readers": {"readers": 1},
     "unsaved": {"checkpoints": None},
+    "buckets": {},
 }
+SMALL_BUCKET_BYTES = 2048  # of the variant "buckets": several, the first of which leaves during backward
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,8 @@ class Faults:
 
 
 def setup(program: Program) -> pl.Trainer:
+    if program.variant == "buckets":
+        exchange.BUCKET_BYTES = SMALL_BUCKET_BYTES
     checkpoints = pl.Checkpoints(Path(program.folder) / "run", every_steps=SAVE_EVERY, keep_last=2)
     settings = {"checkpoints": checkpoints, **VARIANTS[program.variant]}
     return pl.Trainer.setup(
