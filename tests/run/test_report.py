@@ -15,6 +15,8 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.core.timing import Timing
+from paceline.observe.timeline.recorder import NoTimeline
+from paceline.run.step import stopwatch
 from paceline.run.step.stopwatch import Account
 
 X, Y = vectors(320)
@@ -69,6 +71,17 @@ def test_steps_without_a_measurement_count_with_the_next() -> None:
         account.add(((range(2),), 4, FakeNumbers(timing)))  # type: ignore[arg-type]
     (worker,) = account.report().workers
     assert [worker.compute_s, worker.sync_s, worker.rest_s] == pytest.approx([0.6, 0.02, 0.03])
+
+
+def test_the_wait_for_data_is_a_part_of_the_time_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Begin, plan; two passes: begin, data, backward; then the exchange begins.
+    moments = iter([0.0, 1.0, 1.0, 3.0, 7.0, 7.0, 8.0, 9.0, 9.0])
+    monkeypatch.setattr(stopwatch, "perf_counter", lambda: next(moments))
+    watch = stopwatch.HostStopwatch(NoTimeline())
+    watch.begin_step()
+    for _ in range(7):
+        watch.mark()
+    assert watch.send(4) == Timing(micro_batch=2.0, data=0.75)
 
 
 def test_nothing_done_is_reported_as_nothing() -> None:

@@ -152,6 +152,7 @@ def _train(run: Run, loss_of: Callable[[Any, Any], torch.Tensor], n_iter: int, v
 
         run.loop.every(1, after_iteration)
         step = run.stepping.with_function(lambda sample: (loss_of(run.model, sample), {}))
+        run.enter()
         try:
             for sample in run.loop.micro_batches(epoch=0):
                 step(sample)

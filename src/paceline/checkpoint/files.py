@@ -6,6 +6,7 @@ bytes. The `safetensors` library reads it. Writing is done here, because the lib
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -139,6 +140,12 @@ def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
     if flush:
         flush_folder(path.parent)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what a process that was killed in `replacing(path)` has left."""
+    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
+        shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
 
 
 def flush_folder(folder: Path) -> None:

@@ -13,6 +13,7 @@ from paceline.observe import formats
 from paceline.observe.json_lines import is_count
 from paceline.observe.metrics import SAMPLES, Curves, mean_samples_per_s, read_curves
 from paceline.observe.run_files import RunFiles, State, Status, last_sign, read_json, read_status, state_of
+from paceline.observe.world_changes import describe_changes, read_world_changes
 
 _READ = ("loss", "time", "epoch", SAMPLES, "tokens_per_s")
 # The maximum is not shown for metrics whose names contain one of these.
@@ -73,6 +74,7 @@ class Summary:
     num_checkpoints: int
     plots: Sequence[str]
     num_unreadable_lines: int
+    changes: str | None  # workers that left and joined
     notes: Sequence[str] = ()
 
 
@@ -111,6 +113,7 @@ def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
         num_checkpoints=sum(path.is_dir() for path in files.checkpoints.glob("step-*")),
         plots=sorted(str(path) for path in files.plots.glob("*.*")),
         num_unreadable_lines=metrics.num_unreadable,
+        changes=None if tail or not (changes := read_world_changes(files)) else describe_changes(changes),
         notes=_notes(files, state, metrics),
     )
 
@@ -166,6 +169,7 @@ def text(summary: Summary, comparison: Comparison | None = None) -> str:
     if comparison is not None:
         per_worker = f"{comparison.efficiency:.0%} per worker"
         rows.append(("speed-up", f"{comparison.speed_up:.2f} times {comparison.baseline}, {per_worker}"))
+    rows += [] if summary.changes is None else [("workers", summary.changes)]
     rows += [(f"worker {worker.rank}", _worker_text(worker)) for worker in summary.workers]
     if peaks := [formats.size(worker.peak_bytes) for worker in summary.workers if worker.peak_bytes is not None]:
         rows.append(("memory", f"peak {', '.join(peaks)}"))

@@ -74,6 +74,8 @@ class WorkerStatus:
 
     def _write(self) -> None:
         world = self._world()
+        if world.is_joining:
+            return  # it has no rank yet
         path = status_path(self._ranks, world.rank)
         if self._path is not None and self._path != path:  # others left, and the ranks moved up
             with suppress(OSError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -85,6 +85,8 @@ def assemble(
             _check_device(world.device)
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
         communicator = _connect(config, world, membership)
+        # As many as at the start, also for a worker that joins later: all workers exchange buffers of one size.
+        max_micro_batches = config.max_micro_batches(world.size)
         world, can_change = communicator.world, membership is not None
         stack.callback(communicator.close)
         replica = Replica(
@@ -113,7 +115,9 @@ def assemble(
         own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
         timeline, ema = config.runtime.timeline, config.optimization.ema
-        recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), world, events)
+        recorder = (
+            NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), _lane(world, membership), events)
+        )
         stack.callback(recorder.close)
         parts = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
         # Loads the weights, before the exchange reads them.
@@ -122,9 +126,9 @@ def assemble(
         average = None if ema is None else WeightAverage(replica, ema)
         if average is not None and checkpoints is not None:
             checkpointer.register("ema", average, Pattern.REPLICATED)
-        exchange = _exchange(config, replica, communicator, events)
+        exchange = _exchange(config, replica, communicator, events, max_micro_batches)
         stack.callback(exchange.close)
-        planner = planner_for(config, world, config.max_micro_batches(world.size), can_change=can_change)
+        planner = planner_for(config, world, max_micro_batches, can_change=can_change)
         settings = _data_settings(config, world, weight_fn)
         link = partial(_elastic_link, communicator) if isinstance(communicator, ElasticCommunicator) else make_link
         feed = make_feed(data, settings, steps, planner.plan, communicator, link)
@@ -173,6 +177,13 @@ def _elastic_link(communicator: ElasticCommunicator, world: World, timeout_s: fl
     return link
 
 
+def _lane(world: World, membership: Membership | None) -> World:
+    """The world by which the timeline names this worker's file. Ranks may change, and a newcomer has none yet."""
+    if membership is None:
+        return world
+    return replace(world, rank=membership.number, size=max(world.size, membership.number + 1))
+
+
 def _check_device(device: torch.device) -> None:
     """Run a kernel: this build of torch may have none for the device, or the device may be broken."""
     try:
@@ -201,37 +212,44 @@ def _data_settings(config: RunConfig, world: World, weight_fn: Callable[[Any], i
     )
 
 
-def _exchange(config: RunConfig, replica: Replica, communicator: Communicator, events: Events) -> GradientExchange:
+def _exchange(
+    config: RunConfig, replica: Replica, communicator: Communicator, events: Events, max_micro_batches: int
+) -> GradientExchange:
     strategy = config.strategy
     if communicator.world.size == 1 or not isinstance(strategy, Averaging):
-        return _gradients(config, replica, communicator)
+        return _gradients(config, replica, communicator, max_micro_batches)
 
     def averaging() -> GradientExchange:
         alone = SingleCommunicator(World(device=communicator.world.device))
-        many = _mean_gradients(config, replica, alone)
+        many = _mean_gradients(config, replica, alone, config.max_micro_batches(1))
         one = None if config.precision == "fp16" else DirectGradients(replica.parameters)
         parameters, statistics = list(replica.parameters.values()), statistics_of(replica.model)
         return AveragedReplicas(strategy, many, one, parameters, statistics, communicator, events)
 
     if strategy.first_step == 0:
         return averaging()
-    first = GradientsFirst(_gradients(config, replica, communicator), averaging, strategy.first_step)
+    before = _gradients(config, replica, communicator, max_micro_batches)
+    first = GradientsFirst(before, averaging, strategy.first_step)
     return cast("GradientExchange", first)  # forwards to one
 
 
-def _gradients(config: RunConfig, replica: Replica, communicator: Communicator) -> GradientExchange:
+def _gradients(
+    config: RunConfig, replica: Replica, communicator: Communicator, max_micro_batches: int
+) -> GradientExchange:
     is_alone = isinstance(communicator, SingleCommunicator)
     if is_alone and config.max_micro_batches(1) == 1 and not config.exact and config.precision != "fp16":
         return DirectGradients(replica.parameters)
-    return _mean_gradients(config, replica, communicator)
+    return _mean_gradients(config, replica, communicator, max_micro_batches)
 
 
-def _mean_gradients(config: RunConfig, replica: Replica, communicator: Communicator) -> MeanGradients:
+def _mean_gradients(
+    config: RunConfig, replica: Replica, communicator: Communicator, max_micro_batches: int
+) -> MeanGradients:
     return MeanGradients(
         replica.parameters,
         communicator,
         Buffers(replica.model, communicator),
-        max_micro_batches=config.max_micro_batches(communicator.world.size),
+        max_micro_batches=max_micro_batches,
         exact=config.exact,
         overlap=config.runtime.overlap,
     )

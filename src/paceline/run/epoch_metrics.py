@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from numbers import Number
@@ -58,22 +59,22 @@ class Tally:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._world = run.communicator.world
         # A GPU's numbers are read some steps late, without waiting for the device.
-        self._records = DeferredReader(self._read, GPU_LAG_STEPS if self._world.device.type == "cuda" else 0)
-        self._micro_batch_s = [0.0] * self._world.size  # as last measured
+        self._records = DeferredReader(self._read, GPU_LAG_STEPS if run.world.device.type == "cuda" else 0)
+        self._micro_batch_s: defaultdict[int, float] = defaultdict(float)  # as last measured, by rank
         self.begin()
 
     def begin(self) -> None:
-        size = self._world.size
         self._start = perf_counter()
         self._records.clear()
         self._noted: list[tuple[dict[str, Any], float]] = []
-        self._loss = [0.0, 0.0]  # weighted sum, weight
+        self._exchanged_loss = [0.0, 0.0]  # weighted sum, weight; known to all workers
+        self._own_loss = [0.0, 0.0]  # of steps that were not exchanged
         self._scalars: dict[str, list[Any]] = {}  # likewise; the sums may be device tensors
-        self._counts = [0] * size
-        self._measured_counts = [0] * size
-        self._compute_s = [0.0] * size
+        # By rank: workers may be lost or join.
+        self._counts: Counter[int] = Counter()
+        self._measured_counts: Counter[int] = Counter()
+        self._compute_s: defaultdict[int, float] = defaultdict(float)
 
     def note(self, scalars: Mapping[str, Any], weight: float) -> None:
         """Add one micro-batch's scalars from train_fn. They count when the step completes."""
@@ -82,7 +83,9 @@ class Tally:
 
     def add(self, record: StepRecord) -> None:
         # When exact mode repeats a step, its micro-batches are noted again: only the last repetition counts.
-        own_micro_batches = record.shares[self._world.rank]
+        rank, shares = self._run.world.rank, record.shares
+        # A step that another worker completed may have had more or fewer workers.
+        own_micro_batches = shares[rank] if rank < len(shares) else len(self._noted)
         for scalars, weight in self._noted[-own_micro_batches:] if own_micro_batches else ():
             for name, value in scalars.items() if weight else ():
                 total = self._scalars.setdefault(name, [0.0, 0.0])
@@ -93,20 +96,20 @@ class Tally:
     def end(self, epoch: int) -> EpochMetrics:
         """Combine all workers. Collective; the result is the same on each."""
         self._records.flush()
-        loss = self._loss
         scalars = {name: [float(total), weight] for name, (total, weight) in self._scalars.items()}
-        own = json.dumps({"loss": loss, "scalars": scalars})
+        own = json.dumps({"exchanged": self._exchanged_loss, "own": self._own_loss, "scalars": scalars})
         parts = [json.loads(text) for text in self._run.together(lambda: gather(own, self._run.communicator))]
         names = dict.fromkeys(name for part in parts for name in part["scalars"])
+        ranks, num_micro_batches = range(len(parts)), self._counts.total()
         return EpochMetrics(
             epoch,
             step=self._run.loop.position.step,
-            loss=_mean([part["loss"] for part in parts]),
+            loss=_mean([parts[0]["exchanged"], *(part["own"] for part in parts)]),
             scalars={name: _mean([part["scalars"].get(name, [0.0, 0.0]) for part in parts]) for name in names},
             lr=self._run.loop.replica.learning_rate,
             wall_s=perf_counter() - self._start,
-            shares=tuple(ratio(count, sum(self._counts)) for count in self._counts),
-            samples_per_s=tuple(self._run.steps.micro_batch * self._speed(rank) for rank in range(len(self._counts))),
+            shares=tuple(ratio(self._counts[rank], num_micro_batches) for rank in ranks),
+            samples_per_s=tuple(self._run.steps.micro_batch * self._speed(rank) for rank in ranks),
         )
 
     def _speed(self, rank: int) -> float:
@@ -116,9 +119,10 @@ class Tally:
         return ratio(1, self._micro_batch_s[rank])
 
     def _read(self, record: StepRecord) -> None:
-        loss_sum, weight = record.part_of(self._world.rank)
-        self._loss[0] += loss_sum
-        self._loss[1] += weight
+        total = self._exchanged_loss if record.is_exchanged else self._own_loss
+        loss_sum, weight = record.part
+        total[0] += loss_sum
+        total[1] += weight
         for rank, (count, timing) in enumerate(zip(record.shares, record.timings, strict=True)):
             self._counts[rank] += count
             # Not every step has a measurement: with averaging, workers report when they average.

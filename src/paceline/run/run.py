@@ -91,12 +91,16 @@ class Run:
         self.check_between_steps(call)
         self.loop.synchronize()
 
+    def enter(self) -> None:
+        """Set-up is complete: from now on the run goes on when a worker is lost, and newcomers join it here."""
+        if self.rejoining is not None:
+            self.rejoining.enter()
+
     def epochs(self, count: int | None, max_steps: int | None) -> Iterator[TrainingEpoch]:
         """See `Trainer.epochs`."""
         self.check_open()
         loop = self.loop
-        if self.rejoining is not None:
-            self.rejoining.enter()
+        self.enter()
         loop.begin_next_epoch()  # where the last one was left by `break`
         loop.max_steps = max_steps
         while not loop.is_over and (count is None or loop.position.epoch < count):

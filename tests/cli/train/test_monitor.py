@@ -19,10 +19,11 @@ from waiting import wait_until
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.main import main
-from paceline.cli.train import monitor
+from paceline.cli.train import monitoring
 from paceline.observe import metrics, run_files
 from paceline.observe.run_files import RunFiles
 from paceline.observe.timeline import recorder
+from paceline.run import monitor
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -70,10 +71,10 @@ BROKEN: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
         r"the timeline ends here",
         ("trainer.timeline=true",),
     ),
-    "making a logger": (monitor, "make_logger", r"cannot create the logger csv", ("loggers=[csv]",)),
-    "a logger": (monitor, "make_logger", r"the logger FailingLogger failed", ("loggers=[csv]",)),
+    "making a logger": (monitoring, "make_logger", r"cannot create the logger csv", ("loggers=[csv]",)),
+    "a logger": (monitoring, "make_logger", r"the logger FailingLogger failed", ("loggers=[csv]",)),
     "the progress": (None, "", r"progress cannot be shown", ()),
-    "the picture": (monitor, "draw", r"cannot write the plot", ()),
+    "the picture": (monitoring, "draw", r"cannot write the plot", ()),
     "the report": (monitor, "write_json", r"report.json cannot be written", ()),
     "the status": (monitor, "note_total_steps", r"status.json cannot be written", ()),
     "the control socket": (monitor, "ControlServer", r"cannot reach this run", ()),

@@ -21,6 +21,7 @@ from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.json_lines import LineReader
 from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles, prepare_run_folder
+from paceline.observe.timeline.timeline import Timeline
 
 
 def weights(files: RunFiles) -> str:
@@ -45,6 +46,7 @@ def test_a_run_from_its_beginning_to_its_resumption(
     for path in (files.config, files.environment, files.metrics, files.events, files.report):
         assert path.is_file(), path
     assert (files.plots / "training.png").stat().st_size > 10_000
+    assert "plotting" in {span.kind for span in Timeline.load(files.root).lanes[0].noted}
     assert sorted(path.name for path in files.ranks.iterdir()) == [
         f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("err", "json", "out", "peak.json")
     ]

@@ -23,7 +23,7 @@ BEFORE_ANYTHING_STARTS = {
     "a bad batch": (["small.yaml", "trainer.micro_batch=3"], "global_batch=8 is not a multiple of micro_batch=3"),
     "no numbers of devices": (["small.yaml", "-d", "first"], "-d first: give GPU numbers, such as 0,1, or cpu"),
     "no such device": (["small.yaml", "-d", "987"], "command line: devices: this machine has 0 of the GPUs 987"),
-    "nothing to resume": (["small.yaml", "--resume"], "runs has no run of small; start one without --resume"),
+    "nothing to resume": (["small.yaml", "--resume"], "runs has no run of small: start one without --resume"),
     "no run there": (
         ["small.yaml", "--resume", "small.yaml"],
         "--resume small.yaml: not a run, and not a checkpoint; see `paceline logs list`",

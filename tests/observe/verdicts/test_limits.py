@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ def on(host: str = "a", **values: Any) -> WorkerFacts:
     return WorkerFacts(host=host, device="cuda:0", **values)
 
 
+def every_s(seconds: float) -> list[Line]:
+    return [replace(line, seconds=seconds) for line in run(part()).lines]
+
+
 def kinds(evidence: Evidence) -> list[str]:
     return [verdict.kind for verdict in diagnose(evidence)]
 
@@ -57,6 +61,12 @@ TABLE = {
     "1.29 times slower": (run(part(), part(speed=50 / 1.29)), FINE),
     "1.31 times slower": (run(part(), part(speed=50 / 1.31)), ["slow worker"]),
     "slow since the middle": (run(part(), part(speed=10), before=(part(), part())), ["slow worker"]),
+    "slow in two of three lines": (
+        Evidence(lines=[*run(part(), part(speed=10)).lines[:-1], run(part(), part()).lines[-1]]),
+        FINE,
+    ),
+    "another world before": (run(part(), part(), before=(part(), part(), part(speed=1))), FINE),
+    "alone before": (run(part(), part(speed=10), before=(part(),)), ["slow worker"]),
     "slow before, not now": (run(part(), part(), before=(part(), part(speed=10))), FINE),
     "slow, but works little": (run(part(), part(speed=10, computing=0.25, data=0.04)), FINE),
     "slow, and works": (run(part(), part(speed=10, computing=0.25, data=0.06)), ["slow worker"]),
@@ -74,22 +84,24 @@ TABLE = {
     "GPU 69%": (run(part(), workers=[on(gpu=69)]), ["host-bound GPU"]),
     "GPU 71%": (run(part(), workers=[on(gpu=71)]), FINE),
     "GPU 20%, waits for others": (run(part(waiting=0.28), part(), workers=[on(gpu=20)]), FINE),
+    "GPU 20%, waits for others a little": (run(part(waiting=0.24), workers=[on(gpu=20)]), ["host-bound GPU"]),
     "GPU memory 96%": (run(part(), workers=[on(gpu_memory_bytes=96, gpu_memory_total_bytes=100)]), ["memory"]),
     "GPU memory 94%": (run(part(), workers=[on(gpu_memory_bytes=94, gpu_memory_total_bytes=100)]), FINE),
     "host memory 96%": (run(part(), host_memory_bytes=96, host_memory_total_bytes=100), ["memory"]),
     "host memory 94%": (run(part(), host_memory_bytes=94, host_memory_total_bytes=100), FINE),
     "host memory was full": (run(part(), state="finished", host_memory_bytes=99, host_memory_total_bytes=100), FINE),
     "loss falls": (losses(*FALLING), FINE),
-    "loss 1.9 times its minimum": (losses(*FALLING, *5 * [1.9]), FINE),
+    "loss 1.9 times its minimum": (losses(*FALLING, *5 * [1.9], first_loss=2.0), FINE),
     "loss 2.1 times its minimum": (losses(*FALLING, *5 * [2.1]), ["diverging"]),
-    "loss up by little of what it fell": (losses(*FALLING, *5 * [2.1], first_loss=9.0), FINE),
+    "loss up by little of what it fell": (losses(*FALLING, *5 * [2.1], first_loss=5.5), FINE),
     "a single high loss": (losses(*FALLING, 50.0), FINE),
     "negative loss rises": (losses(*(-x for x in FALLING), *5 * [-9.0], *5 * [2.0]), ["diverging"]),
     "loss is NaN": (losses(*FALLING, nan), ["diverging"]),
     "loss is infinite at first": (losses(inf), ["diverging"]),
     "no line for 4.9 s": (run(part(), silent_s=4.9), FINE),
     "no line for 5.1 s": (run(part(), silent_s=5.1), ["stalled"]),
-    "no line for three times as long as ever": (run(part(), part(), silent_s=9.0), ["stalled"]),
+    "no line for 11.9 s, usually 4 s": (Evidence(lines=every_s(4.0), silent_s=11.9), FINE),
+    "no line for 12.1 s, usually 4 s": (Evidence(lines=every_s(4.0), silent_s=12.1), ["stalled"]),
     "no line for long, but it has ended": (run(part(), silent_s=9e9, state="finished"), FINE),
     "a worker silent for 2.9 s": (run(part(), part(), silent_s=2.9, workers=[on(silent_s=0), on(silent_s=2.9)]), FINE),
     "a worker silent for 3.1 s": (
@@ -135,6 +147,20 @@ def test_the_sentence_about_a_slow_worker() -> None:
     assert (always.since_step, always.severity) == (None, "info")  # such as a slower device: the plan takes care of it
     tail = first(run(fast, slow, is_whole=False))
     assert " since step 10 or earlier; " in tail.text
+
+
+@pytest.mark.parametrize("index", range(2, NUM_LINES - 2))
+def test_the_step_since_which_a_worker_is_slow(index: int) -> None:
+    fine, slow = run(part(), part()).lines, run(part(), part(speed=20)).lines
+    verdict = first(Evidence(lines=[*fine[:index], *slow[index:]]))
+    assert verdict.since_step == slow[index].since_step
+
+
+def test_a_slow_worker_that_others_wait_for_is_a_warning() -> None:
+    slow = part(speed=20)
+    assert first(run(part(waiting=0.09), slow)).severity == "info"
+    assert first(run(part(waiting=0.11), slow)).severity == "warning"
+    assert first(run(part(waiting=0.11), slow)).text.endswith(", and the others wait for it 11% of their time")
 
 
 def test_one_slow_line_does_not_move_the_step_since_which_a_worker_is_slow() -> None:
@@ -237,6 +263,8 @@ def test_workers_that_left_and_came_back() -> None:
     assert verdict.lost == pytest.approx(1 / 3)
     assert kinds(run(part(), part(), events=[gone, joined])) == FINE
     assert kinds(run(part(), part(), events=[joined, gone])) == ["worker left"]
+    replaced = Happened("world", 60, {"size": 3, "left": [1], "joined": [1], "reason": "killed"})
+    assert kinds(run(part(), part(), events=[replaced])) == FINE
 
 
 def test_the_most_severe_verdict_comes_first_then_the_most_expensive() -> None:

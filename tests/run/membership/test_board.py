@@ -89,6 +89,7 @@ def test_old_news_need_no_wait(board: Board) -> None:
 @pytest.fixture
 def other_process(board: Board, path: Path) -> Iterator[int]:
     """Enters COMPUTING in slot 2 and waits for generation 1; then notes it, and waits for 2."""
+    assert board.newest == 0
     pid = os.fork()
     if not pid:
         own = Board(path)

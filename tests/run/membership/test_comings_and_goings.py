@@ -10,6 +10,7 @@ import pytest
 from elastic_runs import Case, Death, Points, check, expected, launch, loop, wait_for_members
 
 import paceline as pl
+from paceline.errors import WorkerError
 from paceline.run.membership.generation import Member
 from paceline.run.membership.member import Membership
 
@@ -71,3 +72,21 @@ def test_workers_stand_still_and_leave(capfd: pytest.CaptureFixture[str]) -> Non
     assert changes(outcomes[0])[-1] == (4, 2, [1], [])
     errors = capfd.readouterr().err
     assert "rank 2 left: rank 2 was asked to leave: 2 workers go on" in errors
+
+
+def test_an_exception_of_the_users_ends_the_run() -> None:
+    def train(here: Points, trainer: pl.Trainer) -> None:
+        trainer.every(2, lambda _: [].pop() if here.own[0] == 1 else None)
+        loop(here, trainer)
+
+    with pytest.raises(WorkerError, match="rank 1 failed: IndexError: pop from empty list") as caught:
+        launch([Case((), train=train)], 2, max_restarts=3)
+    assert "lambda _: [].pop()" in caught.value.traceback_text
+
+
+@pytest.mark.soak
+@pytest.mark.xfail(reason="the agent restarts all workers: it forgets that the exit is final")
+def test_a_slot_that_dies_again_at_the_same_step_ends_the_run() -> None:
+    deaths = [Death(1, step=0), Death(1, "set-up", 0, start=1)]
+    with pytest.raises(WorkerError, match="its slot died 2 times at step 1: the run ends, as it would again"):
+        launch([Case(deaths, train=partial(train, waits={1: 2}))], 2, max_restarts=1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from elastic_runs import Case, Death, Points, check, digest, expected, launch, loop, loss_of, vectors
+from elastic_runs import Case, Death, Points, check, digest, expected, launch, loss_of, vectors
 from safetensors.torch import load_file
 from torch import nn
 

@@ -15,7 +15,7 @@ JOINING = Generation(2, (A, B2, C), joined=frozenset({B2}))
 
 
 def all_in(generation: Generation, *others: Member) -> dict[Member, int]:
-    return {member: generation.number for member in generation.members} | dict.fromkeys(others, -1)
+    return dict.fromkeys(generation.members, generation.number) | dict.fromkeys(others, -1)
 
 
 def reports(entered: dict[Member, int], **node_0: object) -> dict[int, Report]:

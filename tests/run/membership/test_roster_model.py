@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -179,7 +180,7 @@ class Rosters(RuleBasedStateMachine):
         assert new.number == before.number + 1
         assert len({*new.members}) == len(new.members)
         nodes = [member.node for member in new.members]
-        assert sum(a != b for a, b in zip(nodes, nodes[1:], strict=False)) + 1 == len({*nodes}), "not consecutive"
+        assert sum(a != b for a, b in pairwise(nodes)) + 1 == len({*nodes}), "not consecutive"
         assert new.members[0] in self.holders, "rank 0 has no state"
         if new.is_urgent:
             assert {*new.members} < {*before.members}

@@ -16,6 +16,7 @@ from paceline.cli.logs.labels import run_labels
 from paceline.observe.metrics import Curve, Curves, read_curves
 from paceline.observe.run_files import RunFiles
 from paceline.observe.summary import LOWER_IS_BETTER
+from paceline.observe.world_changes import read_world_changes
 
 Numbers = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -69,12 +70,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at `x`. "best": the best evaluation, at height `y`; the others have none."""
+    """Something that happened at `x`. "best": the best evaluation, at height `y`; the others have none.
 
-    kind: Literal["resume", "checkpoint", "best"]
+    "world": workers left and joined; `text` says how many.
+    """
+
+    kind: Literal["resume", "checkpoint", "best", "world"]
     x: float
     y: float | None = None
     color: int = 0
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,10 +137,14 @@ def make_panels(
 def _marks(
     files: RunFiles, curves: Curves, x_of: Callable[[Curves, Steps], Numbers], *, has_checkpoints: bool
 ) -> list[Mark]:
-    """Where the run was resumed, and the checkpoints that it has."""
+    """Where the run was resumed, where its workers changed, and the checkpoints that it has."""
     saved = complete_steps(files.checkpoints) if has_checkpoints else []
-    marks: list[Mark] = []
-    for kind, steps in (("resume", curves.resumed_from), ("checkpoint", saved)):
+    changes = [change for change in read_world_changes(files) if 0 < change.step <= curves.last_step]
+    at = x_of(curves, np.array([change.step for change in changes], np.int64))
+    marks = [Mark("world", float(x), text=change.label) for x, change in zip(at, changes, strict=True)]
+    # If rank 0 was lost, the next one has noted where it went on.
+    resumed = [step for step in curves.resumed_from if all(change.step != step for change in changes)]
+    for kind, steps in (("resume", resumed), ("checkpoint", saved)):
         steps = [step for step in steps if 0 < step <= curves.last_step]
         marks += [Mark(kind, float(x)) for x in x_of(curves, np.array(steps, np.int64))]  # type: ignore[arg-type]
     return marks

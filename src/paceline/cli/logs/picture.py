@@ -22,7 +22,7 @@ FORMATS = (".png", ".svg", ".pdf")
 COLORS = ("#0b5394", "#b45309", "#1a7f4b", "#a3195b", "#5b3fa0", "#0e7c86", "#8a6d00", "#555555")
 _FONT_POINTS = 9.0
 _MARK_COLOR = "#777777"
-_EXPLAINED = {"checkpoint": "▲ checkpoint", "best": "★ best evaluation"}
+_EXPLAINED = {"checkpoint": "▲ checkpoint", "best": "★ best evaluation", "world": "±n workers"}
 # The margins of an axis up to 1e308 would overflow.
 _LARGEST = 1e300
 _STYLE: dict[Any, Any] = {
@@ -111,11 +111,11 @@ def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
     bottom = axes.get_xaxis_transform()  # x in data, y from 0 to 1
     for kind in dict.fromkeys(mark.kind for mark in marks):
         at = [mark for mark in marks if mark.kind == kind]
-        if kind == "resume":
+        if kind in ("resume", "world"):
             for mark in at:
                 axes.axvline(mark.x, color=_MARK_COLOR, linewidth=0.8, linestyle=":")
                 axes.annotate(
-                    "resumed", (mark.x, 1.0), xytext=(3, -2), xycoords=bottom, textcoords="offset points",
+                    mark.text or "resumed", (mark.x, 1.0), xytext=(3, -2), xycoords=bottom, textcoords="offset points",
                     color=_MARK_COLOR, fontsize=_FONT_POINTS - 2, va="top", in_layout=False,
                 )  # fmt: skip
         elif kind == "checkpoint":

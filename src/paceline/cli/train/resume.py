@@ -35,6 +35,8 @@ def find_run(named: str, output: Path, config_name: str | None) -> tuple[RunFile
         checkpoint = Path(named).absolute()
         return run_files.prepare_run_folder(checkpoint.parent.parent), checkpoint
     if named != NEWEST:
+        if not output.is_dir() and not Path(named).is_dir():
+            raise CommandError(f"--resume {named}: not a run, and not a checkpoint; see `paceline logs list`", 2)
         files = choose_run(named, output)
     else:
         found = find_runs(output) if output.is_dir() else []

@@ -1,4 +1,8 @@
-"""The web application: the page, the API and the buttons. docs/watch-api.md documents it."""
+"""The web application: the page, the API and the buttons. docs/watch-api.md documents it.
+
+The page is `page/index.html` at `/`; its modules and styles are at `/page/NAME`. Its policy (see `access`) allows no
+inline scripts and styles, and nothing from other hosts.
+"""
 
 from __future__ import annotations
 

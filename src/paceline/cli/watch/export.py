@@ -1,4 +1,12 @@
-"""`--export`: runs as one HTML file that opens from disk, with the page and the answers of the API inside."""
+"""`--export`: runs as one HTML file that opens from disk, with the page and the answers of the API inside.
+
+    <script type="application/json" id="paceline-data">
+        {"version": 1, "now": 1763296800.0, "responses": [["/api/runs", {...}], ["/api/runs/ID", {...}], ...]}
+    </script>
+
+`responses` has paths without their query, and the answers to them: the page takes them from there instead of asking a
+server. Modules become entries of an import map, so they may import each other only statically, by a literal "./X.js".
+"""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import WorkerError
-from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, STORE_VARIABLE
+from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, NUMBER_VARIABLE, STORE_VARIABLE
 from paceline.observe.formats import short_path
 from paceline.run.launching import worker
 from paceline.run.launching.elastic_nodes import ElasticNodes
@@ -168,6 +168,7 @@ class Agent:
     def _environment(self, member: Member) -> dict[str, str]:
         rank = self._nodes.first_rank + member.slot
         own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": member.slot, MEMBER_VARIABLE: member}
+        own[NUMBER_VARIABLE] = rank
         for size in ("WORLD_SIZE", "ROLE_WORLD_SIZE"):  # until a worker that joins knows its rank
             own[size] = max(rank + 1, self._shared_environment[size])
         return {name: str(value) for name, value in {**self._shared_environment, **own}.items()}

@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CommunicationError
-from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE
+from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, NUMBER_VARIABLE
 from paceline.run.membership.board import Board
 from paceline.run.membership.generation import Generation, Member
 
@@ -42,6 +42,7 @@ class Membership:
         self._folder = folder
         self.board = Board(folder / BOARD_FILE)
         self.row = self.board.row(member.slot)
+        self.number = int(os.environ.get(NUMBER_VARIABLE, member.slot))  # see `rank_variables`
 
     @classmethod
     def from_environment(cls) -> Membership | None:

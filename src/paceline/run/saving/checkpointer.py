@@ -145,7 +145,7 @@ class Checkpointer:
         self.is_active |= self._agreed > Decision.CONTINUE
         if self._settings is None:
             return
-        self._close_writers()
+        self._close_writers(logging.INFO)  # what a loss has interrupted is saved again
         self._writers.clear()
         self._folder.reconnect()
         if self._settings.snapshot_every is not None:
@@ -415,14 +415,14 @@ class Checkpointer:
             raise error
         logger.warning("training continues without a checkpoint: %s", error)
 
-    def _close_writers(self) -> None:
+    def _close_writers(self, level: int = logging.WARNING) -> None:
         for writer in self._writers:
             if not self._is_finished:
                 writer.abandon()
             try:
                 writer.close()
             except CheckpointError as error:
-                logger.warning("%s", error)
+                logger.log(level, "%s", error)
 
 
 def _next_multiple(interval: int | None, last: int) -> float:

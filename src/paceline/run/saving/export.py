@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.files import replacing, write_tensors
+from paceline.checkpoint.files import remove_unfinished, replacing, write_tensors
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0
 from paceline.core.errors import MisuseError
@@ -30,6 +30,7 @@ def export_weights(model: Any, path: Path, communicator: Communicator) -> None:
             name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in model_state(model).items()
         }
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(path)  # rank 0 may have been lost, and this worker does it again
         with replacing(path) as unfinished:
             write_tensors(unfinished, tensors)
 
@@ -50,6 +51,7 @@ def save_pretrained(model: Any, folder: Path, communicator: Communicator) -> Non
 
     def save() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(folder)
         with nullcontext(folder) if folder.exists() else replacing(folder) as target:
             for part in (model, getattr(model, "tokenizer", None)):
                 if part is not None:

@@ -803,16 +803,19 @@ class StepRecord:
         """The total weight of the mean: samples, or the sum of weight_fn. With `Averaging`: per step, as for `loss`."""
         return self._numbers.total_weight
 
-    def part_of(self, rank: int) -> tuple[float, float]:
-        """A worker's contribution to a sum over steps and workers: weighted loss, and weight.
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether all workers know the numbers of this step. With `Averaging` each worker knows its own."""
+        return not isinstance(self._numbers, LocalNumbers)
 
-        For an exchanged step rank 0 contributes everything and the others nothing.
-        """
+    @property
+    def part(self) -> tuple[float, float]:
+        """For a sum over steps: weighted loss, and weight; of all workers, or this one's if it was not exchanged."""
         if self.is_skipped:
             return 0.0, 0.0
         if isinstance(self._numbers, LocalNumbers):
             return self._numbers.own_part
-        return (self.loss * self.weight, self.weight) if rank == 0 and self.weight else (0.0, 0.0)
+        return (self.loss * self.weight, self.weight) if self.weight else (0.0, 0.0)
 
     @property
     def shares(self) -> tuple[int, ...]:

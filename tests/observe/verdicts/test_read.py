@@ -1,0 +1,79 @@
+"""Reading a run's folder: the ends of its files, without what was superseded."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from time import time
+
+import pytest
+from timeline_files import session, write_lines
+
+from paceline.observe.run_files import RunFiles, prepare_run_folder, write_json
+from paceline.observe.verdicts.read import read_evidence
+
+NOW = time()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    return prepare_run_folder(tmp_path / "run")
+
+
+def line(step: int, loss: float = 1.0) -> dict[str, float]:
+    return {"step": step, "time": float(step), "loss": loss}
+
+
+def test_lines_before_a_resume_are_superseded(files: RunFiles) -> None:
+    write_lines(files.metrics, line(10), line(20), line(30), {"resumed_from": 10}, line(20, 2.0))
+    assert [(each.step, each.loss) for each in read_evidence(files).lines] == [(10, 1.0), (20, 2.0)]
+
+
+def test_of_a_long_file_the_first_line_and_the_end_are_read(files: RunFiles) -> None:
+    write_lines(files.metrics, line(1, 7.0), *(line(step) for step in range(2, 5000)))
+    evidence = read_evidence(files)
+    assert evidence.first_loss == 7.0
+    assert evidence.lines[-1].step == 4999
+    assert len(evidence.lines) < 2500
+    assert not evidence.is_whole
+    write_lines(files.metrics, line(5, 7.0), line(10))
+    assert read_evidence(files).is_whole
+
+
+def test_an_evaluation_is_not_a_line_of_its_own(files: RunFiles) -> None:
+    write_lines(files.metrics, line(10), {"step": 10, "time": 14.0, "eval": {"loss": 1.0}}, line(20))
+    assert [(each.step, each.seconds) for each in read_evidence(files).lines] == [(10, 0.0), (20, 10.0)]
+
+
+def test_facts_come_from_the_status_of_a_worker_before_its_timeline(files: RunFiles) -> None:
+    samples = [[1, 1.0, {"cpu": 50.0, "host_memory": 4e9, "gpu_memory": 2e9}]]
+    for rank in (0, 1):
+        path = write_lines(files.timeline / f"rank-{rank}.jsonl", session(rank, 2), {"samples": samples})
+        os.utime(path, (NOW - 20, NOW - 20))
+    status = {"rank": 1, "host": "b", "device": "cuda:1", "cpu": 99.0, "time": 0.0}
+    write_json(files.ranks / "rank-1.json", status)
+    os.utime(files.ranks / "rank-1.json", (NOW - 2, NOW - 2))
+    devices = [{"name": "x"}, {"name": "x", "memory_bytes": 10_000}]
+    write_json(files.environment, {"host": {"name": "b", "cores": 8, "memory_bytes": 8e9}, "devices": devices})
+    first, second = read_evidence(files, NOW).workers
+    assert (first.host, first.device, first.cpu) == ("a", "cpu", 50.0)
+    assert first.silent_s == pytest.approx(20, abs=0.1)
+    assert (second.host, second.device, second.cpu, second.gpu_memory_bytes) == ("b", "cuda:1", 99.0, 2e9)
+    assert second.silent_s == pytest.approx(2, abs=0.1)
+    assert second.gpu_memory_total_bytes == 10_000
+    evidence = read_evidence(files, NOW)
+    assert (evidence.cores, evidence.host_memory_bytes, evidence.host_memory_total_bytes) == (8, 4e9, None)
+
+
+def test_settings_are_read_by_flat_name(files: RunFiles) -> None:
+    files.config.write_text("trainer: {readers: 2, strategy: {kind: cadence}}\nworkers: 3\n")
+    settings = read_evidence(files).settings
+    assert settings == {"trainer.readers": 2, "trainer.strategy.kind": "cadence", "workers": 3}
+
+
+def test_an_empty_folder(files: RunFiles) -> None:
+    evidence = read_evidence(files)
+    assert (evidence.lines, evidence.workers, evidence.state) == ([], [], "unknown")
+    files.events.write_text(json.dumps({"step": 1, "event": "world", "details": 3}) + "\n")
+    assert read_evidence(files).events[0].details == {}
