@@ -10,6 +10,8 @@ STORE_VARIABLE = "PACELINE_STORE"
 # Of workers that may change during a run: the folder with their board and generations, and which member this is.
 MEMBERSHIP_VARIABLE = "PACELINE_MEMBERSHIP"
 MEMBER_VARIABLE = "PACELINE_MEMBER"
+# How many workers the run began with.
+FIRST_SIZE_VARIABLE = "PACELINE_FIRST_SIZE"
 # The worker's number for its agent, also in the names of files. It is its rank until the workers change.
 NUMBER_VARIABLE = "PACELINE_WORKER"
 # When the workers' launch began, as Unix time: workers that join later find the folder of the run by it.

@@ -86,7 +86,7 @@ def assemble(
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
         communicator = _connect(config, world, membership)
         # As many as at the start, also for a worker that joins later: all workers exchange buffers of one size.
-        max_micro_batches = config.max_micro_batches(world.size)
+        max_micro_batches = config.max_micro_batches(world.size if membership is None else membership.first_size)
         world, can_change = communicator.world, membership is not None
         stack.callback(communicator.close)
         replica = Replica(
@@ -115,9 +115,8 @@ def assemble(
         own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
         has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
         timeline, ema = config.runtime.timeline, config.optimization.ema
-        recorder = (
-            NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), _lane(world, membership), events)
-        )
+        lane = _lane(world, membership)
+        recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), lane, events)
         stack.callback(recorder.close)
         parts = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
         # Loads the weights, before the exchange reads them.

@@ -85,7 +85,6 @@ def test_an_exception_of_the_users_ends_the_run() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.xfail(reason="the agent restarts all workers: it forgets that the exit is final")
 def test_a_slot_that_dies_again_at_the_same_step_ends_the_run() -> None:
     deaths = [Death(1, step=0), Death(1, "set-up", 0, start=1)]
     with pytest.raises(WorkerError, match="its slot died 2 times at step 1: the run ends, as it would again"):

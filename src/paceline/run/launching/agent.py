@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import WorkerError
-from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, NUMBER_VARIABLE, STORE_VARIABLE
+from paceline.core.rank_variables import (
+    FIRST_SIZE_VARIABLE,
+    MEMBER_VARIABLE,
+    MEMBERSHIP_VARIABLE,
+    NUMBER_VARIABLE,
+    STORE_VARIABLE,
+)
 from paceline.observe.formats import short_path
 from paceline.run.launching import worker
 from paceline.run.launching.elastic_nodes import ElasticNodes
@@ -162,6 +168,7 @@ class Agent:
                 self._elastic, self._folder, self._server, council, members, nodes.first_rank, self._replace
             )
             shared[MEMBERSHIP_VARIABLE] = self._folder
+            shared[FIRST_SIZE_VARIABLE] = len(council.decided(-1)[0].members)
         self._shared_environment = shared
         self._server.start({nodes.first_rank + member.slot: self._environment(member) for member in members})
 
@@ -258,7 +265,7 @@ class Agent:
                 where.append(f"the output of rank {result.rank} is in {path}")
             result = result.with_notes("; ".join(where))
         is_final = nodes.num_restarts == self._max_restarts or self._is_stopping or not _FINAL.isdisjoint(kinds)
-        return replace(result, is_final=is_final)
+        return replace(result, is_final=result.is_final or is_final)
 
 
 def _to_error(failure: WorkerExit | None) -> BaseException | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -207,10 +208,19 @@ class Supervisor:
         elapsed_s, self._looked_s = min(now_s - self._looked_s, MAX_LOOK_S), now_s
         for number, slot in self._slots.items():
             rank = self._first_rank + number
+            is_waiting = slot.member in self._leaving and slot.member not in self.generation.members
+            if is_waiting and self._board.activity(number) is Activity.READY:
+                self._end_newcomer(slot.member)
             if slot.start_at_s <= now_s and rank in self._server.exit_codes:
                 self._replace(number)
             elif rank in self._server.pids and rank not in self._server.exit_codes:
                 self._watch(number, elapsed_s)
+
+    def _end_newcomer(self, member: Member) -> None:
+        """End a worker that was asked to leave before it was let in."""
+        rank = self._first_rank + member.slot
+        WorkerExit(ExitKind.LEFT, rank, f"rank {rank} left before it had joined").write(self._folder)
+        self._server.kill_group(rank)
 
     def _advance(self) -> None:
         """Propose the next generation, if there is a reason, and announce those that were decided."""
@@ -288,11 +298,19 @@ class Supervisor:
         if slot.stopped_s:
             what = f"rank {rank} was stopped for {slot.stopped_s:.1f} s (SIGSTOP)"
         else:
-            line = stack.splitlines()[-2].strip() if len(stack.splitlines()) > 1 else stack.strip()
+            line = users_line(stack)
             what = f"rank {rank} stood still for {slot.idle_s:.1f} s" + (f", at {line}" if line else "")
         WorkerExit(ExitKind.DIED, rank, f"{what}, and was ended", stack).write(self._folder)
         self._server.kill_group(rank)
         slot.ending_since_s = float("inf")
+
+
+def users_line(stack: str) -> str:
+    """The innermost line of a stack outside of installed libraries, or the innermost one if there is no other."""
+    lines = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
+    installed = tuple(f'File "{sysconfig.get_path(name)}' for name in ("stdlib", "purelib", "platlib"))
+    own = [line for line in lines if not line.startswith(installed)]
+    return (own or lines or [""])[-1]
 
 
 def _is_stopped(pid: int) -> bool:

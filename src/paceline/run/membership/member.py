@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import CommunicationError
-from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, NUMBER_VARIABLE
+from paceline.core.rank_variables import FIRST_SIZE_VARIABLE, MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, NUMBER_VARIABLE
 from paceline.run.membership.board import Board
 from paceline.run.membership.generation import Generation, Member
 
@@ -42,7 +42,9 @@ class Membership:
         self._folder = folder
         self.board = Board(folder / BOARD_FILE)
         self.row = self.board.row(member.slot)
-        self.number = int(os.environ.get(NUMBER_VARIABLE, member.slot))  # see `rank_variables`
+        # See `rank_variables`.
+        self.number = int(os.environ.get(NUMBER_VARIABLE, member.slot))
+        self.first_size = int(os.environ.get(FIRST_SIZE_VARIABLE, 1))
 
     @classmethod
     def from_environment(cls) -> Membership | None:
