@@ -14,8 +14,9 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn import functional
 
 import paceline as pl
+from paceline.sync.gradients import exchange
 
 # Ten steps of four micro-batches of four, and one of two: 11 steps in an epoch, the last sample group smaller.
 NUM_SAMPLES = 167
@@ -44,12 +46,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "stream": {"shuffle_buffer": 24},
     "readers": {"readers": 1},
     "unsaved": {"checkpoints": None},
+    "buckets": {},
 }
+SMALL_BUCKET_BYTES = 2048  # of the variant "buckets": several, the first of which leaves during backward
 
 
 @dataclass(frozen=True)
 class Program:
-    """`folder` is the run's own; `pause_s` is spent after each step, unless told to hurry."""
+    """`folder` is the run's own; `pause_s` is spent in each step, unless told to hurry."""
 
     folder: str
     variant: str = "sharded"
@@ -140,19 +144,40 @@ class Stream:
 
 
 class Model(nn.Module):
+    """Calls `in_backward` between the gradients of its two halves."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.Tanh(),
-            nn.BatchNorm1d(32, momentum=None), nn.Linear(32, 4),
-        )  # fmt: skip
+        self.first = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2))
+        self.second = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.BatchNorm1d(32, momentum=None), nn.Linear(32, 4))
+        self.in_backward: Callable[[], None] = lambda: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x[:, 1:])
+        hidden = self.first(x[:, 1:])
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self.in_backward())
+        return self.second(hidden)
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(model(batch.x), batch.y)
+
+
+class Pauses:
+    """Time for others to strike: in each step at one place of the loop, which differs between the workers."""
+
+    PLACES = ("after the step", "before backward", "in backward", "after backward")
+
+    def __init__(self, program: Program, trainer: pl.Trainer) -> None:
+        self._pause_s = program.pause_s
+        self._hurry = str(Path(program.folder) / HURRY_FILE)
+        self._trainer = trainer
+
+    def at(self, place: str) -> None:
+        number = self._trainer.position.step + self._trainer.world.rank
+        is_due = self._pause_s and self.PLACES[number % len(self.PLACES)] == place
+        if is_due and not os.path.exists(self._hurry):  # noqa: PTH110 - in every step
+            time.sleep(self._pause_s)
 
 
 class Faults:
@@ -172,6 +197,8 @@ class Faults:
 
 
 def setup(program: Program) -> pl.Trainer:
+    if program.variant == "buckets":
+        exchange.BUCKET_BYTES = SMALL_BUCKET_BYTES
     checkpoints = pl.Checkpoints(Path(program.folder) / "run", every_steps=SAVE_EVERY, keep_last=2)
     settings = {"checkpoints": checkpoints, **VARIANTS[program.variant]}
     return pl.Trainer.setup(
@@ -206,17 +233,16 @@ def train(program: Program) -> None:
     Journal(folder, "starts").write(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     held_out = vectors(37, seed=9)
     held_out = torch.cat([torch.zeros(37, 1), held_out[0]], 1), held_out[1]
-    hurry = str(folder / HURRY_FILE)
     with setup(program) as trainer:
-        tally = Tally()
+        tally, pauses = Tally(), Pauses(program, trainer)
+        trainer.model.in_backward = partial(pauses.at, "in backward")
         trainer.register("tally", tally)
 
         def after_step(record: pl.StepRecord) -> None:
             losses.write(record.step, record.loss.hex())
             tally.add(record.loss)
             board.write(record.step, TRAINING, trainer.world.rank)
-            if program.pause_s and not os.path.exists(hurry):  # noqa: PTH110 - in every step
-                time.sleep(program.pause_s)
+            pauses.at("after the step")
 
         def evaluate(record: pl.StepRecord) -> None:
             board.write(record.step, EVALUATING, trainer.world.rank)
@@ -233,7 +259,9 @@ def train(program: Program) -> None:
                 numbers = batch.x[:, 0].int().tolist()
                 samples.write(trainer.position.step, generation_of(trainer), os.getpid(), numbers)
                 faults.check()
+                pauses.at("before backward")
                 trainer.backward(loss_of(trainer.model, batch))
+                pauses.at("after backward")
                 trainer.step()
         with trainer.ema_weights():
             average = digest(trainer.model.state_dict())

@@ -105,7 +105,7 @@ def check(chaos: Chaos) -> None:
 
 def test_twenty_kills_change_no_bit(tmp_path: Path) -> None:
     chaos = Chaos(tmp_path, random.SystemRandom().randrange(10**6), num_kills=20)
-    chaos.go(("sharded",))
+    chaos.go(("buckets",))
     check(chaos)
 
 
