@@ -17,7 +17,7 @@ Failures
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -93,3 +93,13 @@ class Done:
 
 
 DONE = Done()
+
+
+class Failed:
+    """A `Pending` that could not be started."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def wait(self) -> NoReturn:
+        raise self._error

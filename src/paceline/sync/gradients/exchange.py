@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.base import Communicator, Pending
-from paceline.core.errors import GradientError, MisuseError
+from paceline.comm.base import Communicator, Failed, Pending
+from paceline.core.errors import CommunicationError, GenerationEnded, GradientError, MisuseError
 from paceline.plan.shares import Plan, owner
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.grids import Grids
@@ -335,7 +335,11 @@ class MeanGradients:
             gradients = list(map(_gradient, sums.layout.parameters))
             self._refuse(sums.layout.first, gradients)
             self._add(sums, gradients)
-            self._pending.append(self._communicator.all_reduce(sums.flat))
+            try:
+                self._pending.append(self._communicator.all_reduce(sums.flat))
+            except (CommunicationError, GenerationEnded) as error:
+                # Not inside the user's backward(): raised by `finish`, where the loop can go on without a lost worker.
+                self._pending.append(Failed(error))
 
     # Grids
 
