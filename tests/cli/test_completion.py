@@ -43,7 +43,7 @@ FOLLOWS = [
     ([""], ["completion", "runs", "checkpoints", "doctor"]),
     (["r"], ["runs"]),
     (["--"], ["--help", "--version"]),
-    (["runs", ""], ["status", "save", "stop", "abort"]),
+    (["runs", ""], ["status", "save", "stop", "leave", "abort"]),
     (["runs", "s"], ["status", "save", "stop"]),
     (["runs", "save", "--w"], ["--wait"]),
     (["runs", "save", "a", "--t"], ["--timeout"]),
@@ -68,7 +68,11 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [*FOLLOWS, *((words, []) for words in FOLLOWS_FILE), (["runs", "--", ""], ["status", "save", "stop", "abort"])],
+    [
+        *FOLLOWS,
+        *((words, []) for words in FOLLOWS_FILE),
+        (["runs", "--", ""], ["status", "save", "stop", "leave", "abort"]),
+    ],
     ids=" ".join,
 )
 def test_bash_completions(place: Path, words: list[str], expected: list[str]) -> None:

@@ -29,6 +29,11 @@ Options of paceline come before SCRIPT. Everything after it is passed to the
 script. On several machines, use the same command on each; HOST is one of
 them. The exit codes are those of `paceline train`.
 """
+_RENDEZVOUS_NOTE = """\
+The nodes of `paceline run --nodes MIN:MAX --address HOST:PORT` find each other
+here. Without this command the first node keeps the rendezvous, and the run
+ends with that node.
+"""
 # In the order of the help text. `run`, `rendezvous` and `config` are in this file, every other one in the module of its
 # name.
 _COMMANDS = (
@@ -164,11 +169,7 @@ def _add_run(commands: Any) -> None:
 
 def _add_rendezvous(commands: Any) -> None:
     summary = "keep the rendezvous of machines that come and go"
-    note = (
-        "The nodes of `paceline run --nodes MIN:MAX --address HOST:PORT` find each other here. Without this command "
-        "the first node keeps the rendezvous, and the run ends with that node."
-    )
-    parser = add_command(commands, "rendezvous", summary, note, examples=("--address HOST:29500",))
+    parser = add_command(commands, "rendezvous", summary, _RENDEZVOUS_NOTE, examples=("--address HOST:29500",))
     what = "an address of this machine that all nodes can reach, and a free port"
     parser.add_argument("--address", metavar="HOST:PORT", required=True, help=what)
     parser.set_defaults(run=partial(_rendezvous, parser))

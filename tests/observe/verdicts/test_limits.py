@@ -259,7 +259,9 @@ def test_workers_that_left_and_came_back() -> None:
     joined = Happened("world", 80, {"size": 3, "left": [], "joined": [2], "reason": ""})
     verdict = first(run(part(), part(), events=[gone]))
     assert verdict.text == "worker 1 left after step 60 (rank 1 was killed by signal 9); the other 2 go on"
-    assert (verdict.kind, verdict.rank, verdict.severity) == ("worker left", 1, "error")
+    assert (verdict.kind, verdict.rank, verdict.severity) == ("worker left", None, "error")  # 1 is another worker now
+    last = Happened("world", 60, {"size": 2, "left": [2], "reason": "rank 2 was killed by signal 9"})
+    assert first(run(part(), part(), events=[last])).rank == 2
     assert verdict.lost == pytest.approx(1 / 3)
     assert kinds(run(part(), part(), events=[gone, joined])) == FINE
     assert kinds(run(part(), part(), events=[joined, gone])) == ["worker left"]
