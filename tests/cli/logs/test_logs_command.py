@@ -220,6 +220,14 @@ def test_commands_on_a_live_run_and_after_a_kill(runs: Path) -> None:
     assert logs_command("plot", "-o", "picture.svg") == (0, "picture.svg\n", "")
 
 
+def test_a_plot_as_a_page_is_the_export_of_watch(runs: Path) -> None:
+    make_run(runs)
+    assert logs_command("plot", "-o", "run.html") == (0, "run.html\n", "")
+    page = Path("run.html").read_text()
+    assert "paceline-data" in page
+    assert "<script src" not in page
+
+
 def test_closed_output_pipe_is_not_an_error(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(runs)
     reading, writing = os.pipe()

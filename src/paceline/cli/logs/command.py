@@ -83,7 +83,8 @@ def add_parser(commands: Any) -> None:
         "are positive"
     )
     parser.add_argument("--log-scale", action="store_true", help=what)
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write an image: .png, .svg or .pdf")
+    what = "write an image (.png, .svg, .pdf), or a page with all metrics (.html)"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=what)
     what = "open the image in the system's viewer; without -o it is written to plots/ in the run's folder"
     parser.add_argument("-e", "--open", action="store_true", help=what)
 
@@ -174,6 +175,11 @@ def _plot(options: argparse.Namespace) -> None:
         name = re.sub(r"[^a-z0-9_-]+", "_", what.lower())
         image = runs[0].plots / f"{name}{'-compared' if len(runs) > 1 else ''}.png"
         image.parent.mkdir(exist_ok=True)
+    if image is not None and image.suffix.lower() == ".html":
+        _write_page(runs, image)
+        if options.open:
+            _open(image)
+        return
     if image is not None:
         check_output(image)
     # Several panels as text would not fit on a screen.
@@ -199,6 +205,17 @@ def _plot(options: argparse.Namespace) -> None:
     for panel in panels:
         text = text_plot(panel, width, has_unicode=has_unicode, has_color=has_color)
         cli.raw(sys.stdout).write(f"\n{text}\n")
+
+
+def _write_page(runs: Sequence[RunFiles], path: Path) -> None:
+    """The page of `paceline watch`, as one file. It has all metrics, so that the other options do not apply."""
+    from paceline.cli.watch.export import export_html
+    from paceline.cli.watch.runs import Runs
+
+    folder = runs[0].root.resolve().parent
+    chosen = Runs(folder, [files.root.resolve() for files in runs])
+    path.write_text(export_html(chosen.all(), Runs(folder)), encoding="utf-8")
+    print(path)
 
 
 def _open(image: Path) -> None:

@@ -77,7 +77,8 @@ def left(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
             "worker left",
             "error",
             f"{who} left after step {event.step:,} ({reason}); {others}",
-            rank=gone[0] if isinstance(gone[0], int) else None,
+            # The others have moved up: a rank that exists is another worker's now.
+            rank=gone[0] if isinstance(gone[0], int) and gone[0] >= size else None,
             since_step=event.step,
             lost=len(gone) / (size + len(gone)),
             figures={"left": len(gone), "workers": size},
