@@ -46,7 +46,7 @@ class Chaos:
         orders = [Order.draw_from(self._random, KINDS) for _ in range(self._num_kills)]
         while orders:
             variant = variants[self.num_runs % len(variants)]
-            program = Program(str(self._folder / f"run-{self.num_runs}"), variant, exact=self._exact, pause_s=PAUSE_S)
+            program = self._program(f"run-{self.num_runs}", variant, PAUSE_S)
             self.num_runs += 1
             num_workers = self._random.choice([3, 4])
             killer = Killer(program, orders[:KILLS_PER_RUN], num_workers)
@@ -80,9 +80,13 @@ class Chaos:
         first = next((i for i, (a, b) in enumerate(zip(outcome.losses, expected.losses, strict=True), 1) if a != b), 0)
         return f"another digest; the first loss that differs is that of step {first}"
 
+    def _program(self, name: str, variant: str, pause_s: float) -> Program:
+        # In plain mode rounding grows with the steps, whoever does them.
+        return Program(str(self._folder / name), variant, 20 if self._exact else 5, self._exact, pause_s)
+
     def _undisturbed(self, variant: str) -> Outcome:
         if variant not in self._expected:
-            program = Program(str(self._folder / f"undisturbed-{variant}"), variant, exact=self._exact)
+            program = self._program(f"undisturbed-{variant}", variant, 0.0)
             program.reset()
             _launch(program, 2)
             self._expected[variant] = Outcome.read(program)
