@@ -110,10 +110,16 @@ def of_dp_train(here: Points) -> Any:
 @pytest.mark.soak
 def test_a_replacement_joins_a_cadence() -> None:
     def train(here: Points, trainer: pl.Trainer) -> Any:
-        trainer.every_epoch(1, lambda number: wait_for_members(2) if number == 1 else None)
+        # Entered after the first of the following steps.
+        trainer.every(1, lambda record: wait_for_members(2) if trainer.world.size == 1 and record.epoch == 1 else None)
         return with_cadence(here, trainer)
 
-    cadence = {"exact": False, "strategy": pl.Cadence(anchor=2), "global_batch": None, "shares": "measured"}
+    cadence = {
+        "exact": False,
+        "strategy": pl.Cadence(anchor=2, max_anchor=2),
+        "global_batch": None,
+        "shares": "measured",
+    }
     [outcomes] = launch([Case([Death(1, step=1)], cadence, train=train)], 2, max_restarts=1)
     assert [outcome["member"][:2] for outcome in outcomes] == [(0, 0), (1, 1)]
     assert outcomes[0]["results"] == [NUM_SAMPLES] * 3

@@ -10,7 +10,7 @@ import pytest
 from fake_workers import FakeNode, MakeNode, fake_node
 
 from paceline.run.launching import worker
-from paceline.run.launching.supervisor import MAX_BACK_OFF_S, MIN_STALL_S, STALL_FACTOR, STOPPED_S
+from paceline.run.launching.supervisor import FINISH_S, MAX_BACK_OFF_S, MIN_STALL_S, STALL_FACTOR, STOPPED_S
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 from paceline.run.membership.board import Activity
 from paceline.run.membership.generation import Member
@@ -74,8 +74,11 @@ def test_a_worker_that_is_done_is_not_waited_for(node: MakeNode) -> None:
     own = node(2)
     own.enter_all()
     assert own.end(1, ExitKind.DONE, 0).kind is ExitKind.DONE
-    assert own.generation.members == (Member(0, 0),)
+    own.look()
+    assert own.generation.number == 0  # the other one may be about to end too
     assert not own.supervisor.is_over
+    own.look(FINISH_S)
+    assert own.generation.left == {Member(0, 1): "it has finished"}
     own.end(0, ExitKind.DONE, 0)
     assert own.supervisor.is_over
 
@@ -180,6 +183,42 @@ def test_a_death_during_a_join_postpones_it(node: MakeNode) -> None:
     own.ready(1)
     own.look()
     assert own.generation.members == (Member(0, 2), newcomer)
+
+
+def join(own: FakeNode, slot: int) -> None:
+    """A worker dies, and its replacement is let in; nobody has entered that generation yet."""
+    own.enter_all()
+    own.row(slot).note_steps(1)
+    own.end(slot)
+    own.enter_all()
+    own.look()
+    own.ready(slot)
+    own.look()
+    assert own.generation.joined == {Member(0, slot, 1)}
+
+
+@pytest.mark.xfail(reason="newcomers count as members that can go on")
+def test_a_run_that_ends_during_a_join_does_not_wait_for_it(node: MakeNode) -> None:
+    own = node(2, max_restarts=1)
+    join(own, 1)
+    assert not own.supervisor.is_over
+    own.end(0, ExitKind.DONE, 0)
+    assert own.supervisor.is_over
+
+
+@pytest.mark.xfail(reason="newcomers count as members that can go on")
+def test_the_last_one_with_the_state_dies_during_a_join(node: MakeNode) -> None:
+    own = node(2, max_restarts=1)
+    join(own, 1)
+    assert own.end(0).kind is ExitKind.DIED
+
+
+def test_one_that_has_taken_over_the_state_goes_on_alone(node: MakeNode) -> None:
+    own = node(2, max_restarts=1)
+    join(own, 1)
+    own.row(1).note_entered(own.generation)
+    assert own.end(0).kind is ExitKind.LEFT
+    assert own.generation.members == (Member(0, 1, 1),)
 
 
 def test_a_worker_is_asked_to_leave(node: MakeNode, capfd: pytest.CaptureFixture[str]) -> None:

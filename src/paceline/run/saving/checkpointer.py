@@ -132,7 +132,7 @@ class Checkpointer:
     def reconnect(self, loop: Loop) -> None:
         """Save with the workers of the new world, which call this together.
 
-        A checkpoint that the workers before have not completed is due again, now or at the end of the current step.
+        A checkpoint that the workers before have not completed is due again: before the next step.
         """
         communicator = self._run.communicator
         self._world = communicator.world
@@ -151,17 +151,22 @@ class Checkpointer:
         if self._settings.snapshot_every is not None:
             self._folder.make_memory()
         self._open_writers(self._settings)
-        newest = Position.from_dict(decided_by_rank_0(self._newest_position, communicator))
-        self._schedule(newest)
+        newest, is_lost, metrics = decided_by_rank_0(lambda: self._find_last(loop.position.step), communicator)
+        self._schedule(Position.from_dict(newest))
         self._is_prepared = self._has_failed = False
-        step, metrics = self._last_saved
-        if step == loop.position.step > newest.step:
-            self._metrics, self._agreed = dict(metrics), max(self._agreed, Decision.SAVE)
+        if is_lost:
+            self._metrics, self._agreed = metrics, max(self._agreed, Decision.SAVE)
 
-    def _newest_position(self) -> dict[str, int]:
-        """Of the newest complete checkpoint on the disk."""
-        newest = max(self._folder.found(), key=lambda path: step_of(path) or 0, default=None)
-        return Position().to_dict() if newest is None else dict(Checkpoint(newest).manifest.position)
+    def _find_last(self, step: int) -> tuple[dict[str, int], bool, dict[str, float]]:
+        """The position of the newest checkpoint or snapshot, and whether the last checkpoint begun was not completed.
+
+        Then its metrics too, which count only if the run is still at that step.
+        """
+        found = sorted(self._folder.found(), key=lambda path: step_of(path) or 0)
+        newest = dict(Checkpoint(found[-1]).manifest.position) if found else Position().to_dict()
+        on_disk = max((step_of(path) or 0 for path in found if path.parent == self._folder.root), default=0)
+        begun, metrics = self._last_saved
+        return newest, begun > on_disk, dict(metrics) if begun == step else {}
 
     # What is saved
 
