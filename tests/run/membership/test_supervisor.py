@@ -197,7 +197,6 @@ def join(own: FakeNode, slot: int) -> None:
     assert own.generation.joined == {Member(0, slot, 1)}
 
 
-@pytest.mark.xfail(reason="newcomers count as members that can go on")
 def test_a_run_that_ends_during_a_join_does_not_wait_for_it(node: MakeNode) -> None:
     own = node(2, max_restarts=1)
     join(own, 1)
@@ -206,7 +205,6 @@ def test_a_run_that_ends_during_a_join_does_not_wait_for_it(node: MakeNode) -> N
     assert own.supervisor.is_over
 
 
-@pytest.mark.xfail(reason="newcomers count as members that can go on")
 def test_the_last_one_with_the_state_dies_during_a_join(node: MakeNode) -> None:
     own = node(2, max_restarts=1)
     join(own, 1)

@@ -173,7 +173,16 @@ class Supervisor:
         is_set_up = self.generation.number > 0 or is_entered_by_all(self.generation, reports, gone)
         left = [member for member in self.generation.members if member not in {*gone, *self._finished_s}]
         is_over = bool(self._finished_s) and not left
-        return is_over or (is_set_up and len(left) >= self._options.min_workers)
+        has_state = any(member in left for member in self._with_state(reports))
+        return is_over or (is_set_up and has_state and len(left) >= self._options.min_workers)
+
+    def _with_state(self, reports: Mapping[int, Report]) -> list[Member]:
+        """The members that have the state of the run: not those that are still taking it over."""
+        entered = {member: number for report in reports.values() for member, number in report.entered.items()}
+        number, joined = self.generation.number, self.generation.joined
+        return [
+            member for member in self.generation.members if member not in joined or entered.get(member, -1) == number
+        ]
 
     @property
     def _num_members(self) -> int:
@@ -184,7 +193,7 @@ class Supervisor:
         """Whether only workers are left that have not joined: there is nothing left to join."""
         reports, lost_nodes = self._council.share(self._report())
         lost = {member for report in reports.values() for member in report.lost} | self._finished_s.keys()
-        return all(member in lost or member.node in lost_nodes for member in self.generation.members)
+        return all(member in lost or member.node in lost_nodes for member in self._with_state(reports))
 
     def leave(self) -> None:
         """Let all workers of this node leave after a step."""
