@@ -193,7 +193,7 @@ def _rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 def _nodes(text: str) -> tuple[int, int]:
     """The number of machines, as its minimum and its maximum; 0 for the maximum if the number is fixed."""
     least, colon, most = text.partition(":")
-    if not least.isdecimal() or (colon and not most.isdecimal()):
+    if not least.isdecimal() or int(least) < 1 or (colon and not most.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r}: choose an integer >= 1, or MIN:MAX such as 1:4")
     return int(least), int(most or 0)
 

@@ -169,7 +169,7 @@ class Loop:
                             raise MisuseError(
                                 "the next micro-batch was asked for before step() was called for this one"
                             )
-                        if not self._is_step_under_way:
+                        if self._is_last:
                             break  # completed, or abandoned because a worker was lost
                     if not mine:
                         self._finish_step()
