@@ -127,6 +127,7 @@ class Rejoining:
     def rejoin(self, error: BaseException | None) -> None:
         """An exchange failed with this error, or a change is due: return when the run can go on, or raise the error."""
         before, began_s = self._communicator.generation, monotonic()
+        self._row.enter(Activity.WAITING)  # for the others, who may take any time
         if isinstance(error, CommunicationError):  # of a connection beside the communicator
             with suppress(GenerationEnded):
                 self._communicator.interrupt(error)
@@ -139,6 +140,7 @@ class Rejoining:
             except CommunicationError as another:
                 with suppress(GenerationEnded):
                     self._communicator.interrupt(another)
+        self._row.enter(Activity.ELSEWHERE)
         self._emit(before, monotonic() - began_s)
 
     def _rejoin(self) -> None:
