@@ -11,10 +11,10 @@ BENCHMARKS = Path(__file__).parent / "benchmarks.md"
 HEAD = """\
 # Measured figures
 
-The tables of [benchmarks.md](benchmarks.md) on one page, by `python docs/make_figures.py`. Every line is one run in which
-the contestants took turns. All figures are ratios to the limit, medians over the turns. The others are named best first,
-so that the strictest comparison comes first. The last column has the version of Paceline and the day: figures of an
-older version are those of that version. [performance.md](performance.md) says what costs what and which setting to
+The tables of [benchmarks.md](benchmarks.md) on one page, by `python docs/make_figures.py`. Every line is one run in
+which the contestants took turns. All figures are ratios to the limit, medians over the turns. The others are named best
+first, so that the strictest comparison comes first. The last column has the version of Paceline and the day: figures of
+an older version are those of that version. [performance.md](performance.md) says what costs what and which setting to
 change.
 """
 COLUMNS = ("`python -m bench`", "unit", "limit, = 1", "Paceline", "others", "measured")
