@@ -10,7 +10,6 @@ import ast
 import json
 import posixpath
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.
 SHOWN = {".py": "python", ".yaml": "yaml", ".csv": "text"}
 LINK = re.compile(r"(\]\()(?!\w+:)([^)#\s]+)")
 # The theme loads this script from a network; docs/javascripts has a copy.
-SHIM, SHIM_COPY = "https://unpkg.com/iframe-worker/shim", "javascripts/iframe-worker.js"
+SHIM, SHIM_COPY = re.compile(r"https://[\w.]+/iframe-worker/shim"), "javascripts/iframe-worker.js"
 INCLUDED = re.compile(r"^<!-- code: (\S+) (.*) -->$", re.MULTILINE)
 
 origins: dict[str, str] = {}  # by page of the site: the file of the repository that it shows
@@ -33,13 +32,10 @@ def on_files(files: Any, config: Any) -> Any:
     origins.clear()
     origins.update({page: path for path, page in PAGES.items()})
     contents = {page: (ROOT / path).read_text() for path, page in PAGES.items()}
+    contents["index.md"] = "---\nhide: [navigation]\n---\n\n" + contents["index.md"]
     for path in examples():
-        page = site_path(path)
-        contents[page] = notebook_page(path) if path.endswith(".ipynb") else source_page(path)
-        origins[page] = path
-        folder = posixpath.dirname(path)
-        contents.setdefault(site_path(folder), f"# {folder}\n\n")
-        contents[site_path(folder)] += f"- [`{path}`]({posixpath.relpath(page, folder)}): {first_line(path)}\n"
+        contents[site_path(path)] = notebook_page(path) if path.endswith(".ipynb") else source_page(path)
+    contents |= folder_pages(examples())
     for page, text in contents.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -61,18 +57,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    return output.replace(SHIM, posixpath.relpath(SHIM_COPY, posixpath.dirname(page.file.dest_uri) or "."))
+    return SHIM.sub(posixpath.relpath(SHIM_COPY, posixpath.dirname(page.file.dest_uri) or "."), output)
 
 
 def on_post_template(output_content: str, **_: Any) -> str:
-    return output_content.replace(SHIM, f"/{SHIM_COPY}")
+    return SHIM.sub(f"/{SHIM_COPY}", output_content)
 
 
 def examples() -> list[str]:
-    """Files under examples/ that git knows or would add."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "examples"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return sorted(path for path in listed if Path(path).suffix in (*SHOWN, ".ipynb") and (ROOT / path).exists())
+    """Files under examples/, but those of runs and caches."""
+    found = (path.relative_to(ROOT) for path in (ROOT / "examples").rglob("*.*"))
+    return sorted(
+        str(path) for path in found if path.suffix in (*SHOWN, ".ipynb") and not {"runs", "__pycache__"} & {*path.parts}
+    )
 
 
 def site_path(path: str) -> str:
@@ -80,8 +77,22 @@ def site_path(path: str) -> str:
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     if path.startswith("examples"):
-        return f"{path}/index.md" if (ROOT / path).is_dir() else f"{path}.md"
+        return f"{path}/files.md" if (ROOT / path).is_dir() else f"{path}.md"
     return PAGES.get(path, path)
+
+
+def folder_pages(paths: list[str]) -> dict[str, str]:
+    """A list of links for every folder, to its files and the folders in it."""
+    members: dict[str, dict[str, None]] = {}
+    for path in paths:
+        while folder := posixpath.dirname(path):
+            members.setdefault(folder, {})[path] = None
+            path = folder
+    return {
+        site_path(folder): f"# {folder}\n\n"
+        + "".join(f"- [`{each}`]({posixpath.relpath(site_path(each), folder)}){first_line(each)}\n" for each in inside)
+        for folder, inside in members.items()
+    }
 
 
 def source_page(path: str) -> str:
@@ -108,12 +119,9 @@ def shown(output: dict[str, Any]) -> str:
 
 
 def first_line(path: str) -> str:
-    """What a file says about itself."""
-    text = (ROOT / path).read_text()
-    if path.endswith(".py"):
-        return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
-    found = re.match(r"# (.*)", text)
-    return found[1] if found else ""
+    """What a program says about itself."""
+    text = ast.get_docstring(ast.parse((ROOT / path).read_text())) if path.endswith(".py") else None
+    return f": {text.partition(chr(10))[0]}" if text else ""
 
 
 def definitions(path: str, names: list[str]) -> str:
