@@ -44,9 +44,9 @@ lint: $(ENVIRONMENT) ## style, types and the direction of imports
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
-# The variable silences an announcement of the theme.
+# The variable silences an announcement of the theme. With --quiet, warnings would not count for --strict.
 docs: $(ENVIRONMENT) ## the documentation site, into site/; open site/index.html (no network, no server needed)
-	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict $(ARGS)
 	@echo "make: open site/index.html"
 
 # A benchmark that this machine cannot run ends with 77. Its result in JSON goes to the file alone.

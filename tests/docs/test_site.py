@@ -41,12 +41,12 @@ def script(name: str) -> ModuleType:
 
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     """As `make docs` does; a link that leads nowhere is an error. One test, so that it is built once."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout + done.stderr == ""
+    assert "WARNING" not in done.stdout + done.stderr
     every_public_name_has_an_entry(tmp_path)
     settings_have_their_help_and_their_default(tmp_path)
     nothing_is_loaded_from_a_network(tmp_path)
