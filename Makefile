@@ -19,7 +19,7 @@ BENCH_ENVIRONMENT := $(VENV)/.installed-bench
 BENCH_RESULTS := runs/bench
 BENCHMARKS ?= $$($(RUN)/python -c 'from bench.__main__ import BENCHMARKS; print(*BENCHMARKS)')
 
-.PHONY: help train test soak lint bench clean
+.PHONY: help train test soak lint docs bench clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -46,6 +46,11 @@ lint: $(ENVIRONMENT) ## style, types and the direction of imports
 	$(RUN)/mypy
 	$(RUN)/lint-imports
 
+# The variable silences an announcement of the theme. With --quiet, warnings would not count for --strict.
+docs: $(ENVIRONMENT) ## the documentation site, into site/; open site/index.html (no network, no server needed)
+	NO_MKDOCS_2_WARNING=1 $(RUN)/mkdocs build --strict $(ARGS)
+	@echo "make: open site/index.html"
+
 # A benchmark that this machine cannot run ends with 77. Its result in JSON goes to the file alone.
 bench: $(BENCH_ENVIRONMENT) ## every benchmark beside its peers, docs/benchmarks.md, then the slow tests (long)
 	@mkdir -p $(BENCH_RESULTS); rm -f $(BENCH_RESULTS)/*.txt $(BENCH_RESULTS)/.failed
@@ -58,10 +63,11 @@ bench: $(BENCH_ENVIRONMENT) ## every benchmark beside its peers, docs/benchmarks
 		fi; \
 	done
 	$(RUN)/python -m bench pages $(BENCH_RESULTS) -o docs/benchmarks.md
+	$(RUN)/python docs/make_figures.py
 	$(RUN)/python -m pytest -m slow
 
 clean: ## remove the environment, caches and build outputs; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(ENVIRONMENT): pyproject.toml $(CONSTRAINTS)

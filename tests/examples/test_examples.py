@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -92,6 +95,34 @@ def test_regression_example(tmp_path: Path) -> None:
     assert "weights equal True, losses equal True" in output
 
 
+def code_of_cells(notebook: Path) -> str:
+    """The code cells; what a notebook would show below a cell is printed."""
+    statements: list[ast.stmt] = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            *first, last = ast.parse("".join(cell["source"])).body
+            shown = ast.parse(f"print({ast.unparse(last)})").body if isinstance(last, ast.Expr) else [last]
+            statements += [*first, *shown]
+    return ast.unparse(ast.Module(statements, []))
+
+
+@pytest.mark.timeout(120)
+def test_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells run as in a kernel: in a `__main__` that is no file. Two workers and one end with the same weights."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    code = code_of_cells(EXAMPLES / "first_steps.ipynb")
+    code += "\nassert [len(line.get_xdata()) for line in axes.lines] == [48, 48]"
+    lines = run("-W", "ignore", "-c", code, timeout_s=110, cwd=tmp_path).splitlines()
+    of_two, of_one = (re.search(r"^(\d) workers?: +(loss .*)$", line) for line in lines[:2])
+    assert of_two is not None
+    assert of_one is not None
+    assert (of_two[1], of_one[1]) == ("2", "1")
+    assert of_two[2] == of_one[2]
+    assert "True" in lines[2:]
+
+
 def test_every_example_is_run_here() -> None:
+    assert [path.stem for path in EXAMPLES.glob("*.ipynb")] == ["first_steps"]
     scripts = {path.stem for path in EXAMPLES.glob("*.py")} - set(SHARED_MODULES)
     assert scripts == {*IN_PROCESS, "dp_train_regression", "reference"}  # the last in test_reference.py
