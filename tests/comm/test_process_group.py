@@ -216,6 +216,7 @@ def test_nccl_where_every_worker_has_a_gpu_of_its_own(
     device: torch.device, local_size: int, num_gpus: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     assert default_backend(World(0, 8, 0, local_size, device=device)) == expected
 
 
