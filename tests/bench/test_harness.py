@@ -257,7 +257,9 @@ def run_bench(name: str, *options: str) -> dict[str, Any]:
     return fields
 
 
-@pytest.mark.parametrize("name", SHORT_RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "crowded" else ()) for name in SHORT_RUNS]
+)
 def test_short_run(name: str) -> None:
     fields = run_bench(name, *SHORT_RUNS[name])
     assert list(fields) == FIELDS

@@ -240,6 +240,7 @@ def test_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(sum(shares) == 8 for shares in detail["shares"])
 
 
+@pytest.mark.slow
 @needs_quota
 def test_short_run_of_a_shift(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     periods = []

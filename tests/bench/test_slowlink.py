@@ -189,6 +189,7 @@ def test_no_host_is_left_when_the_benchmark_is_terminated() -> None:
     assert hosts_of(process.pid) == []
 
 
+@pytest.mark.slow
 @needs_link
 def test_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     main(["slowlink", "--quick", "--json"])

@@ -16,6 +16,7 @@ def options(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.slow
 def test_first_pictures(tmp_path: Path) -> None:
     found, peaks = watch._pictures(tmp_path, options("--pictures", "1", "--lines", "300", "--runs", "3"))
     assert set(found) == {"a run with 300 lines", "a folder with 3 runs"}

@@ -92,7 +92,8 @@ def normalized(screen: str) -> str:
     joined = re.sub(r"\n +(?=runs/)", " ", screen)
     joined = re.sub(r"(?s)(?<=Traceback \(most recent call last\):\n).*?(?=\n\w+Error)", "  ...", joined)
     joined = re.sub(r"rank-\d", "rank-N", joined)
-    joined = re.sub(r"paceline: rank \d ended without saving.*\n", "", joined)  # if the other one failed first
+    # If the other one failed first; the line may be wrapped.
+    joined = re.sub(r"paceline: rank \d ended without saving.*\n(  there is no checkpoint\n)?", "", joined)
     joined = re.sub(r"step-\d+|(?<=after step )\d+", "N", joined)
     joined = re.sub(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(-\d+)?", "TIME", joined)
     joined = re.sub(r"[━╸╺]+ +", "━━━ ", joined)

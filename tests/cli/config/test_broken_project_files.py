@@ -53,7 +53,7 @@ IN_TRAINER = {
         "trainer.strategy.outer.factory is 'sgd': expected package.module:name"
     ),
     "early_stopping: {patience: 0}": ("trainer.early_stopping.patience is 0: expected an integer >= 1"),
-    "dispatch_batches: 1": ("trainer.dispatch_batches is 1: expected true or false"),
+    "dispatch_batches: 1": ("trainer.dispatch_batches is 1: expected true, false or auto"),
     "gradient_accumulation_steps: x, global_batch: null": (
         "trainer.gradient_accumulation_steps is 'x': expected an integer >= 1 or null"
     ),

@@ -159,7 +159,8 @@ def test_hosts_of_several_workers_train_like_one(
 
 
 @needs_hosts
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.soak), 2])
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", [1, 2])
 def test_torchrun_on_two_hosts_trains_like_one(
     hosts: Hosts, tmp_path: Path, digest_of_one_host: str, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,6 +265,7 @@ def test_a_killed_worker_restarts_both_hosts(
     assert run.digest == digest_of_one_host
 
 
+@pytest.mark.soak
 @needs_hosts
 def test_hosts_with_disks_of_their_own_go_on_from_what_both_have(
     hosts: Hosts, tmp_path: Path, digest_of_one_host: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.checkpoint.folders import complete_steps
-from paceline.plan.balance import Balancer
+from paceline.core.timing import Timing
 from paceline.plan.cadence import ElChe
 from paceline.run.step.planner import CadencePlanner, FixedPlanner, MeasuringPlanner
 from paceline.sync.loss_scale import LossScale
@@ -150,9 +151,9 @@ def test_averaged_replicas_go_on_as_they_were(tmp_path: Path, pool: WorkerPool, 
 
 
 def test_planners_go_on_with_what_they_learned() -> None:
-    balancer = Balancer(2)
-    balancer.observe([0.1, 0.3], [0.0, 0.0])
-    taught, fresh = MeasuringPlanner(8, balancer), MeasuringPlanner(8, Balancer(2))
+    taught, fresh = MeasuringPlanner(8, 2), MeasuringPlanner(8, 2)
+    numbers: Any = SimpleNamespace(timings=[Timing(0.1), Timing(0.3)])
+    taught.observe(taught.plan(8), numbers)
     assert fresh.plan(8) != taught.plan(8)
     fresh.load_state_dict(taught.state_dict())
     assert fresh.plan(8) == taught.plan(8) == (range(6), range(6, 8))
