@@ -29,10 +29,11 @@ train: $(ENVIRONMENT) ## train a small transformer on generated stories, with tw
 	$(RUN)/paceline train examples/tiny_stories/2workers.yaml $(ARGS)
 
 # A test that fails beside others runs again alone: where other programs keep the cores busy, processes that the tests
-# start may come too late.
+# start may come too late. A file that cannot be imported fails at once.
 test: lint ## lint, then every test, example and code block of the docs
 	$(RUN)/python -m pytest --cache-clear -n $(JOBS) --dist worksteal $(ARGS) || { \
-		[ $$? -eq 1 ] && echo "make: running the failed tests again, one at a time" && \
+		[ $$? -eq 1 ] && $(RUN)/python -m pytest --collect-only -q $(ARGS) > /dev/null && \
+		echo "make: running the failed tests again, one at a time" && \
 		$(RUN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); }
 
 # The kills come last and alone: they say how far they are, and whose cores they have matters to when they strike.

@@ -157,7 +157,8 @@ class Losses:
     def lose(self, how: Callable[[WorkerNotes], object]) -> None:
         """Lose a random worker after a random time; returns when a step was completed without it."""
         self.wait_until_whole()
-        time.sleep(self._random.uniform(0, MOMENT_S))
+        # Restarts from checkpoints need one since the last restart.
+        time.sleep(MOMENT_S + self._random.uniform(0, MOMENT_S))
         victim = self._random.choice(self._together() or WorkerNotes.of_all(self._folder))
         last = victim.from_end(1)
         assert last is not None
