@@ -38,7 +38,7 @@ from bench.survive_log import Cost, Kill, WorkerNotes, costs
 from bench.survive_worker import CHECKPOINT_STEPS, ENDLESS, NUM_WORKERS, TASKS
 
 OURS, TORCHFT, TORCHRUN, RESTART = "paceline", "torchft", "torchrun, restart", "paceline, restart"
-WHOLE_STEPS = 5  # that all workers have done together before one is killed
+WHOLE_STEPS = 20  # that all workers have done together before one is killed, a checkpoint among them
 MOMENT_S = 0.5  # within which a worker is killed after that
 TIMEOUT_S = 180.0
 POLL_S = 0.005
