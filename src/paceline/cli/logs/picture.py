@@ -112,10 +112,11 @@ def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
     for kind in dict.fromkeys(mark.kind for mark in marks):
         at = [mark for mark in marks if mark.kind == kind]
         if kind in ("resume", "world"):
-            for mark in at:
+            for mark in at:  # those who join come soon after those who left: lower, so that both can be read
                 axes.axvline(mark.x, color=_MARK_COLOR, linewidth=0.8, linestyle=":")
                 axes.annotate(
-                    mark.text or "resumed", (mark.x, 1.0), xytext=(3, -2), xycoords=bottom, textcoords="offset points",
+                    mark.text or "resumed", (mark.x, 1.0), xytext=(3, -11 if mark.text.startswith("+") else -2),
+                    xycoords=bottom, textcoords="offset points",
                     color=_MARK_COLOR, fontsize=_FONT_POINTS - 2, va="top", in_layout=False,
                 )  # fmt: skip
         elif kind == "checkpoint":
