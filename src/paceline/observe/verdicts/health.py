@@ -14,8 +14,9 @@ from paceline.observe.verdicts.verdict import Change, Limits, Verdict
 
 # Losses are compared as medians of this many lines.
 _SMOOTH = 5
+# The worker that an error is about.
+_RANK = re.compile(r"\brank (\d+)\b")
 # What the errors about a loss, a gradient or a ratio of losses say.
-_RANK = re.compile(r"^rank (\d+)\b")
 _DIVERGED = re.compile(r"(loss|norm) is (nan|-?inf)|the run diverges|NonFiniteError", re.IGNORECASE)
 
 
