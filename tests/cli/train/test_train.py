@@ -148,7 +148,7 @@ def test_numbers_also_go_to_loggers(tmp_path: Path) -> None:
 def test_a_quiet_run_shows_nothing_but_is_written_down(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = write_project(tmp_path, "quiet_parts")
     files = run_here(config, tmp_path / "run", quiet=True)
-    assert capfd.readouterr().out == ""
+    assert capfd.readouterr() == ("", "")
     assert read_metrics(files.metrics).last_step == 20
 
 
