@@ -43,7 +43,7 @@ from bench.unequal import FREE_RANK, NUM_WORKERS, Shares, Task, alone, join, pac
 from bench.workers import gloo_group, run_workers
 
 if TYPE_CHECKING:
-    from paceline.run.step.loop import StepRecord
+    from paceline.run.step.record import StepRecord
 
 WARMUP_STEPS = 2  # first allocations, DDP's second bucket layout
 SETTLING_STEPS = 6  # measured shares find their level

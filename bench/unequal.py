@@ -18,7 +18,7 @@ from bench.harness import Contestant
 from bench.scaling import ENDLESS, LENGTH, VOCABULARY, make_model, make_optimizer
 
 if TYPE_CHECKING:
-    from paceline.run.step.loop import StepRecord
+    from paceline.run.step.record import StepRecord
 
 NUM_WORKERS, FREE_RANK, LIMITED_RANK = 2, 0, 1
 STEPS_PER_EPOCH = 64

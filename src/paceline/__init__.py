@@ -26,7 +26,7 @@ _HOMES = {
     "PerWorker": "paceline.data.sources.batches",
     "Recording": "paceline.api.recording",
     "Runtime": "paceline.run.settings",
-    "StepRecord": "paceline.run.step.loop",
+    "StepRecord": "paceline.run.step.record",
     "Trainer": "paceline.api.trainer",
     "World": "paceline.core.world",
     "dp_train": "paceline.api.dp_train",
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from paceline.run.settings import Loading as Loading
     from paceline.run.settings import Optimization as Optimization
     from paceline.run.settings import Runtime as Runtime
-    from paceline.run.step.loop import StepRecord as StepRecord
+    from paceline.run.step.record import StepRecord as StepRecord
     from paceline.sync.averaging.strategy import Averaging as Averaging
 else:
     __getattr__ = lazy_names(__name__, _HOMES, ("compat", "data", "errors", "reports"), _MOVED)

@@ -87,7 +87,7 @@ class Case:
 
 def use_graphs(trainer: pl.Trainer, graphs: Any) -> None:
     run = trainer.run
-    object.__setattr__(run, "stepping", Stepping(run.loop, run.loop._exchange, run.events, graphs, trainer.run.config))
+    object.__setattr__(run, "stepping", Stepping(run.loop, run.loop.exchange, run.events, graphs, trainer.run.config))
 
 
 class FakeGraphs:

@@ -21,7 +21,7 @@ from paceline.run.launching.background import Channel
 from paceline.run.saving.state import model_state, optimizer_state
 from paceline.run.saving.stopping import Stopped
 from paceline.run.step.build import named_parameters
-from paceline.run.step.loop import StepRecord
+from paceline.run.step.record import StepRecord
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def train(task: WorkerTask, channel: Channel) -> TrainedState:
                 tally.begin()
                 for batch in epoch:
                     if scalars := step.run_micro_batch(batch):
-                        tally.note(scalars, run.loop.weight)
+                        tally.note(scalars, run.loop.open.weight)
                     trainer.step()
                 metrics = tally.end(epoch.number)
                 channel.send(metrics.to_dict())

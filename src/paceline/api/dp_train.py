@@ -28,7 +28,7 @@ from paceline.run.run import Run
 from paceline.run.saving.state import load_model, model_state
 from paceline.run.settings import Optimization, Runtime, check_unused
 from paceline.run.step.build import build_model, named_parameters
-from paceline.run.step.loop import StepRecord
+from paceline.run.step.record import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 
 DEFAULT_LR = 1e-3
@@ -150,7 +150,7 @@ def _train(run: Run, loss_of: Callable[[Any, Any], torch.Tensor], n_iter: int, v
             if lines.is_due(record.step):
                 lines.show(record.step, record.loss)
 
-        run.loop.every(1, after_iteration)
+        run.loop.hooks.every(1, after_iteration)
         step = run.stepping.with_function(lambda sample: (loss_of(run.model, sample), {}))
         run.enter()
         try:

@@ -40,7 +40,7 @@ from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import HasState, plain_model
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
 from paceline.run.step.build import ModuleOfWrapper, only_or_all
-from paceline.run.step.loop import StepRecord
+from paceline.run.step.record import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ class Trainer:
 
         Sums that the loop's body keeps then count them twice. Records do not: a step has one.
         """
-        return self._loop.is_repeating
+        return self._loop.open.is_repeated
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -416,18 +416,18 @@ class Trainer:
 
     def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
         """Call `hook(record)` after every `steps` steps, on all workers together: for evaluation inside an epoch."""
-        self._loop.every(steps, hook)
+        self._loop.hooks.every(steps, hook)
 
     def every_epoch(self, epochs: int, hook: Callable[[int], object]) -> None:
         """Call `hook(number)` at the end of every `epochs` epochs, on all workers together."""
-        self._loop.every_epoch(epochs, hook)
+        self._loop.hooks.every_epoch(epochs, hook)
 
     def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
         """Call `hook(parameters)` in every step, before clipping: `parameters[name].grad` is the global batch's mean.
 
         The hook may change the gradients, on all workers alike. It draws the same random numbers on all of them.
         """
-        self._loop.on_gradients(hook)
+        self._loop.hooks.on_gradients(hook)
 
     def listen(self, listener: Callable[[Event], object]) -> None:
         """Call `listener(event)` for events beside the steps, the same on all workers.

@@ -17,8 +17,8 @@ from paceline.comm.messages import gather
 from paceline.core.deferred import DeferredReader
 from paceline.run.report import ratio
 from paceline.run.run import Run
-from paceline.run.step.loop import StepRecord
 from paceline.run.step.planner import GPU_LAG_STEPS
+from paceline.run.step.record import StepRecord
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from paceline.run.control import ControlServer, end_at_once, socket_path
 from paceline.run.launching.output import show_output
 from paceline.run.report import Report
 from paceline.run.run import Run
-from paceline.run.step.loop import StepRecord
+from paceline.run.step.record import StepRecord
 
 # With more workers, their shares are left out of the lines of metrics.
 MAX_WORKERS_LOGGED = 64

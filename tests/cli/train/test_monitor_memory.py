@@ -11,7 +11,7 @@ from train_project import run_here, write_project
 
 from paceline.observe.metrics import read_metrics
 from paceline.run.monitor import Monitor
-from paceline.run.step.loop import StepRecord
+from paceline.run.step.record import StepRecord
 
 MEASURED_AT = (80, 240, 400)
 

@@ -44,7 +44,7 @@ def with_fp16(here: Points, trainer: pl.Trainer) -> Any:
         for batch in epoch:
             here("micro-batch", trainer.position.step)
             step(batch)
-    return trainer.run.loop.state_dict()["loss_scale"]
+    return trainer.run.loop.loss_scale.state_dict()
 
 
 def with_cadence(here: Points, trainer: pl.Trainer) -> Any:

@@ -68,13 +68,13 @@ def test_a_finished_run_is_not_run_again_and_one_with_more_epochs_goes_on(tmp_pa
 
 def test_exact_modes_grids_go_on_where_they_were(tmp_path: Path) -> None:
     def grids(trainer: pl.Trainer) -> dict[str, int]:
-        return trainer.run.loop._exchange.state_dict()["grids"]
+        return trainer.run.loop.exchange.state_dict()["grids"]
 
     with setup(tmp_path) as trainer:
         for batch in next(trainer.epochs(1)):
             step(trainer, batch)
         name, top = next(iter(grids(trainer).items()))
-        trainer.run.loop._exchange._grids.load({name: top + 3})  # as after a burst of larger gradients
+        trainer.run.loop.exchange._grids.load({name: top + 3})  # as after a burst of larger gradients
         saved = grids(trainer)
         assert saved[name] == top + 3
     with setup(tmp_path) as trainer:

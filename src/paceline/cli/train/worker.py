@@ -26,7 +26,7 @@ from paceline.observe.best_effort import attempt
 from paceline.observe.run_files import RunFiles, write_json
 from paceline.observe.worker_status import WorkerStatus
 from paceline.run.monitor import MainMonitor
-from paceline.run.step.loop import StepRecord
+from paceline.run.step.record import StepRecord
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from paceline.run.capture.model_snapshot import ModelSnapshot, hook_of_user
 from paceline.run.capture.outbox import Outbox
 from paceline.run.capture.update import CapturedUpdate, OptimizerSnapshot
 from paceline.run.config import RunConfig
-from paceline.run.step.loop import Loop, StepRecord
+from paceline.run.step.loop import Loop
+from paceline.run.step.record import StepRecord
 from paceline.sync.buffers import statistics_of
 from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.strategy import GradientExchange
@@ -103,7 +104,7 @@ class CapturedStepFunction(StepFunction):
         self._captured: dict[Hashable, _Captured] = {}
         self._snapshot: ModelSnapshot | None = None
         self._num_eager = self._num_replays = 0
-        loop.on_parameters(self._forget)
+        loop.hooks.on_parameters(self._forget)
 
     def run_micro_batch(self, batch: Any) -> Mapping[str, Any]:
         self._update.is_done = False  # an error may have ended the last step
@@ -201,7 +202,7 @@ class CapturedStepFunction(StepFunction):
 
     def _find_or_capture_whole(self, captured: _Captured, tensors: Sequence[torch.Tensor]) -> _WholeStep | None:
         """The graph of the whole step, if it exists or can be captured now."""
-        if not self._may_be_whole or self._loop.has_gradient_hooks or not self._loop.weight:
+        if not self._may_be_whole or self._loop.hooks.of_gradients or not self._loop.open.weight:
             return None
         snapshot = self._update.unchanged_snapshot()
         if snapshot is None:

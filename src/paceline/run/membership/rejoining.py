@@ -23,6 +23,7 @@ from paceline.run.membership.communicator import ElasticCommunicator
 from paceline.run.membership.generation import Generation
 from paceline.run.saving.checkpointer import Checkpointer
 from paceline.run.saving.state import load_random_state, load_replica, random_state, replica_states
+from paceline.run.step import loop_state
 from paceline.run.step.ema import WeightAverage
 from paceline.run.step.loop import Loop
 
@@ -167,7 +168,7 @@ class Rejoining:
         source = max(holders, key=lambda rank: (workers[rank].total, -rank))
         ahead = workers[source]
         self._check_same_run(own, workers, ahead)
-        base, planner = broadcast((self._base.to_json(), loop.planner_state()), source, communicator)
+        base, planner = broadcast((self._base.to_json(), loop.planner.handover()), source, communicator)
         is_state_sent = any(each.step < ahead.step or each.is_joining for each in workers)
         if is_state_sent:
             state = _shared(self._message() if rank == source else None, source, communicator)
@@ -201,7 +202,7 @@ class Rejoining:
         with nullcontext() if self._average is None else self._average.not_in_model():
             state = {
                 "replica": replica_states(self._loop.replica),
-                "loop": self._loop.handover(),
+                "loop": loop_state.handover(self._loop),
                 "average": None if self._average is None else self._average.state_dict(),
                 "registered": {name: thing.state_dict() for name, thing in self._checkpointer.registered.items()},
                 "random": random_state(self._communicator.world.device),
@@ -210,7 +211,7 @@ class Rejoining:
 
     def _load(self, state: Mapping[str, Any], *, is_joining: bool) -> None:
         load_replica(self._loop.replica, state["replica"])
-        self._loop.take_over(state["loop"], is_joining=is_joining)
+        loop_state.take_over(self._loop, state["loop"], is_joining=is_joining)
         if self._average is not None:
             self._average.load_state_dict(state["average"])
         for name, thing in self._checkpointer.registered.items():

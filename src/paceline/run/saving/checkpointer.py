@@ -35,6 +35,7 @@ from paceline.run.saving.options import DEFAULT_MINUTES, Checkpoints
 from paceline.run.saving.resuming import OWN, Resumption, load_weights
 from paceline.run.saving.state import HasState, has_state, random_state, replica_states
 from paceline.run.saving.stopping import StopSignals
+from paceline.run.step import loop_state
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import GPU_LAG_STEPS
 from paceline.run.step.replica import Replica
@@ -208,7 +209,7 @@ class Checkpointer:
 
     def _states(self, loop: Loop) -> list[Component]:
         states = replica_states(self._run.replica)
-        states |= {"engine": loop.state_dict(), "random": random_state(self._world.device)}
+        states |= {"engine": loop_state.state_of(loop), "random": random_state(self._world.device)}
         states |= {name: thing.state_dict() for name, (thing, _) in self._registered.items()}
         return [
             Component(name, states[name], pattern, must_be_finite=name == "model")

@@ -31,6 +31,7 @@ from paceline.run.saving.state import (
     model_state,
 )
 from paceline.run.saving.validation import optimizer_differences, replica_problems, structure_problems
+from paceline.run.step import loop_state
 from paceline.run.step.loop import Loop
 from paceline.run.step.replica import Replica
 
@@ -86,7 +87,7 @@ class Resumption:
     def load_loop(self, loop: Loop) -> None:
         if "engine" in self._states:
             with self._explaining("component 'engine'"):
-                loop.load_state_dict(self._states["engine"])
+                loop_state.load_state(loop, self._states["engine"])
 
     def load(self, name: str, thing: HasState) -> None:
         """Load the state that was saved under this name."""

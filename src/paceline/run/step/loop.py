@@ -7,10 +7,8 @@ The loop yields this worker's micro-batches, and `step` is called after each. It
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +21,6 @@ from paceline.core.errors import CommunicationError, GenerationEnded, MisuseErro
 from paceline.core.events import Events
 from paceline.core.generators import generators_of
 from paceline.core.seeding import Purpose, derive_seed
-from paceline.core.timing import Timing
 from paceline.data.feeds.base import Feed, Step
 from paceline.data.feeds.sharded import passes
 from paceline.observe.timeline.recorder import Recorder
@@ -37,14 +34,17 @@ from paceline.run.step.build import share_weights
 from paceline.run.step.checks import Agreement, FiniteWatch, ReplicaCheck
 from paceline.run.step.ema import WeightAverage
 from paceline.run.step.gc_policy import GcPolicy
+from paceline.run.step.hooks import Hooks
+from paceline.run.step.learning_rates import LearningRates
 from paceline.run.step.out_of_memory import explain_out_of_memory
 from paceline.run.step.planner import Planner
+from paceline.run.step.record import StepRecord
 from paceline.run.step.replica import Number, Replica, Update
 from paceline.run.step.stopwatch import Account, stopwatch_for
 from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import LEFT, KnownNumbers, LocalNumbers, Numbers, WorkerMessage, left_error
+from paceline.sync.numbers import LEFT, Numbers, WorkerMessage, left_error
 from paceline.sync.strategy import GradientExchange, UpdateUnless
 
 if TYPE_CHECKING:
@@ -53,6 +53,29 @@ if TYPE_CHECKING:
 # Measure one of this many steps if no plan depends on it.
 SELDOM_MEASURED = 16
 NO_STEP = Step((), 0, None, is_cut=False)  # before the first
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """The step that this worker is in.
+
+    weight, loss: of the micro-batch, if one is open. is_last: no other micro-batch of this worker follows in the step.
+    is_loss_known: False after a bare `loss.backward()`. is_repeated: the step was begun before, at `begun_at`.
+    """
+
+    step: Step = NO_STEP
+    weight: int = 0
+    loss: torch.Tensor | None = None
+    has_micro_batch: bool = False
+    is_last: bool = True
+    is_loss_known: bool = True
+    is_repeated: bool = False
+    begun_at: Position | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this worker has begun a step that it did not exchange yet."""
+        return self.has_micro_batch or not self.is_last
 
 
 class Recovery(Protocol):
@@ -91,13 +114,13 @@ class Loop:
         self.max_steps: int | None = None
         self.replica = replica
         self._config = config
-        self._world = world
-        self._planner = planner
+        self.world = world
+        self.planner = planner
         replica.note_schedulers()  # a checkpoint may have been loaded
         self._usual_plan: Plan = ()
-        self._step = NO_STEP
+        self.open = OpenStep()
         self._at_once = config.micro_batches_at_once(world.rank)
-        self._exchange = exchange
+        self.exchange = exchange
         self._feed = feed
         self._generators = generators_of(world.device)
         self._step_to_seed: int | None = None  # the step whose seed for all workers was not used yet
@@ -107,41 +130,31 @@ class Loop:
         self._stopwatch = stopwatch_for(world.device, timeline, 1 if is_planned else SELDOM_MEASURED)
         self._timeline = timeline
         self._account = Account(world.size)
-        self._events = events
+        self.events = events
         self._checkpointer = checkpointer
         self._average = average
         self._gc_policy = collections
-        self._loss_scale = LossScale() if config.precision == "fp16" else None
+        self.loss_scale = LossScale() if config.precision == "fp16" else None
         # fp16 needs the norm even if nothing is clipped.
-        limit = math.inf if config.max_grad_norm is None and self._loss_scale else config.max_grad_norm
+        limit = math.inf if config.max_grad_norm is None and self.loss_scale else config.max_grad_norm
         self.update = Update(replica, limit)
         self._has_norm = limit is not None
         # Otherwise a GPU is idle while the host waits to know whether exact sums fit their grids.
         self._may_update_early = config.exact and world.device.type == "cuda"
-        self._hooks: list[tuple[int, Callable[[StepRecord], object]]] = []
-        self._epoch_hooks: list[tuple[int, Callable[[int], object]]] = []
-        self._gradient_hooks: list[Callable[[Mapping[str, torch.Tensor]], object]] = []
-        self._parameter_hooks: list[Callable[[], object]] = []
+        self.hooks = Hooks(self._run_hook)
         self._agreement = Agreement(replica, communicator)
         # Averaged replicas differ between two averages.
         check_of = communicator if not isinstance(config.strategy, Averaging) else None
         self._replica_check = ReplicaCheck(replica, check_of)
         self._communicator = communicator
         self._added: list[torch.Tensor] | None = None  # new parameters, trained once all workers have them
-        self._requested_rate: tuple[float, int] | None = None
-        self._may_request_rates = self._can_request_rates()
-        self._loss: torch.Tensor | None = None
-        self.weight = 0  # of the open micro-batch
-        self._is_open = False
-        self._is_last = True  # of this worker's micro-batches of the step
+        self._rates = LearningRates(replica, is_averaging=isinstance(config.strategy, Averaging))
         self.is_inside_epoch = self.is_in_hook = self.is_closed = False
         self._may_end_epoch = False
         self._left_epoch: int | None = None  # left by `break`
         self._is_left_open = False  # the work at the end of an epoch is still due
-        self.is_repeating = False  # exact mode repeats this step
         self.last_record: StepRecord | None = None
-        self._due: deque[Callable[[], None]] = deque()  # hooks of the last step, and of the epoch that it has ended
-        self._ended_epoch = -1  # the last one whose end was handled
+        self.ended_epoch = -1  # the last one whose end was handled
         self._recovery: Recovery | None = None
 
     def micro_batches(self, epoch: int) -> Iterator[Any]:
@@ -153,7 +166,7 @@ class Loop:
         self.is_inside_epoch = True
         self._timeline.event("epoch begin", number=epoch)
         self._gc_policy.begin_epoch()
-        self._begun_at: Position | None = None
+        self.open.begun_at = None
         try:
             while self.position.epoch == epoch and not self.is_over:
                 try:
@@ -165,11 +178,11 @@ class Loop:
                             yield batch
                         else:
                             self.step()  # every sample of it was bad
-                        if self._is_open:
+                        if self.open.has_micro_batch:
                             raise MisuseError(
                                 "the next micro-batch was asked for before step() was called for this one"
                             )
-                        if self._is_last:
+                        if self.open.is_last:
                             break  # completed, or abandoned because a worker was lost
                     if not mine:
                         self._finish_step()
@@ -185,7 +198,7 @@ class Loop:
             if self._recovery is not None:
                 self._recovery.note(is_computing=False)
             # Several workers keep the step open until the others have been told.
-            if self._is_step_under_way and (self._world.size == 1 or self._left_epoch is None):
+            if self.open.is_under_way and (self.world.size == 1 or self._left_epoch is None):
                 self.abandon()
 
     def _next_share(self) -> range | None:
@@ -195,7 +208,7 @@ class Loop:
         if self.position.step % gc_policy.EVERY_STEPS == 0:
             self._gc_policy.collect()
         mine = self._begin_step()
-        self.is_repeating, self._begun_at = self._begun_at == self.position, self.position
+        self.open.is_repeated, self.open.begun_at = self.open.begun_at == self.position, self.position
         return mine
 
     def _save_or_stop(self) -> None:
@@ -213,9 +226,9 @@ class Loop:
 
     def abandon(self) -> None:
         """Drop the step under way, if any."""
-        if self._is_step_under_way:
-            self._is_open, self._is_last = False, True
-            self._exchange.abandon()
+        if self.open.is_under_way:
+            self.open.has_micro_batch, self.open.is_last = False, True
+            self.exchange.abandon()
 
     def end_epoch(self) -> None:
         """End the epoch after the current step. Called in one of its hooks."""
@@ -236,7 +249,7 @@ class Loop:
         if not self._is_left_open:
             return
         self._is_left_open = False
-        if self.position.epoch == self._left_epoch and not self.is_over and self._world.size > 1:
+        if self.position.epoch == self._left_epoch and not self.is_over and self.world.size > 1:
             self._tell_left()
         self._complete_epoch()
 
@@ -253,21 +266,16 @@ class Loop:
     def _complete_epoch(self) -> None:
         self._watch.flush()
         self._stopwatch.flush()
-        self._exchange.synchronize()
-
-    @property
-    def _is_step_under_way(self) -> bool:
-        """Whether this worker has begun a step that it did not exchange yet."""
-        return self._is_open or not self._is_last
+        self.exchange.synchronize()
 
     def _tell_left(self) -> None:
         """Take part in the others' steps without gradients until all workers know that this one left."""
-        if self._world.device.type != "cpu":  # they would read it some steps later
-            raise left_error([self._world.rank])
-        is_under_way = self._is_step_under_way
-        if self._is_open:
-            self._exchange.end_micro_batch(None)
-        self._is_open, self._is_last = False, True
+        if self.world.device.type != "cpu":  # they would read it some steps later
+            raise left_error([self.world.rank])
+        is_under_way = self.open.is_under_way
+        if self.open.has_micro_batch:
+            self.exchange.end_micro_batch(None)
+        self.open.has_micro_batch, self.open.is_last = False, True
         while self.position.epoch == self._left_epoch and not self.is_over:
             if not is_under_way:
                 if self._checkpointer.is_active:
@@ -276,61 +284,61 @@ class Loop:
                 if mine is None:
                     break
                 if mine:
-                    self._exchange.begin_micro_batch(mine[-1], 0, is_last=True)
-                    self._exchange.end_micro_batch(None)
+                    self.exchange.begin_micro_batch(mine[-1], 0, is_last=True)
+                    self.exchange.end_micro_batch(None)
             is_under_way = False
-            self._exchange.send(WorkerMessage(request=LEFT, digest=self.replica.digest()))
-            if (numbers := self._exchange.finish()) is not None:
+            self.exchange.send(WorkerMessage(request=LEFT, digest=self.replica.digest()))
+            if (numbers := self.exchange.finish()) is not None:
                 self._checkpointer.observe(numbers)  # an error, as soon as all have read it
-                self._exchange.complete()
+                self.exchange.complete()
                 self.position = self._feed.after_step(self.position)
-        self._exchange.synchronize()
-        raise left_error([self._world.rank])
+        self.exchange.synchronize()
+        raise left_error([self.world.rank])
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Run backward for this micro-batch's loss, a mean over its samples. Gradients of several calls add up."""
-        if not self._is_open:
+        if not self.open.has_micro_batch:
             raise MisuseError("backward() was called outside of a micro-batch: call it inside `for batch in epoch`")
         if not isinstance(loss, torch.Tensor):
             raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
         if loss.numel() != 1:
             raise ValueError(f"the loss has shape {tuple(loss.shape)}: it must be one number, such as loss.mean()")
         try:
-            scaled = loss if self._loss_scale is None else loss * self._loss_scale.value
-            self._exchange.backward(scaled, retain_graph)
+            scaled = loss if self.loss_scale is None else loss * self.loss_scale.value
+            self.exchange.backward(scaled, retain_graph)
         except torch.OutOfMemoryError as error:
             self.explain(error)
             raise
         reported = loss.detach()
-        self._loss = reported if self._loss is None else self._loss + reported
+        self.open.loss = reported if self.open.loss is None else self.open.loss + reported
 
     def replayed(self, loss: torch.Tensor | None) -> None:
         """A CUDA graph has run this micro-batch's forward and backward. loss: its output; None if nothing ran."""
-        self._loss = loss
+        self.open.loss = loss
 
     def step(self) -> StepRecord | None:
         """End this micro-batch, and the step if it was this worker's last. Returns the record of a completed step."""
-        if not self._is_open:
+        if not self.open.has_micro_batch:
             raise MisuseError("step() was called without a micro-batch: call it once for each `for batch in epoch`")
-        if self.weight and not self._exchange.has_gradient():
+        if self.open.weight and not self.exchange.has_gradient():
             raise MisuseError(
                 "step() was called before backward(): this micro-batch has no gradient"
-                if self._loss is None
+                if self.open.loss is None
                 else "backward() gave no trained parameter a gradient: compute the loss with trainer.model, and do not "
                 "call zero_grad() before step()"
             )
-        if self._loss is None and self.weight:
-            if self._loss_scale is not None:
+        if self.open.loss is None and self.open.weight:
+            if self.loss_scale is not None:
                 raise MisuseError(
                     "precision='fp16' scales the loss before backward: call trainer.backward(loss) instead of "
                     "loss.backward() or your own GradScaler"
                 )
-            self._is_loss_known = False  # a bare loss.backward()
-        self._is_open = False
+            self.open.is_loss_known = False  # a bare loss.backward()
+        self.open.has_micro_batch = False
         try:
-            self._exchange.end_micro_batch(self._loss)
+            self.exchange.end_micro_batch(self.open.loss)
             self._stopwatch.mark()
-            return self._finish_step() if self._is_last else None
+            return self._finish_step() if self.open.is_last else None
         except (GenerationEnded, CommunicationError) as error:
             return self._recover(error)
 
@@ -354,33 +362,13 @@ class Loop:
             return self.last_record if self.position.step > step else None
 
     @property
-    def has_gradient_hooks(self) -> bool:
-        return bool(self._gradient_hooks)
-
-    @property
     def is_over(self) -> bool:
         """Whether the run has reached its number of steps."""
         return self.max_steps is not None and self.position.step >= self.max_steps
 
     def synchronize(self) -> None:
         """Make all replicas equal, if the strategy lets them differ."""
-        self._exchange.synchronize()
-
-    def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None:
-        """Call `hook(record)` after every `steps` steps, on all workers together."""
-        if steps < 1:
-            raise ValueError(f"every({steps}, ...): choose at least 1 step")
-        self._hooks.append((steps, hook))
-
-    def every_epoch(self, epochs: int, hook: Callable[[int], object]) -> None:
-        """Call `hook(number)` at the end of every `epochs` epochs, on all workers together."""
-        if epochs < 1:
-            raise ValueError(f"every_epoch({epochs}, ...): choose at least 1 epoch")
-        self._epoch_hooks.append((epochs, hook))
-
-    def on_parameters(self, hook: Callable[[], object]) -> None:
-        """Call `hook()` when the set of trained parameters has changed."""
-        self._parameter_hooks.append(hook)
+        self.exchange.synchronize()
 
     def set_learning_rate(self, rate: float, group: int = -1) -> None:
         """Set the learning rate of a parameter group, or of all, on all workers alike.
@@ -388,100 +376,25 @@ class Loop:
         In the loop's body it applies to the current step, and one worker's request is enough. Elsewhere it applies at
         once, on every worker that calls it.
         """
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"lr={rate}: choose a finite number >= 0")
-        if not self.is_inside_epoch:
-            self.replica.set_learning_rate(rate, group)
-            return
-        if not self._may_request_rates:
-            raise MisuseError(
-                "set_lr() was called in an epoch's loop, which a worker without a share skips: with several GPUs, or "
-                "with Averaging, call it in a hook: trainer.every(1, lambda record: trainer.set_lr(...))"
-            )
-        self._requested_rate = (rate, group)
+        self._rates.set(rate, group, self.world, in_loop=self.is_inside_epoch)
 
     def check_replicas(self) -> None:
         """Raise on all workers if their weights differ. Called by all workers together, between two steps."""
         self._replica_check.look(self.position.step)
 
-    def on_gradients(self, hook: Callable[[Mapping[str, torch.Tensor]], object]) -> None:
-        """Call `hook(parameters)` in every step, when gradients are the mean and not clipped yet."""
-        self._gradient_hooks.append(hook)
-
     def explain(self, error: BaseException) -> None:
         """Add a note with a remedy to an out-of-memory error."""
         if isinstance(error, torch.OutOfMemoryError):
-            explain_out_of_memory(error, self._config, self.replica, self._world)
+            explain_out_of_memory(error, self._config, self.replica, self.world)
 
     def report(self) -> Report:
         """Where the workers' time went."""
         return self._account.report()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The position, and all state of the next step besides weights and optimizer."""
-        return {
-            "position": self.position.to_dict(),
-            "trained": self.replica.names_to_train(),
-            "groups": self.replica.group_names(),
-            "loss_scale": self._loss_scale.state_dict() if self._loss_scale else None,
-            "exchange": self._exchange.state_dict(),
-            "num_workers": self._world.size,
-            "planner": self._planner.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. What was learned about the workers is used only in a world of the same size."""
-        self.position = Position.from_dict(state["position"])
-        self._events.step = self.position.step
-        if self._loss_scale is not None and state["loss_scale"] is not None:
-            self._loss_scale.load_state_dict(state["loss_scale"])
-        if "trained" in state:
-            self.replica.set_trained(state["trained"])
-            if self.replica.has_changed():
-                self.replica.take_changes()
-                self._use_parameters([])
-        self._exchange.load_state_dict(state["exchange"])
-        if state["num_workers"] == self._world.size:
-            self._planner.load_state_dict(state["planner"])
-
     # A world that changes
 
     def recover_with(self, recovery: Recovery) -> None:
         self._recovery = recovery
-
-    def handover(self) -> dict[str, Any]:
-        """What a worker that is behind needs besides weights and optimizer to be where this one is."""
-        record = self.last_record
-        return {
-            "engine": self.state_dict(),
-            "record": None if record is None else record.to_dict(),
-            "ended_epoch": self._ended_epoch,
-        }
-
-    def take_over(self, state: Mapping[str, Any], *, is_joining: bool) -> None:
-        """Continue where the worker is that made `handover`.
-
-        A worker that was one step behind has still to run the hooks of that step. One that joins runs none of them.
-        """
-        engine = state["engine"]
-        self.position = Position.from_dict(engine["position"])
-        self._events.step = self.position.step
-        if self._loss_scale is not None:
-            self._loss_scale.load_state_dict(engine["loss_scale"])
-        self.replica.set_trained(engine["trained"])
-        if self.replica.has_changed():
-            self.replica.take_changes()
-        self.replica.note_schedulers()
-        self._exchange.load_state_dict(engine["exchange"])
-        if state["record"] is not None:
-            self.last_record = record = StepRecord.from_dict(state["record"])
-            if is_joining:
-                self._ended_epoch = state["ended_epoch"]
-            else:
-                self._due = deque(self._hooks_of_step(record))
-
-    def planner_state(self) -> dict[str, Any]:
-        return self._planner.handover()
 
     def regroup(self, planner_state: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
         """Divide the work among the workers of the new world.
@@ -489,10 +402,9 @@ class Loop:
         planner_state: of a worker that knows the world before. previous_ranks: the ranks in it, by rank; None for a new
         worker.
         """
-        self._world = self._communicator.world
-        self._planner.regroup(planner_state, previous_ranks)
-        self._usual_plan, self._step = (), NO_STEP
-        self._may_request_rates = self._can_request_rates()
+        self.world = self._communicator.world
+        self.planner.regroup(planner_state, previous_ranks)
+        self._usual_plan, self.open.step = (), NO_STEP
         self._replica_check.regroup()
 
     def regroup_report(self, previous_ranks: Sequence[int | None]) -> None:
@@ -501,13 +413,8 @@ class Loop:
 
     def reconnect(self) -> None:
         """Exchange with the workers of the new world. All of them call this together."""
-        self._use_parameters([])
+        self.use_parameters([])
         self._feed.reconnect()
-
-    def _can_request_rates(self) -> bool:
-        """A rate that is requested in the loop's body is exchanged; on several GPUs it would arrive too late."""
-        is_exchanged = self._world.device.type == "cpu" and not isinstance(self._config.strategy, Averaging)
-        return self._world.size == 1 or is_exchanged
 
     # The parts of a step
 
@@ -520,67 +427,66 @@ class Loop:
             ended, self.position = self.position.epoch, self.position.next_epoch()
             self._end_epoch(ended)
             return None
-        if step.plan is not self._step.plan:
+        if step.plan is not self.open.step.plan:
             self._note_plan(step)
-        self._step = step
-        self._is_loss_known = True
+        self.open.step = step
+        self.open.is_loss_known = True
         if self.replica.has_changed():
             self._take_parameter_changes()
-        self._exchange.begin_step(
+        self.exchange.begin_step(
             step.plan,
             total_weight=step.total_weight,
-            loss_scale=self._loss_scale.value if self._loss_scale else 1.0,
+            loss_scale=self.loss_scale.value if self.loss_scale else 1.0,
         )
-        return step.plan[self._world.rank]
+        return step.plan[self.world.rank]
 
     def _begin_micro_batch(self, numbers: range, *, is_last: bool) -> Any:
         """The batch of one micro-batch, or of several that this device runs at once."""
         self._stopwatch.mark()
-        batch, self.weight = self._feed.micro_batch(numbers)
+        batch, self.open.weight = self._feed.micro_batch(numbers)
         self._stopwatch.mark()
         # The last of several represents all of them, so that the step's last micro-batch is recognized.
-        self._exchange.begin_micro_batch(numbers[-1], self.weight, is_last=is_last)
+        self.exchange.begin_micro_batch(numbers[-1], self.open.weight, is_last=is_last)
         # Dropout belongs to the micro-batch, not to the rank.
         self._seed(Purpose.MICRO_BATCH, self.position.step, numbers[0])
         if self._recovery is not None:
             self._recovery.note(is_computing=True)
-        self._loss = None
-        self._is_last = is_last
-        self._is_open = True
+        self.open.loss = None
+        self.open.is_last = is_last
+        self.open.has_micro_batch = True
         return batch
 
     def _finish_step(self) -> StepRecord | None:
         position = self.position
-        plan, num_samples = self._step.plan, self._step.num_samples
-        timing = self._stopwatch.send(len(plan[self._world.rank]))
-        digest = self.replica.digest() if self._world.size > 1 else 0
+        plan, num_samples = self.open.step.plan, self.open.step.num_samples
+        timing = self._stopwatch.send(len(plan[self.world.rank]))
+        digest = self.replica.digest() if self.world.size > 1 else 0
         if self._recovery is not None and self._recovery.is_change_pending:
             self._checkpointer.request_change()
-        message = WorkerMessage(timing, self._checkpointer.requested, digest, self._requested_rate)
-        self._exchange.send(message)
+        message = WorkerMessage(timing, self._checkpointer.requested, digest, self._rates.requested)
+        self.exchange.send(message)
         early: list[Number | None] = []  # the norm, if the update was queued early
         update_unless = self._update_unless(early) if self._may_update_early else None
-        numbers = self._exchange.finish(self._accept, update_unless)
-        self._requested_rate = None
+        numbers = self.exchange.finish(self._accept, update_unless)
+        self._rates.requested = None
         self._stopwatch.mark()
         if numbers is None:
             if self._added is not None:
-                self._use_parameters(self._added)
+                self.use_parameters(self._added)
             return None
-        self._planner.observe(plan, numbers)
+        self.planner.observe(plan, numbers)
         if not numbers.is_ordinary:
             self._checkpointer.observe(numbers)
         # From here on every worker does the same. Code that may draw random numbers draws the same ones.
         self._step_to_seed = position.step
         if self.replica.may_draw:
             self._seed_for_all()
-        # A single worker knows its own request: reading it from a GPU would wait.
-        if self._world.size == 1:
-            if message.learning_rate is not None:
-                self.replica.set_learning_rate(*message.learning_rate)
-        elif self._may_request_rates and not numbers.is_ordinary and any(rates := numbers.learning_rates):
-            self._set_requested_rate(rates)
-        for on_gradients in self._gradient_hooks:
+        if self.world.size == 1:
+            if message.learning_rate is not None:  # its own: reading it from a GPU would wait
+                self._rates.apply([message.learning_rate])
+        elif not numbers.is_ordinary and self._rates.can_request(self.world):
+            self._rates.apply(numbers.learning_rates)
+        for on_gradients in self.hooks.of_gradients:
             self._run_hook(on_gradients, self.replica.parameters)
         norm = early[0] if early else self.update.clip() if self._has_norm else None
         is_ordinary = numbers.is_ordinary and norm is None
@@ -595,8 +501,8 @@ class Loop:
         else:
             is_skipped = True
         self._stopwatch.mark()
-        self._events.step = position.step + 1
-        self._exchange.complete()
+        self.events.step = position.step + 1
+        self.exchange.complete()
         self._stopwatch.completed(position.step + 1)
         self._account.add((plan, num_samples, numbers))
         record = StepRecord(
@@ -611,11 +517,11 @@ class Loop:
         )
         self.last_record = record
         self.position = self._feed.after_step(position)
-        if self._hooks:
-            self._due.extend(self._hooks_of_step(record))
-        if record.step % checks.REPLICA_CHECK_STEPS == 0 and self._world.size > 1:
+        if self.hooks.of_steps:
+            self.hooks.queue_step(record)
+        if record.step % checks.REPLICA_CHECK_STEPS == 0 and self.world.size > 1:
             self._replica_check.after_step(len(plan[0]), numbers, record.step)
-        if self._due or self.position.epoch != position.epoch:
+        if self.hooks.due or self.position.epoch != position.epoch:
             self._run_hooks()
         return record
 
@@ -628,38 +534,28 @@ class Loop:
         if record is not None:
             self._may_end_epoch = True
             try:
-                self._run_due()
+                self.hooks.run_due()
             finally:
                 self._may_end_epoch = False
-            if self.position.epoch != record.epoch and self._ended_epoch != record.epoch:
+            if self.position.epoch != record.epoch and self.ended_epoch != record.epoch:
                 self._end_epoch(record.epoch)
-        self._run_due()
-
-    def _run_due(self) -> None:
-        while self._due:
-            self._due.popleft()()
+        self.hooks.run_due()
 
     def _update_unless(self, norms: list[Number | None]) -> UpdateUnless | None:
         """Queues the update before the host waits for the exchange, if no code of the user runs in between."""
-        is_direct = not self._gradient_hooks and self._added is None and self._loss_scale is None
-        if not is_direct or self._requested_rate is not None or not self.update.can_be_voided:
+        is_direct = not self.hooks.of_gradients and self._added is None and self.loss_scale is None
+        if not is_direct or self._rates.requested is not None or not self.update.can_be_voided:
             return None
         return lambda is_void: norms.append(self.update.clip_and_step_unless(is_void))
 
     def _end_epoch(self, number: int) -> None:
         """An epoch's last step is done, on all workers."""
-        self._ended_epoch = number
+        self.ended_epoch = number
         self._timeline.event("epoch end", number=number)
         if self._config.optimization.scheduler_every == "epoch":
             self.replica.step_schedulers()
-        self._due.extend(self._hooks_of_epoch(number))
-        self._run_due()
-
-    def _hooks_of_step(self, record: StepRecord) -> list[Callable[[], None]]:
-        return [partial(self._run_hook, hook, record) for steps, hook in self._hooks if record.step % steps == 0]
-
-    def _hooks_of_epoch(self, number: int) -> list[Callable[[], None]]:
-        return [partial(self._run_hook, hook, number) for count, hook in self._epoch_hooks if (number + 1) % count == 0]
+        self.hooks.queue_epoch(number)
+        self.hooks.run_due()
 
     def _take_parameter_changes(self) -> None:
         """Some parameters were frozen, unfrozen or added between two steps.
@@ -668,8 +564,8 @@ class Loop:
         repeat the step with the new set.
         """
         self._added = [*(self._added or []), *self.replica.take_changes()]
-        if self._world.size == 1:
-            self._use_parameters(self._added)
+        if self.world.size == 1:
+            self.use_parameters(self._added)
 
     def _accept(self, numbers: Numbers) -> bool:
         """Whether the step counts. Raises on all workers if they disagree."""
@@ -678,31 +574,19 @@ class Loop:
             self._agreement.check(numbers, now=has_changes)
         return not has_changes
 
-    def _use_parameters(self, added: Sequence[torch.Tensor]) -> None:
+    def use_parameters(self, added: Sequence[torch.Tensor]) -> None:
         """Train the replica's current parameters. All workers get rank 0's values of new ones."""
         self._added = None
         if added:
             share_weights(self.replica.model, self.replica.parameters, self._communicator)
-        self._exchange.set_parameters(self.replica.parameters, Buffers(self.replica.model, self._communicator))
+        self.exchange.set_parameters(self.replica.parameters, Buffers(self.replica.model, self._communicator))
         if self._average is not None:
             self._average.set_parameters(self.replica)
-        for hook in self._parameter_hooks:
+        for hook in self.hooks.of_parameters:
             hook()
 
-    def _set_requested_rate(self, by_rank: Sequence[tuple[float, int] | None]) -> None:
-        requests = {rank: rate for rank, rate in enumerate(by_rank) if rate is not None}
-        (first, (rate, group)), *others = requests.items()
-        for rank, other in others:
-            if other != (rate, group):
-                raise MisuseError(
-                    f"set_lr({rate:g}, group={group}) on rank {first} and set_lr({other[0]:g}, group={other[1]}) on "
-                    f"rank {rank} in one step: compute the rate from what all workers know, such as "
-                    "trainer.position.step"
-                )
-        self.replica.set_learning_rate(rate, group)
-
     def _told_loss(self, numbers: Numbers) -> float:
-        if not self._is_loss_known:
+        if not self.open.is_loss_known:
             raise MisuseError(
                 "ReduceLROnPlateau needs the loss, which is unknown after a bare loss.backward(): call "
                 "trainer.backward(loss)"
@@ -714,17 +598,17 @@ class Loop:
         plan, usual = step.plan, self._usual_plan
         if plan != usual and not step.is_cut:
             self._usual_plan = plan
-            self._events.emit("plan", shares=sizes(plan), before=sizes(usual))
+            self.events.emit("plan", shares=sizes(plan), before=sizes(usual))
 
     def _is_step_valid(self, numbers: Numbers, norm: Number | None) -> bool:
         """Whether to update. False if fp16 overflowed; without fp16 a non-finite number is an error."""
         step = self.position.step + 1
-        if self._loss_scale is not None:
+        if self.loss_scale is not None:
             assert norm is not None
             is_finite = math.isfinite(norm.item()) and all(map(math.isfinite, numbers.losses))
-            self._loss_scale.update(is_finite=is_finite)
+            self.loss_scale.update(is_finite=is_finite)
             return is_finite
-        self._watch.check(step, self._step.plan, numbers)
+        self._watch.check(step, self.open.step.plan, numbers)
         if isinstance(norm, torch.Tensor) and norm.is_cpu and not math.isfinite(norm.item()):
             raise NonFiniteError(
                 f"the gradient's norm is {norm.item()} at step {step} although every loss is finite: the weights are "
@@ -755,79 +639,3 @@ class Loop:
         finally:
             self.is_inside_epoch, self.is_in_hook = is_inside, False
             self._timeline.took("hook", begin, function=getattr(hook, "__qualname__", type(hook).__name__))
-
-
-@dataclass(slots=True)  # not frozen: that costs a microsecond per step
-class StepRecord:
-    """A completed step. Numbers are read from the device on demand.
-
-    step: number of completed steps. epoch: counted from 0. num_samples: size of the global batch. lr: learning rate of
-    the next step. is_skipped: fp16 overflowed.
-    """
-
-    step: int
-    epoch: int
-    num_samples: int
-    lr: float
-    is_skipped: bool
-    _plan: Plan
-    _numbers: Numbers
-    _norm: Number | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """For a worker that did not complete this step. Waits for its numbers."""
-        numbers = KnownNumbers.of(self._numbers)
-        plan = [(own.start, own.stop) for own in self._plan]
-        own = (self.step, self.epoch, self.num_samples, self.lr, self.is_skipped, plan, self.grad_norm)
-        return {"own": own, "numbers": numbers.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        step, epoch, num_samples, lr, is_skipped, plan, norm = values["own"]
-        shares = tuple(range(*bounds) for bounds in plan)
-        numbers = KnownNumbers.from_dict(values["numbers"])
-        norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
-        return cls(step, epoch, num_samples, lr, is_skipped, shares, numbers, norm)
-
-    @property
-    def loss(self) -> float:
-        """The mean over the global batch, before the update; the same on every worker.
-
-        NaN if no sample had weight, or after a bare `loss.backward()`. With `Averaging`: the mean over all workers'
-        steps between the last two averages; NaN until the first.
-        """
-        return self._numbers.loss
-
-    @property
-    def weight(self) -> float:
-        """The total weight of the mean: samples, or the sum of weight_fn. With `Averaging`: per step, as for `loss`."""
-        return self._numbers.total_weight
-
-    @property
-    def is_exchanged(self) -> bool:
-        """Whether all workers know the numbers of this step. With `Averaging` each worker knows its own."""
-        return not isinstance(self._numbers, LocalNumbers)
-
-    @property
-    def part(self) -> tuple[float, float]:
-        """For a sum over steps: weighted loss, and weight; of all workers, or this one's if it was not exchanged."""
-        if self.is_skipped:
-            return 0.0, 0.0
-        if isinstance(self._numbers, LocalNumbers):
-            return self._numbers.own_part
-        return (self.loss * self.weight, self.weight) if self.weight else (0.0, 0.0)
-
-    @property
-    def shares(self) -> tuple[int, ...]:
-        """The number of micro-batches that each worker took, by rank."""
-        return sizes(self._plan)
-
-    @property
-    def timings(self) -> Sequence[Timing]:
-        """The workers' timings, by rank."""
-        return self._numbers.timings
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The mean gradient's norm before clipping; None unless `max_grad_norm` is set (math.inf only measures)."""
-        return None if self._norm is None else self._norm.item()
