@@ -38,7 +38,8 @@ class BucketLayout:
         # By block: the index of its parameter within the bucket.
         self.owner_of_block = np.repeat(np.arange(len(sizes)), sizes)
         self._has_blocks = np.array(sizes) > 0
-        self._first_blocks = (ends - sizes)[self._has_blocks].astype(np.intp)
+        # Of the parameters that have elements.
+        self.first_blocks = (ends - sizes)[self._has_blocks].astype(np.intp)
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -50,10 +51,14 @@ class BucketLayout:
             for p, offset in zip(self.parameters, self._offsets, strict=True)
         ]
 
-    def peaks(self, peak_of_block: np.ndarray) -> np.ndarray:
-        """Each parameter's maximum over its blocks, which are the last dimension; NaN if there is a NaN."""
-        peaks = np.maximum.reduceat(peak_of_block, self._first_blocks, axis=-1, dtype=np.float64)
-        if len(self._first_blocks) == len(self):
+    def peaks(self, peak_of_part: np.ndarray, first_parts: np.ndarray | None = None) -> np.ndarray:
+        """Each parameter's maximum over its parts, which are the last dimension; NaN if there is a NaN.
+
+        first_parts: where the parts of each parameter that has elements begin. Default: the parts are the blocks.
+        """
+        firsts = self.first_blocks if first_parts is None else first_parts
+        peaks = np.maximum.reduceat(peak_of_part, firsts, axis=-1, dtype=np.float64)
+        if len(firsts) == len(self):
             return peaks
         with_empty = np.zeros((*peaks.shape[:-1], len(self)))
         with_empty[..., self._has_blocks] = peaks

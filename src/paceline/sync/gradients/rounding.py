@@ -47,10 +47,7 @@ class RoundedAddition:
             whole = self._gradient, self._total, self._anchor_of_block
             chunks = zip(*(each.split(CPU_BLOCKS) for each in whole), strict=True)
             self._chunks = [(*chunk, scratch[: len(chunk[0])]) for chunk in chunks]
-            # By call and block: the least and the largest number of its gradient.
-            self._ends = torch.zeros(self.capacity, 2, layout.num_blocks, dtype=layout.dtype)
-            self._host_ends = self._ends.numpy() if self._ends.itemsize >= 4 else None  # NumPy has no bfloat16
-            self._ends_of_chunks = [[chunk.unbind() for chunk in ends.split(CPU_BLOCKS, 1)] for ends in self._ends]
+            self._ends = _Ends(layout, self._gradient, self.capacity)
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """One per parameter of the bucket."""
@@ -87,19 +84,15 @@ class RoundedAddition:
         weights, self._weights = self._weights, []
         if self._layout.device.type != "cpu":
             return self._peaks[None]
-        ends = self._host_ends if self._host_ends is not None else self._ends.float().numpy()
-        peaks = self._layout.peaks(np.abs(ends[: len(weights)]).max(1))
-        for own, weight in zip(peaks, weights, strict=True):
-            own *= abs(weight)
-        return torch.from_numpy(peaks)
+        return torch.from_numpy(self._ends.peaks(len(weights)) * np.abs(weights)[:, None])
 
     def forget_peaks(self) -> None:
         self._weights.clear()
 
     def _add_on_host(self, weight: float, *, first: bool) -> None:
         is_one_pass = self._layout.dtype != torch.float64 and _fits_29_bits(weight)
-        ends_of_chunks = self._ends_of_chunks[len(self._weights) - 1]
-        for (gradient, total, anchors, scratch), (lowest, highest) in zip(self._chunks, ends_of_chunks, strict=True):
+        call = len(self._weights) - 1
+        for number, (gradient, total, anchors, scratch) in enumerate(self._chunks):
             term = total if first else scratch
             term.copy_(gradient)
             if is_one_pass:
@@ -110,8 +103,7 @@ class RoundedAddition:
             term.sub_(anchors)
             if not first:
                 total.add_(term)
-            torch.amin(gradient, 1, out=lowest)
-            torch.amax(gradient, 1, out=highest)
+            self._ends.note(call, number)  # while the chunk is in the cache
 
     def _gather_peaks(self, peak_of_block: torch.Tensor) -> None:
         self._peaks.copy_(torch.from_numpy(self._layout.peaks(peak_of_block.double().cpu().numpy())))
@@ -133,6 +125,41 @@ class RoundedAddition:
                 BLOCK=BLOCK_NUMEL,
                 enable_fp_fusion=False,  # fused multiply-add would round once instead of twice
             )
+
+
+class _Ends:
+    """The least and the largest number of the gradient, by call and segment.
+
+    A segment is the part of a parameter that lies in one chunk. NumPy finds the ends of many segments in one call.
+    """
+
+    def __init__(self, layout: BucketLayout, gradient: torch.Tensor, num_calls: int) -> None:
+        self._layout = layout
+        firsts = np.arange(0, layout.num_blocks, CPU_BLOCKS)
+        segments = np.union1d(layout.first_blocks, firsts)
+        self._first_segments = np.searchsorted(segments, layout.first_blocks)
+        dtype = np.float64 if layout.dtype == torch.float64 else np.float32
+        self._ends = np.zeros((num_calls, 2, len(segments)), dtype)
+        self._chunks = []
+        for first, chunk in zip(firsts.tolist(), gradient.split(CPU_BLOCKS), strict=True):
+            own = slice(*np.searchsorted(segments, (first, first + CPU_BLOCKS)).tolist())
+            flat = chunk.view(-1)
+            values = flat.numpy() if flat.itemsize >= 4 else flat  # NumPy has no bfloat16
+            ends = [(lowest[own], highest[own]) for lowest, highest in self._ends]
+            self._chunks.append((values, (segments[own] - first) * BLOCK_NUMEL, ends))
+
+    def note(self, call: int, number: int) -> None:
+        """Note the ends of a chunk's segments."""
+        values, starts, ends = self._chunks[number]
+        if isinstance(values, torch.Tensor):
+            values = values.float().numpy()
+        lowest, highest = ends[call]
+        np.minimum.reduceat(values, starts, 0, None, lowest)
+        np.maximum.reduceat(values, starts, 0, None, highest)
+
+    def peaks(self, num_calls: int) -> np.ndarray:
+        """By call and parameter: the largest magnitude; NaN if there is a NaN."""
+        return self._layout.peaks(np.abs(self._ends[:num_calls]).max(1), self._first_segments)
 
 
 def _kernel_on(device: torch.device) -> Any:
