@@ -512,9 +512,14 @@ class Trainer:
         return self.run.together(lambda: collect.reduce(value, how, self.run.communicator))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of rank `source`, on every worker, in the form that `gather` returns."""
+        """The value of rank `source`, on every worker, in the form that `gather` returns.
+
+        If that worker is lost in this call, the value is that of the lowest rank whose value is not None.
+        """
         self.run.check_between_steps("broadcast()")
-        return self.run.together(lambda: collect.broadcast(value, source, self.run.communicator))
+        if self.run.rejoining is not None:
+            return self.run.rejoining.broadcast(value, source)
+        return collect.broadcast(value, source, self.run.communicator)
 
     def main_first(self) -> AbstractContextManager[None]:
         """Rank 0 runs the block first, for example to fill a cache; then all other workers run it.
