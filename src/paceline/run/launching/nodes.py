@@ -122,6 +122,8 @@ class NodeRendezvous:
     methods only `wait_for_results` and `close` wait for other nodes, each with a time limit.
     """
 
+    has_others = False  # the run cannot go on without this node
+
     def __init__(self, nodes: Nodes, num_workers: int, run_id: str, options: Mapping[str, Any]) -> None:
         deadline_s = time.monotonic() + nodes.join_timeout_s
         self._nodes, self.num_nodes = nodes, nodes.num
