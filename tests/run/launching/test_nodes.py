@@ -116,7 +116,7 @@ def test_a_node_without_heartbeat_is_lost(
     first, second = pair
     assert not first.lost()
     assert not first.peer_failed()
-    monkeypatch.setattr(second._heartbeats, "_exchange", lambda: True)
+    monkeypatch.setattr(second._heartbeats, "_exchange", lambda *_: True)
     second._heartbeats._thread.join()
     first._heartbeats.lost_s = 0.5
     wait_until(first.lost)

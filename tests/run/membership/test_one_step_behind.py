@@ -81,7 +81,5 @@ def test_a_state_that_arrives_damaged_is_not_used(monkeypatch: pytest.MonkeyPatc
     alone: Any = SingleCommunicator(World())
     assert rejoining._shared(message.clone(), 0, alone)["weight"].tolist() == [1.0] * 4
     monkeypatch.setattr(rejoining.collect, "broadcast", damage)
-    with pytest.raises(
-        MisuseError, match=r"rank 0 arrived on rank 0 with digest \w{12} instead of \w{12}: check"
-    ):
+    with pytest.raises(MisuseError, match=r"rank 0 arrived on rank 0 with digest \w{12} instead of \w{12}: check"):
         rejoining._shared(message.clone(), 0, alone)

@@ -79,16 +79,17 @@ class Heartbeats(Generic[R]):
         self.store_error = ""
         self.lost_s = lost_s
         self._store_silence = Silence()
-        self._store = store
         self._index = index
+        self._is_alone = store is None
         self._hosts_store = hosts_store
-        self._count_nodes = count_nodes
-        self._also = also
         self._silence: dict[int, Silence] = {}  # since the record of a peer last changed
         self._num_heartbeats = 0
         self._has_news = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-nodes", daemon=True)
-        if store is not None:
+        # The store is open as long as something refers to it: only the thread does.
+        self._thread = threading.Thread(
+            target=self._run, args=(store, count_nodes, also), name="paceline-nodes", daemon=True
+        )
+        if not self._is_alone:
             self._thread.start()
 
     def publish(self, **changes: Any) -> None:
@@ -112,7 +113,7 @@ class Heartbeats(Generic[R]):
     @property
     def store_silence_s(self) -> float:
         """How long the store has not answered. A store that is unreachable blocks the thread."""
-        return 0.0 if self._store is None else self._store_silence.look()
+        return 0.0 if self._is_alone else self._store_silence.look()
 
     @property
     def are_others_gone(self) -> bool:
@@ -126,30 +127,29 @@ class Heartbeats(Generic[R]):
 
     def leave(self, timeout_s: float) -> None:
         """Let the others know that this node leaves. timeout_s: for this message, if the store does not answer."""
-        if self._store is not None:
+        if not self._is_alone:
             self.publish(has_left=True)
             self._thread.join(LEAVE_S if self._hosts_store else timeout_s)
 
     # In the thread
 
-    def _run(self) -> None:
+    def _run(self, *arguments: Any) -> None:
         try:
-            while not self._exchange():
+            while not self._exchange(*arguments):
                 self._has_news.wait(HEARTBEAT_S)
                 self._has_news.clear()
         except (RuntimeError, ValueError) as error:  # what torch's stores raise
             self.store_error = str(error).partition("\n")[0]
 
-    def _exchange(self) -> bool:
+    def _exchange(self, store: Any, count_nodes: Callable[[], int], also: Callable[[Heartbeats[R]], object]) -> bool:
         """Write the own record and read the others'. Returns True if that was the last time."""
-        store = self._store
         self._num_heartbeats += 1
         own = replace(self.own, heartbeat=self._num_heartbeats)
         store.set(f"node-{self._index}", own.to_json())
-        for index in range(self._count_nodes()):
+        for index in range(count_nodes()):
             if index != self._index and (index in self.peers or store.check([f"node-{index}"])):
                 self._hear(index, own.parse(store.get(f"node-{index}")))
-        self._also(self)
+        also(self)
         self._store_silence.hear()
         return own.has_left and (self.are_others_gone or not self._hosts_store)
 

@@ -234,10 +234,11 @@ class Rejoining:
         loop_state.take_over(self._loop, state["loop"], is_joining=is_joining)
         if self._average is not None:
             self._average.load_state_dict(state["average"])
+        if not is_joining:
+            return  # the step's hooks, and the loop's body, are still to run here: they change the user's own state
         for name, thing in self._checkpointer.registered.items():
             thing.load_state_dict(state["registered"][name])
-        if is_joining:
-            load_random_state(state["random"], self._communicator.world.device)
+        load_random_state(state["random"], self._communicator.world.device)
 
     def _emit(self, before: Generation, seconds: float) -> None:
         now = self._communicator.generation
