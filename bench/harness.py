@@ -127,6 +127,10 @@ def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
     return [value / other for value, other in zip(values, base, strict=True)]
 
 
+def _ratio_of_medians(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [statistics.median(values) / statistics.median(base)]
+
+
 @dataclass(frozen=True)
 class Result:
     """What a benchmark found. `ratio` is ours over the limit, both in `unit`.
@@ -161,15 +165,18 @@ class Result:
         packages: Sequence[str] = (),
         skipped: Mapping[str, str] | None = None,
         not_peers: Sequence[str] = (),
+        is_paired: bool = True,
     ) -> Result:
         """Sum up measurements, `unit`s per turn of each contestant, by their medians.
 
         `better` is "lower" or "higher"; `skipped` says why a peer is missing; `not_peers` are contestants that
-        only show up in the detail.
+        only show up in the detail. Measurements that are not `is_paired` belong to no turn: contestants may have
+        different numbers of them, and the ratios of their medians are given.
         """
+        compare = ratios if is_paired else _ratio_of_medians
         spread = {name: Spread.of(values) for name, values in measurements.items()}
-        by_turn = {name: Spread.of(ratios(values, measurements[limit])) for name, values in measurements.items()}
-        ours_over = {name: Spread.of(ratios(measurements[ours], values)) for name, values in measurements.items()}
+        by_turn = {name: Spread.of(compare(values, measurements[limit])) for name, values in measurements.items()}
+        ours_over = {name: Spread.of(compare(measurements[ours], values)) for name, values in measurements.items()}
         detail = {
             "ours": ours,
             "limit": limit,

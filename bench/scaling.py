@@ -11,18 +11,16 @@ Paceline has torch's fused kernel do AdamW's arithmetic, keeps freed memory and 
 inside its processes that ask for that kernel, too, are listed beside: so what the exchange costs can be told from what
 else is saved.
 
-What it costs to be ready for the loss of a worker is measured after that, in workers of `launch(min_workers=1)`, where
-a trainer that is ready and one that is not take turns.
+What it costs to be ready for the loss of a worker is measured after that, see `bench/readiness.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +29,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.harness import Contestant, Result, Spread, alternate, isolated, ratios
+from bench import readiness
+from bench.harness import Contestant, Result, isolated
 from bench.models import LanguageModel
 from bench.teams import Team, Turns, run_teams
 from bench.workers import gloo_group
@@ -45,9 +44,6 @@ ENDLESS = 1_000_000
 INDEPENDENT, DDP, OURS = "independent processes", "torch DDP", "paceline"
 INDEPENDENT_FUSED = "in our processes, fused AdamW"
 EQUAL, EXACT = "paceline, equal shares", "paceline exact"
-MEMBERSHIP_ON, MEMBERSHIP_OFF = "on", "off"
-# By these variables a worker knows that others may be lost while the run goes on.
-MEMBERSHIP_VARIABLES = ("PACELINE_GENERATION", "PACELINE_MEMBER")
 
 Loop = Iterator[None]  # yields after each optimizer step
 
@@ -196,45 +192,6 @@ def _work(task: Task, loops: Mapping[str, Callable[[Task, int], Loop]], turns: T
         return turns.alternate(build, task.num_turns)
 
 
-def work_elastic(task: Task) -> dict[str, list[float]]:
-    """Seconds per step of the slowest worker, turn by turn; on a worker of `launch(min_workers=...)`."""
-    loops = {MEMBERSHIP_ON: paceline, MEMBERSHIP_OFF: paceline}
-    with gloo_group():
-        rank = distributed.get_rank()
-
-        def slowest(own: Contestant) -> float:
-            step_s = torch.tensor(own(), dtype=torch.float64)
-            distributed.all_reduce(step_s, distributed.ReduceOp.MAX)
-            return step_s.item()
-
-        contestants: dict[str, Contestant] = {}
-        for name, loop in loops.items():
-            with nullcontext() if name == MEMBERSHIP_ON else without_variables(*MEMBERSHIP_VARIABLES):
-                own = isolated(partial(contestant, task, rank, loop))
-            contestants[name] = partial(slowest, own)
-        return alternate(contestants, task.num_turns)
-
-
-@contextmanager
-def without_variables(*prefixes: str) -> Iterator[None]:
-    """In this block the environment has no variable with such a name."""
-    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(prefixes)}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-
-
-def measure_membership(task: Task) -> dict[str, list[float]]:
-    """Samples per second with and without it, turn by turn."""
-    import paceline as pl
-
-    step_s = pl.launch(work_elastic, task.num_workers, args=(task,), min_workers=1)
-    return {
-        name: [task.num_workers * task.samples_per_worker / own for own in values] for name, values in step_s.items()
-    }
-
-
 def samples_per_s(name: str, step_s: tuple[float, ...], task: Task) -> float:
     """Of all workers, from each one's seconds per step in the same turn."""
     if name in (INDEPENDENT, INDEPENDENT_FUSED):
@@ -248,6 +205,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0.6, help="length of a turn (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples in a micro-batch (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=1, help="per worker and step (default: %(default)s)")
+    parser.add_argument(
+        "--membership-turns", type=int, default=400, help="with and without membership (default: %(default)s)"
+    )
+    parser.add_argument("--membership-seconds", type=float, default=0.1, help="length of such a turn (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -280,17 +241,11 @@ def run(options: argparse.Namespace) -> Result:
     result.detail["ratio_to_ddp"] = result.ours / result.peers[DDP]
     # What measuring and dividing by speed costs where there is nothing to gain: by turn, for the machine's drift.
     result.detail["ratio_to_equal_shares"] = result.detail["ours_over_by_turn"][EQUAL]["median"]
-    if task.num_workers > 1:
-        add_membership(result, measure_membership(task))
+    if task.num_workers > 1 and options.membership_turns:
+        # Not among the contestants, who took their turns at another time: only its own ratio means anything.
+        found = readiness.measure(
+            partial(paceline, task), task.num_workers, options.membership_turns, options.membership_seconds
+        )
+        result.detail["notes"].append(found.pop("note"))
+        result.detail["membership"] = found
     return result
-
-
-def add_membership(result: Result, measured: Mapping[str, Sequence[float]]) -> None:
-    """Not among the contestants, who took their turns at another time: only its own ratio means anything."""
-    spread = {name: Spread.of(values) for name, values in measured.items()}
-    ratio = Spread.of(ratios(measured[MEMBERSHIP_ON], measured[MEMBERSHIP_OFF]))
-    result.detail["membership"] = {name: asdict(own) for name, own in spread.items()} | {"on_over_off": asdict(ratio)}
-    result.detail["notes"].append(
-        f"membership on {spread[MEMBERSHIP_ON].median:.4g}, off {spread[MEMBERSHIP_OFF].median:.4g} {result.unit}; "
-        f"on over off, by turn: {ratio.median:.4f} ({ratio.q1:.4f} .. {ratio.q3:.4f})"
-    )

@@ -11,7 +11,9 @@ are its defaults: 5 s for heartbeats, 60 s for collectives, quorum and connectio
 Paceline's `launch(max_restarts=...)` without `min_workers`, restart all workers from checkpoints of every 10 steps.
 Two faults of the peers, which would keep them from going on at all, are worked around, see the code: an assertion in
 torchft's hook for DDP, and addresses of ended workers in the store of torchrun.
-Contestants take turns, some kills at a time, each time with new processes; a worker has one intra-op thread.
+Contestants take turns, some kills at a time, each time with new processes; a worker has one intra-op thread and several
+micro-batches in each step. A kill takes the peers 5 to 15 s, most of it until their world is whole again, so they may
+be given fewer kills (--peer-kills). With --device cuda only Paceline runs: three workers share a GPU over Gloo.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ from bench.survive_log import Cost, Kill, WorkerNotes, costs
 from bench.survive_worker import CHECKPOINT_STEPS, ENDLESS, NUM_WORKERS, TASKS
 
 OURS, TORCHFT, TORCHRUN, RESTART = "paceline", "torchft", "torchrun, restart", "paceline, restart"
+CONTESTANTS = (OURS, TORCHFT, TORCHRUN, RESTART)
 WHOLE_STEPS = 20  # that all workers have done together before one is killed, a checkpoint among them
-MOMENT_S = 0.5  # within which a worker is killed after that
+MOMENT_S = 0.3  # within which a worker is killed after that: many steps
 TIMEOUT_S = 180.0
-POLL_S = 0.005
+POLL_S = 0.02  # rarely: it takes time from the workers, which note the times themselves
 GRACE_S = 20.0
 MEDIAN_GOAL_S, P90_GOAL_S = 0.5, 1.0
 # The README's; a heartbeat is waited for 5000 ms by default.
@@ -60,15 +63,13 @@ class Command:
         return cls([sys.executable, *words], environment)
 
 
-def worker(program: str, folder: Path, model: str) -> tuple[str, ...]:
-    return ("-m", "bench.survive_worker", program, str(folder), model)
+def worker(program: str, folder: Path, model: str, device: str = "cpu") -> tuple[str, ...]:
+    return ("-m", "bench.survive_worker", program, str(folder), model, device)
 
 
-def commands_of(name: str, folder: Path, model: str) -> list[Command]:
-    if name == OURS:
-        return [Command.python(*worker("paceline", folder, model))]
-    if name == RESTART:
-        return [Command.python(*worker("restart", folder, model))]
+def commands_of(name: str, folder: Path, model: str, device: str) -> list[Command]:
+    if name in (OURS, RESTART):
+        return [Command.python(*worker("paceline" if name == OURS else "restart", folder, model, device))]
     elastic = ("-m", "torch.distributed.run", "--max-restarts", str(ENDLESS), "--nnodes", "1")
     if name == TORCHRUN:
         number = ("--standalone", "--nproc-per-node", str(NUM_WORKERS))
@@ -157,8 +158,7 @@ class Losses:
     def lose(self, how: Callable[[WorkerNotes], object]) -> None:
         """Lose a random worker after a random time; returns when a step was completed without it."""
         self.wait_until_whole()
-        # Restarts from checkpoints need one since the last restart.
-        time.sleep(MOMENT_S + self._random.uniform(0, MOMENT_S))
+        time.sleep(self._random.uniform(0, MOMENT_S))
         victim = self._random.choice(self._together() or WorkerNotes.of_all(self._folder))
         last = victim.from_end(1)
         assert last is not None
@@ -195,10 +195,10 @@ class Losses:
             time.sleep(POLL_S)
 
 
-def lose_workers(name: str, model: str, num_kills: int, source: random.Random) -> list[Cost]:
+def lose_workers(name: str, model: str, num_kills: int, source: random.Random, device: str = "cpu") -> list[Cost]:
     """The costs of so many kills in one run."""
     with run_folder() as folder:
-        with running(commands_of(name, folder, model), folder) as processes:
+        with running(commands_of(name, folder, model, device), folder) as processes:
             losses = Losses(folder, processes, source)
             for _ in range(num_kills):
                 losses.kill_one()
@@ -212,28 +212,35 @@ def p90(values: Sequence[float]) -> float:
 
 def measure(model: str, options: argparse.Namespace) -> Result:
     skipped = {TORCHFT: reason} if (reason := missing_package("torchft")) else {}
-    names = [name for name in (OURS, TORCHFT, TORCHRUN, RESTART) if name not in skipped]
+    chosen = options.contestants if options.device == "cpu" else [OURS]
+    names = [name for name in CONTESTANTS if name in chosen and name not in skipped]
+    num_kills = {name: options.kills if name in (OURS, RESTART) else options.peer_kills for name in names}
     source = random.Random(options.seed)
     found: dict[str, list[Cost]] = {name: [] for name in names}
-    for turn, first in enumerate(range(0, options.kills, options.at_once)):
+    for turn in range(-(-max(num_kills.values()) // options.at_once)):
         for name in turn_order(names, turn):
-            found[name] += lose_workers(name, model, min(options.at_once, options.kills - first), source)
-            print(f"{model}: {name}: {len(found[name])} of {options.kills} kills", file=sys.stderr, flush=True)
+            if count := min(options.at_once, num_kills[name] - len(found[name])):
+                began_s = time.monotonic()
+                found[name] += lose_workers(name, model, count, source, options.device)
+                progress = f"{len(found[name])} of {num_kills[name]} kills, {time.monotonic() - began_s:.0f} s"
+                print(f"{model}: {name}: {progress}", file=sys.stderr, flush=True)
     task = TASKS[model]
     result = Result.of(
         "survive",
         "seconds to the next step after a kill",
         {name: [cost.seconds for cost in own] for name, own in found.items()},
         ours=OURS,
-        limit=TORCHFT if TORCHFT in names else TORCHRUN,
+        limit=next(name for name in (TORCHFT, TORCHRUN, RESTART, OURS) if name in names),
         better="lower",
         settings={
             "workers": NUM_WORKERS,
-            "kills": options.kills,
+            "device": options.device,
+            "kills": num_kills,
             "seed": options.seed,
             "model": task.model,
             "global_batch": task.global_batch,
             "micro_batch": task.micro_batch,
+            "micro_batches_per_worker": task.num_micro_batches,
             "optimizer": "AdamW",
             "checkpoint_steps": CHECKPOINT_STEPS,
             "threads_per_worker": 1,
@@ -242,6 +249,7 @@ def measure(model: str, options: argparse.Namespace) -> Result:
         packages=["torchft"],
         skipped=skipped,
         not_peers=(RESTART,),
+        is_paired=False,
     )
     result.detail["p90"] = {name: p90([cost.seconds for cost in own]) for name, own in found.items()}
     result.detail["lost"] = {name: lost(own) for name, own in found.items()}
@@ -271,7 +279,10 @@ def slower_of_goals(result: Result) -> float:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
+    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="default: all")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: Paceline alone (default: cpu)")
     parser.add_argument("--kills", type=int, default=30, help="of each contestant (default: %(default)s)")
+    parser.add_argument("--peer-kills", type=int, default=30, help="of torchft and of torchrun (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=10, help="kills in a contestant's turn (default: %(default)s)")
     parser.add_argument("--hosts", type=int, default=10, help="cuts of the link of two hosts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of victims and moments (default: %(default)s)")

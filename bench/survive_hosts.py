@@ -29,7 +29,7 @@ def command(link: Link, host: int, folder: Path) -> Command:
     where = ("ip", "netns", "exec", link.namespaces[host])
     nodes = ("--nodes", "1:2", "--address", f"{ADDRESSES[0]}:{PORT}", "--min-workers", "1")
     workers = ("--workers", str(WORKERS[host]), "--max-restarts", str(ENDLESS))
-    script = (str(survive_worker.__file__), "paceline-worker", str(folder), MODEL)
+    script = (str(survive_worker.__file__), "paceline-worker", str(folder), MODEL, "cpu")
     variables = {"GLOO_SOCKET_IFNAME": INTERFACE, "PYTHONPATH": str(REPOSITORY)}  # the script's folder is bench/ itself
     own = Command.python("-m", "paceline", "run", *nodes, *workers, *script, **variables)
     return Command([*where, *own.words], own.environment)

@@ -1,14 +1,15 @@
-"""What the contestants of `bench survive` run: `python -m bench.survive_worker NAME FOLDER MODEL`.
+"""What the contestants of `bench survive` run: `python -m bench.survive_worker NAME FOLDER MODEL DEVICE`.
 
-Everyone trains the same model on the same data with AdamW, one micro-batch per worker and step, and notes each step in
-FOLDER. They go on until they are ended.
+Everyone trains the same model on the same data with AdamW, several micro-batches per worker and step, and notes each
+step in FOLDER. They go on until they are ended. Only Paceline runs on devices other than the CPU.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,17 +30,22 @@ CHECKPOINT_STEPS = 10
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and the samples that one worker takes in a step of all."""
+    """A model, its data, and the micro-batches that one worker takes in a step of all."""
 
     build: Callable[[], nn.Module]
     data: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     micro_batch: int
+    num_micro_batches: int
     model: str
 
     @property
+    def samples_per_worker(self) -> int:
+        return self.num_micro_batches * self.micro_batch
+
+    @property
     def global_batch(self) -> int:
-        return NUM_WORKERS * self.micro_batch
+        return NUM_WORKERS * self.samples_per_worker
 
 
 def _tokens() -> tuple[Tensor, Tensor]:
@@ -53,8 +59,10 @@ def _vectors() -> tuple[Tensor, Tensor]:
 
 
 TASKS = {
-    "transformer": Task(LanguageModel, _tokens, lambda model, x, _: model(x), 4, "transformer, 4 layers, width 256"),
-    "mlp": Task(partial(mlp, 32, 64, 10), _vectors, lambda m, x, y: functional.cross_entropy(m(x), y), 16, "32-64-10"),
+    "transformer": Task(LanguageModel, _tokens, lambda model, x, _: model(x), 2, 2, "transformer, 4 layers, width 256"),
+    "mlp": Task(
+        partial(mlp, 32, 64, 10), _vectors, lambda model, x, y: functional.cross_entropy(model(x), y), 4, 4, "32-64-10"
+    ),
 }
 
 
@@ -62,20 +70,30 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def batches(task: Task, rank: int, first_step: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """A worker's part of each step, the workers' parts of an epoch's order disjoint."""
+MicroBatches = Sequence[tuple[Tensor, Tensor]]
+
+
+def batches(task: Task, rank: int, first_step: int = 0) -> Iterator[MicroBatches]:
+    """A worker's micro-batches of each step, the workers' parts of an epoch's order disjoint."""
     x, y = task.data()
     steps_per_epoch = NUM_SAMPLES // task.global_batch
     for step in range(first_step, ENDLESS):
         epoch, within = divmod(step, steps_per_epoch)
         if within == 0 or step == first_step:
             order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(epoch))
-        first = within * task.global_batch + rank * task.micro_batch
-        mine = order[first : first + task.micro_batch]
-        yield x[mine], y[mine]
+        first = within * task.global_batch + rank * task.samples_per_worker
+        mine = order[first : first + task.samples_per_worker]
+        yield [(x[part], y[part]) for part in mine.split(task.micro_batch)]
 
 
-def paceline(task: Task, folder: Path, *, checkpoints: bool = False) -> None:
+def accumulate(task: Task, model: Any, micro_batches: MicroBatches) -> None:
+    """The gradients of a worker's part of a step, exchanged in the last backward of torch's or torchft's DDP."""
+    for number, (x, y) in enumerate(micro_batches, start=1):
+        with nullcontext() if number == len(micro_batches) else model.no_sync():
+            (task.loss(model, x, y) / len(micro_batches)).backward()
+
+
+def paceline(task: Task, folder: Path, device: str, *, checkpoints: bool = False) -> None:
     """On one worker of `launch` or `paceline run`."""
     import paceline as pl
 
@@ -87,6 +105,7 @@ def paceline(task: Task, folder: Path, *, checkpoints: bool = False) -> None:
         data=task.data(),
         global_batch=task.global_batch,
         micro_batch=task.micro_batch,
+        device=device,
         batching=pl.Batching(drop_last=True),
         runtime=pl.Runtime(threads=1, quiet=True),
         checkpoints=saving,
@@ -105,19 +124,19 @@ def paceline(task: Task, folder: Path, *, checkpoints: bool = False) -> None:
                 trainer.step()
 
 
-def launch_survivors(name: str, folder: Path) -> None:
+def launch_survivors(name: str, folder: Path, device: str) -> None:
     import paceline as pl
 
-    pl.launch(partial(paceline, TASKS[name], folder), NUM_WORKERS, min_workers=1, max_restarts=ENDLESS)
+    pl.launch(partial(paceline, TASKS[name], folder, device), NUM_WORKERS, min_workers=1, max_restarts=ENDLESS)
 
 
-def launch_restarts(name: str, folder: Path) -> None:
+def launch_restarts(name: str, folder: Path, device: str) -> None:
     import paceline as pl
 
-    pl.launch(partial(paceline, TASKS[name], folder, checkpoints=True), NUM_WORKERS, max_restarts=ENDLESS)
+    pl.launch(partial(paceline, TASKS[name], folder, device, checkpoints=True), NUM_WORKERS, max_restarts=ENDLESS)
 
 
-def torchrun(name: str, folder: Path) -> None:
+def torchrun(name: str, folder: Path, device: str) -> None:  # noqa: ARG001
     """On one worker of torchrun: DDP over Gloo, going on from the newest checkpoint."""
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
@@ -133,9 +152,9 @@ def torchrun(name: str, folder: Path) -> None:
         module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    for x, y in batches(task, rank, step):
+    for micro_batches in batches(task, rank, step):
         optimizer.zero_grad(set_to_none=True)
-        task.loss(model, x, y).backward()
+        accumulate(task, model, micro_batches)
         optimizer.step()
         step += 1
         log.note(step, world, NUM_WORKERS, task.global_batch)
@@ -145,7 +164,7 @@ def torchrun(name: str, folder: Path) -> None:
             saved.with_suffix(".new").rename(saved)
 
 
-def torchft(name: str, folder: Path) -> None:
+def torchft(name: str, folder: Path, device: str) -> None:  # noqa: ARG001
     """On the one worker of a replica group, as torchft's train_ddp.py has it."""
     from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
@@ -180,13 +199,15 @@ def torchft(name: str, folder: Path) -> None:
     )
     model = Surviving(manager, module)
     optimizer = Optimizer(manager, make_optimizer(module.parameters()))
-    for x, y in batches(task, group):
+    for micro_batches in batches(task, group):
         optimizer.zero_grad()  # begins the quorum
-        task.loss(model, x, y).backward()
+        accumulate(task, model, micro_batches)
         optimizer.step()
         size = manager.num_participants()
         is_completed = manager._commit_failures == 0
-        log.note(manager.current_step(), manager._quorum_id, size, size * task.micro_batch, completed=is_completed)
+        log.note(
+            manager.current_step(), manager._quorum_id, size, size * task.samples_per_worker, completed=is_completed
+        )
 
 
 PROGRAMS = {
@@ -194,9 +215,10 @@ PROGRAMS = {
     "restart": launch_restarts,
     "torchrun": torchrun,
     "torchft": torchft,
-    "paceline-worker": lambda name, folder: paceline(TASKS[name], folder),
+    "paceline-worker": lambda name, folder, device: paceline(TASKS[name], folder, device),
 }
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    PROGRAMS[sys.argv[1]](sys.argv[3], Path(sys.argv[2]))
+    program, folder, model, device = sys.argv[1:]
+    PROGRAMS[program](model, Path(folder), device)

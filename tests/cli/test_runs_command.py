@@ -24,7 +24,10 @@ from made_runs import make_run
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.checkpoint.reader import verify
+from paceline.observe.json_lines import LineReader
+from paceline.observe.metrics import read_metrics
 from paceline.observe.run_files import RunFiles, read_status, running
+from paceline.observe.world_changes import read_world_changes
 from paceline.run.control import ControlServer, socket_path
 
 PARTS = """
@@ -140,6 +143,9 @@ def test_status_save_and_stop_of_a_live_run() -> None:
         assert verify(checkpoint) == []
         assert json.loads(runs("status", "--json").out)[0]["checkpoint"] == str(checkpoint.absolute())
 
+        refused = runs("leave", "--rank", 1)
+        assert (refused.code, "the workers of this run cannot leave: start it with" in refused.err) == (1, True)
+
         stopped = runs("stop", files.root, "--wait", "--timeout", 60)
         assert stopped.code == 0, stopped.err
         newest = complete_steps(files.checkpoints)[-1]
@@ -150,6 +156,41 @@ def test_status_save_and_stop_of_a_live_run() -> None:
     again = runs("save", "slow")
     assert again.code == 3
     assert f"{files.root.name} is not running: stopped (asked to stop), at " in again.err
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_next_rank_0_records_the_run_and_takes_requests() -> None:
+    """Rank 0 is killed, another worker is asked to leave, and the last one to stop."""
+
+    def status() -> dict[str, Any]:
+        (report,) = json.loads(runs("status", "--json").out)
+        assert isinstance(report, dict)
+        return report
+
+    with training("--workers", "3", "min_workers=1", "trainer.global_batch=15") as (process, files, _):
+        wait_until(lambda: status().get("step", 0) > 7, process)
+        first = status()
+        os.kill(first["pid"], signal.SIGKILL)
+        wait_until(lambda: status().get("pid", first["pid"]) != first["pid"], process)
+        wait_until(lambda: status().get("workers") == 2, process)
+        assert status()["step"] >= first["step"]
+        left = runs("leave", "--rank", 1)
+        assert (left.code, left.err) == (0, "")
+        assert left.out.startswith(f"rank 1 leaves {files.root.name} after step ")
+        wait_until(lambda: status().get("workers") == 1, process)
+        assert "the only worker cannot leave: stop the run instead" in runs("leave", "--rank", 0).err
+        alone_since = status()["step"]
+        wait_until(lambda: status()["step"] > alone_since + 5, process)
+        assert runs("stop", "--wait", "--timeout", 60).code == 0
+        assert process.wait(30) == 75
+    metrics = read_metrics(files.metrics)
+    steps, losses = metrics.series("loss")
+    assert {1, *range(5, steps[-1], 5)} <= {*steps.tolist()}
+    assert len([line for line in LineReader(files.metrics).read() if "loss" in line]) == len(losses)
+    # An epoch has six steps of 15 samples and one of 10.
+    assert metrics.series("samples")[1].tolist() == (steps // 7 * 100 + steps % 7 * 15).tolist()
+    changes = read_world_changes(files)
+    assert [(change.num_left, change.size) for change in changes] == [(1, 2), (1, 1)]
 
 
 @pytest.mark.usefixtures("folder")

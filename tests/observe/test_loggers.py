@@ -193,6 +193,16 @@ def test_wandb_begins_with_the_first_numbers_and_goes_on_in_the_same_run(monkeyp
     assert wandb.inits[1] == {"name": "run-a", "config": {}, "id": "id-1", "resume": "allow"}
 
 
+def test_the_next_rank_0_goes_on_in_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no checkpoint. A run that starts again, in the same folder, has a new one."""
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    files = RunFiles(tmp_path)
+    for start_step in (0, 7, 0):
+        make_logger("wandb", files, start_step).log(start_step + 1, {})
+    assert [init.get("id") for init in wandb.inits] == [None, "id-1", None]
+
+
 class FakeTrackio(ModuleType):
     def __init__(self) -> None:
         super().__init__("trackio")

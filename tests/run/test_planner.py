@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.timing import Timing
 from paceline.plan.balance import Balancer
-from paceline.run.step.planner import LOOK_EVERY_S, MAX_UNSEEN, MeasuringPlanner
+from paceline.run.step.planner import LOOK_EVERY_S, MAX_UNSEEN, FixedPlanner, MeasuringPlanner
 
 
 class CountingBalancer(Balancer):
@@ -63,6 +63,18 @@ def test_what_was_learned_counts_at_once_when_it_is_loaded() -> None:
     assert [len(own) for own in planner.plan(8)] == [4, 4]
     planner.load_state_dict(learned.state_dict())
     assert [len(own) for own in planner.plan(8)] == [6, 2]
+
+
+def test_the_speeds_of_those_who_are_left_are_kept_when_workers_change() -> None:
+    """A newcomer is taken for an average worker."""
+    learned, _ = taken(1.0, 20)
+    for previous_ranks, shares in (((1,), [8]), ((1, 0), [2, 6]), ((0, 1, None), [4, 1, 3])):
+        planner = MeasuringPlanner(8, 2)
+        planner.regroup(learned.handover(), previous_ranks)
+        assert [len(own) for own in planner.plan(8)] == shares, previous_ranks
+    fixed = FixedPlanner(8, [3.0, 1.0])
+    fixed.regroup(fixed.handover(), (1, None, 0))
+    assert [len(own) for own in fixed.plan(8)] == [1, 3, 4]
 
 
 def shares_of(planner: MeasuringPlanner, step_size: int, step_s: float, slowness: float, num_steps: int) -> list[int]:

@@ -24,7 +24,7 @@ from paceline.observe.best_effort import attempt
 from paceline.observe.environment import describe_environment
 from paceline.observe.loggers import LOGGER_NAMES, make_logger
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
-from paceline.run.monitor import Monitor, MonitorSettings
+from paceline.run.monitor import MainMonitor, Monitor, MonitorSettings
 from paceline.run.settings import GROUPS
 
 if TYPE_CHECKING:
@@ -57,34 +57,43 @@ class Recording:
 
 
 class RecordedRun:
-    """The outputs of a run on rank 0, from the first epoch until the trainer is closed."""
+    """The outputs of a run, from the first epoch until the trainer is closed. Rank 0 has them."""
+
+    live_file = None
+    is_resumed = False  # told by the trainer
 
     def __init__(self, recording: Recording, trainer: Trainer, num_epochs: int | None, max_steps: int | None) -> None:
-        self.files, self.quiet, self.live_file = _files_of(recording, trainer), recording.quiet, None
-        self.is_resumed = False  # told by the trainer
+        self.quiet = recording.quiet
+        self.files: RunFiles
+        self._recording = recording
         self._trainer = trainer
         self._outputs = ExitStack()
+        self._config = _settings_of(trainer)
         limits = [] if max_steps is None else [max_steps]
         if num_epochs is not None and trainer.steps_per_epoch is not None:
             limits.append(num_epochs * trainer.steps_per_epoch)
-        config = _settings_of(trainer)
+        settings = MonitorSettings(
+            total_steps=min(limits, default=None),
+            log_every=recording.log_every,
+            has_tokens=recording.tokens,
+            make_loggers=lambda step: [make_logger(name, self.files, step, self._config) for name in recording.loggers],
+            plot=_plot,
+        )
+        self._monitor = MainMonitor(trainer, settings, lambda: self._open(settings))
+
+    def _open(self, settings: MonitorSettings) -> Monitor:
+        """On rank 0: at the start, or since the one before was lost."""
+        self.files = _files_of(self._recording, self._trainer)
         with attempt(self.files.config):
-            self.files.config.write_text(json.dumps(config, indent=2) + "\n")  # JSON is YAML too
+            self.files.config.write_text(json.dumps(self._config, indent=2) + "\n")  # JSON is YAML too
         with attempt(self.files.environment):
             run_files.write_json(self.files.environment, describe_environment())
         with self._outputs as outputs:
             outputs.enter_context(run_files.running(self.files))
-            own = MonitorSettings(
-                total_steps=min(limits, default=None),
-                log_every=recording.log_every,
-                has_tokens=recording.tokens,
-                make_loggers=lambda step: [make_logger(name, self.files, step, config) for name in recording.loggers],
-                plot=_plot,
-            )
-            self._monitor = Monitor(trainer, self, outputs, own)
+            monitor = Monitor(self._trainer, self, outputs, settings)
             self._outputs = outputs.pop_all()
-        self._monitor.note(f"run {self.files.root}")
-        trainer.every(1, self._monitor.after_step)
+        monitor.note(f"run {self.files.root}")
+        return monitor
 
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -92,7 +101,7 @@ class RecordedRun:
         """The run is over: write what is left, and how it ended."""
         try:
             if error is None:
-                self._monitor.finish(None)
+                self._monitor.finish()
         finally:
             self._outputs.__exit__(kind, error, traceback)
 

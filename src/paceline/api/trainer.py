@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +56,6 @@ class Trainer:
         self.run = run
         self._recording = recording
         self._recorded: RecordedRun | None = None
-        self._is_recording = False
         self._loop = run.loop
         self._needs_function = run.config.runtime.capture == "on"
         self._is_head = False
@@ -316,17 +314,9 @@ class Trainer:
         """The epochs from the run's position up to number `count`, or until the run has done `max_steps` steps."""
         if count is None and max_steps is None:
             raise ValueError("epochs() without an end: give the number of epochs, or max_steps")
-        if self._recording is not None and not self._is_recording:
-            self._is_recording = True
-            record = partial(self._record, self._recording, count, max_steps)
-            record()
-            self.listen(lambda event: record() if event.name == "world" else None)
+        if self._recording is not None and self._recorded is None:
+            self._recorded = RecordedRun(self._recording, self, count, max_steps)
         return self.run.epochs(count, max_steps)
-
-    def _record(self, recording: Recording, count: int | None, max_steps: int | None) -> None:
-        """Record the run if this worker is rank 0: from the start, or since the one before was lost."""
-        if self.is_main and self._recorded is None:
-            self._recorded = RecordedRun(recording, self, count, max_steps)
 
     def end(self) -> None:
         """End the epochs here, as after the last one; for early stopping.
@@ -522,9 +512,14 @@ class Trainer:
         return self.run.together(lambda: collect.reduce(value, how, self.run.communicator))
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of rank `source`, on every worker, in the form that `gather` returns."""
+        """The value of rank `source`, on every worker, in the form that `gather` returns.
+
+        If that worker is lost in this call, the value is that of the lowest rank whose value is not None.
+        """
         self.run.check_between_steps("broadcast()")
-        return self.run.together(lambda: collect.broadcast(value, source, self.run.communicator))
+        if self.run.rejoining is not None:
+            return self.run.rejoining.broadcast(value, source)
+        return collect.broadcast(value, source, self.run.communicator)
 
     def main_first(self) -> AbstractContextManager[None]:
         """Rank 0 runs the block first, for example to fill a cache; then all other workers run it.

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, Self, TextIO
 
 from paceline.core.optional import optional
-from paceline.observe.best_effort import describe, warn
+from paceline.observe.best_effort import attempt, describe, warn
 from paceline.observe.json_lines import replace_file
 from paceline.observe.metrics import flat_items
 from paceline.observe.run_files import RunFiles
@@ -143,15 +144,32 @@ class TensorBoardLogger:
 
 
 class _ServiceLogger:
-    """Remembers the service's run id in checkpoints, so that a resumed run continues the same service run."""
+    """Remembers the service's run id, so that another process continues the same service run.
+
+    A resumed run finds it in its checkpoint. A worker that becomes rank 0 has none, but finds a file in the run folder.
+    """
 
     _id: str | None = None
+    _id_file: Path | None = None
+
+    def keep_id(self, path: Path, start_step: int) -> Self:
+        """Keep the id in a file, too. A run that starts at step 0 is another one, and ignores it."""
+        self._id_file = path
+        if start_step > 0 and path.is_file():
+            self._id = path.read_text(errors="replace").strip() or None
+        return self
+
+    def _set_id(self, run_id: str) -> None:
+        self._id = run_id
+        if self._id_file is not None:
+            with attempt(self._id_file):
+                replace_file(self._id_file, f"{run_id}\n".encode())
 
     def state_dict(self) -> dict[str, Any]:
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._id = state["id"]
+        self._id = state["id"] or self._id
 
 
 class WandbLogger(_ServiceLogger):
@@ -169,7 +187,7 @@ class WandbLogger(_ServiceLogger):
         if self._run is None:
             resumed = {} if self._id is None else {"id": self._id, "resume": "allow"}
             self._run = self._module.init(**self._settings, **resumed)
-            self._id = self._run.id
+            self._set_id(self._run.id)
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -211,7 +229,7 @@ class MlflowLogger(_ServiceLogger):
         if self._id is None:
             found = self._client.get_experiment_by_name(self._experiment)
             experiment = self._client.create_experiment(self._experiment) if found is None else found.experiment_id
-            self._id = self._client.create_run(str(experiment), run_name=self._name).info.run_id
+            self._set_id(self._client.create_run(str(experiment), run_name=self._name).info.run_id)
             for key, value in self._config.items():
                 self._client.log_param(self._id, key, value)
         else:
@@ -236,7 +254,7 @@ class TrackioLogger(_ServiceLogger):
             resumed = {} if self._id is None else {"name": self._id, "resume": "allow"}
             with redirect_stdout(sys.stderr):  # it prints, and stdout may show progress
                 self._run = self._module.init(**{**self._settings, **resumed})
-            self._id = self._run.name
+            self._set_id(self._run.name)
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
@@ -247,12 +265,19 @@ class TrackioLogger(_ServiceLogger):
             self._run = None
 
 
+_SERVICES: dict[str, type[_ServiceLogger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger, "trackio": TrackioLogger}
+
+
+def _service_logger(
+    name: str, kind: Callable[..., _ServiceLogger], files: RunFiles, step: int, config: Any, **settings: Any
+) -> Any:
+    return kind(files.root.name, config, **settings).keep_id(files.root / f"{name}-run-id", step)
+
+
 _MAKERS: dict[str, Callable[..., Logger]] = {
     "csv": lambda files, step, _, **settings: CsvLogger(files.root / "metrics.csv", step, **settings),
     "tensorboard": lambda files, step, _, **settings: TensorBoardLogger(files.root / "tensorboard", step, **settings),
-    "wandb": lambda files, _, config, **settings: WandbLogger(files.root.name, config, **settings),
-    "mlflow": lambda files, _, config, **settings: MlflowLogger(files.root.name, config, **settings),
-    "trackio": lambda files, _, config, **settings: TrackioLogger(files.root.name, config, **settings),
+    **{name: partial(_service_logger, name, kind) for name, kind in _SERVICES.items()},
 }
 LOGGER_NAMES = tuple(_MAKERS)
 

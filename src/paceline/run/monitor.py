@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -20,8 +18,8 @@ from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe
 from paceline.observe.event_text import event_text
 from paceline.observe.formats import short_path
 from paceline.observe.loggers import Loggers
-from paceline.observe.metrics import MetricsWriter
-from paceline.observe.progress import Progress, RateMeter, Rates
+from paceline.observe.metrics import SAMPLES, MetricsWriter, read_curves
+from paceline.observe.progress import Progress, Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
 from paceline.plan.epoch import Position
 from paceline.run.control import ControlServer, end_at_once, socket_path
@@ -29,11 +27,10 @@ from paceline.run.launching.output import show_output
 from paceline.run.report import Report
 from paceline.run.run import Run
 from paceline.run.step.record import StepRecord
+from paceline.run.unlogged_steps import UnloggedSteps, known
 
 # With more workers, their shares are left out of the lines of metrics.
 MAX_WORKERS_LOGGED = 64
-# Records are read after at most this many steps. By then, their numbers have arrived from a GPU.
-MAX_UNREAD_STEPS = 64
 
 
 class Monitored(Protocol):
@@ -48,6 +45,7 @@ class Monitored(Protocol):
     @property
     def resumed_from(self) -> Path | None: ...
     def listen(self, listener: Callable[[Any], object]) -> None: ...
+    def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None: ...
     def request_save(self) -> None: ...
     def request_stop(self) -> None: ...
     def request_leave(self, rank: int) -> None: ...
@@ -81,6 +79,10 @@ class MonitorSettings:
     make_loggers: Callable[[int], Sequence[Any]]
     plot: Callable[[RunFiles, Path], str | None]
 
+    def is_logged(self, step: int) -> bool:
+        """Whether the step has a line of metrics."""
+        return step % self.log_every == 0 or step == 1
+
 
 class Monitor:
     """Shows and records a run. outputs: closes what the monitor opens, however the run ends."""
@@ -89,14 +91,9 @@ class Monitor:
         files = request.files
         self._trainer = trainer
         self._files = files
-        self._log_every = settings.log_every
-        self._has_tokens = settings.has_tokens
-        self._plot = settings.plot
-        self._unread: deque[StepRecord] = deque()
-        self._newest: StepRecord | None = None
+        self._settings = settings
+        self._steps = UnloggedSteps(trainer.world.size, has_tokens=settings.has_tokens)
         self._logged_step = 0
-        self._num_unlogged = 0  # samples since the last line of metrics
-        self._meter = RateMeter(trainer.world.size)
         self._rates: Rates | None = None
         self._loss: tuple[float, int] | None = None
         self._origin: tuple[float, int] | None = None
@@ -127,24 +124,19 @@ class Monitor:
             self.note(f"{files.root.name} has no checkpoint: it starts again from step 0")
 
     def after_step(self, record: StepRecord) -> None:
-        self._unread.append(record)
-        self._newest = record
+        self._steps.add(record)
         self._origin = self._origin or (monotonic(), record.step)  # without the first step, which takes longer
-        is_shown, is_logged = self._progress.is_due(record.step), record.step % self._log_every == 0 or record.step == 1
-        if is_shown or is_logged:
-            # Reading numbers waits for a GPU, so only now.
-            self._read_steps(len(self._unread))
-            if (loss := _known(record.loss)) is not None:
-                self._loss = loss, record.step
-        elif len(self._unread) >= MAX_UNREAD_STEPS:
-            self._read_steps(MAX_UNREAD_STEPS // 2)
+        is_shown, is_logged = self._progress.is_due(record.step), self._settings.is_logged(record.step)
+        # Reading numbers waits for a GPU, so only now.
+        if (is_shown or is_logged) and (loss := known(record.loss)) is not None:
+            self._loss = loss, record.step
         if is_logged:
-            self._log(record)
+            self.log_newest()
         if is_shown:
-            self._rates = rates = self._rates or self._meter.take()
+            self._rates = rates = self._rates or self._steps.take_rates()
             self._progress.show(
                 record.step,
-                _known(record.loss),
+                known(record.loss),
                 samples_per_s=rates.samples_per_s,
                 tokens_per_s=rates.tokens_per_s,
                 shares=record.shares,
@@ -160,9 +152,7 @@ class Monitor:
 
     def finish(self, result: str | None) -> None:
         """Write the last step, the time report, a plot, and the result of the project's `after`."""
-        if self._newest is not None and self._newest.step > self._logged_step:
-            self._read_steps(len(self._unread))
-            self._log(self._newest)
+        self.log_newest()
         report = asdict(self._trainer.report())
         with attempt(self._files.report):
             write_json(self._files.report, report)
@@ -170,20 +160,33 @@ class Monitor:
         if result is not None:
             self.note(result)
 
-    def _read_steps(self, count: int) -> None:
-        """Add the oldest records to the rates."""
-        for _ in range(count):
-            record = self._unread.popleft()
-            self._num_unlogged += record.num_samples
-            num_tokens = _known(record.weight) if self._has_tokens else None
-            self._meter.add(record.num_samples, record.shares, record.timings, num_tokens)
+    def log_newest(self) -> None:
+        """Write a line of metrics for the steps since the last one, unless the newest step has one."""
+        if (record := self._steps.newest) is not None and record.step > self._logged_step:
+            self._log(record)
+
+    def take_over(self, steps: UnloggedSteps, evaluation: tuple[int, Mapping[str, float]] | None) -> None:
+        """Go on for a worker that was lost: write what it did not write of the newest step.
+
+        steps: as far as this worker knows, those since the last line. evaluation: the last one, its step and values.
+        """
+        curves = read_curves(self._files.metrics, lambda name: name == SAMPLES or name.startswith("eval/"))
+        self._steps, self._logged_step = steps, max(curves.series(SAMPLES)[0], default=0)
+        if steps.newest is not None and steps.newest.step <= self._logged_step:
+            steps.clear()
+        self.log_newest()
+        if evaluation is not None:
+            step, values = evaluation
+            is_written = any(step in curves.series(name)[0] for name in curves.names())
+            if step == self._trainer.position.step and not is_written:
+                self.after_evaluation(step, values)
 
     def _log(self, record: StepRecord) -> None:
         self._logged_step = record.step
-        self._rates = rates = self._meter.take()
+        self._rates = rates = self._steps.take_rates()
         values: dict[str, Any] = {
             "epoch": record.epoch,
-            "loss": _known(record.loss),
+            "loss": known(record.loss),
             "lr": record.lr,
             "samples_per_s": round(rates.samples_per_s, 2),
             "grad_norm": record.grad_norm,
@@ -192,9 +195,8 @@ class Monitor:
         if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
             values["shares"] = list(rates.shares)
             values["waiting"] = [round(part, 4) for part in rates.waiting]
-        num_samples, self._num_unlogged = self._num_unlogged, 0
-        known = {name: value for name, value in values.items() if value is not None}
-        self._write(record.step, known, num_samples, _lanes(rates))
+        found = {name: value for name, value in values.items() if value is not None}
+        self._write(record.step, found, self._steps.take_num_samples(), _lanes(rates))
 
     def _write(
         self, step: int, values: dict[str, Any], num_samples: int = 0, lanes: Mapping[str, Any] | None = None
@@ -208,7 +210,7 @@ class Monitor:
     # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
 
     def _status(self) -> dict[str, Any]:
-        newest, rates, position = self._newest, self._rates, self._trainer.position
+        newest, rates, position = self._steps.newest, self._rates, self._trainer.position
         loss, loss_step = self._loss or (None, None)
         checkpoint = latest(self._files.checkpoints)
         return {
@@ -244,7 +246,7 @@ class Monitor:
     def _draw(self) -> None:
         path, begin = self._files.plots / "training.png", perf_counter()
         try:
-            if (reason := self._plot(self._files, path)) is not None:
+            if (reason := self._settings.plot(self._files, path)) is not None:
                 self.note(f"no plot: {reason}")
         except Exception as error:
             self.note(f"cannot write the plot {path}: {describe(error)}")
@@ -255,29 +257,33 @@ class Monitor:
 class MainMonitor:
     """The monitor of rank 0. If that worker is lost, the next rank 0 goes on with a monitor of its own.
 
-    Every worker has one; `make` is called where and when a monitor is needed.
+    Every worker has one, which follows the steps where workers may be lost; `make` is called where and when a monitor
+    is needed.
     """
 
-    def __init__(self, trainer: Monitored, make: Callable[[], Monitor]) -> None:
+    def __init__(self, trainer: Monitored, settings: MonitorSettings, make: Callable[[], Monitor]) -> None:
         self._trainer = trainer
+        self._settings = settings
         self._make = make
+        self._steps = UnloggedSteps(trainer.world.size, has_tokens=settings.has_tokens)  # while another is rank 0
+        self._evaluation: tuple[int, Mapping[str, float]] | None = None
+        self._loggers_state: dict[str, Any] = {}
         self._monitor = make() if trainer.world.is_main else None
+        if self._monitor is not None or trainer.run.rejoining is not None:
+            trainer.every(1, self.after_step)
         trainer.listen(self._hear)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether this worker has, or may get, a monitor."""
-        return self._monitor is not None or self._trainer.run.rejoining is not None
-
-    @property
-    def loggers(self) -> Loggers:
-        return Loggers([]) if self._monitor is None else self._monitor.loggers
 
     def after_step(self, record: StepRecord) -> None:
         if self._monitor is not None:
             self._monitor.after_step(record)
+            return
+        # Rank 0 has written the line of the step before, as it has completed this one.
+        if self._steps.newest is not None and self._settings.is_logged(self._steps.newest.step):
+            self._steps.clear()
+        self._steps.add(record)
 
     def after_evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        self._evaluation = step, values
         if self._monitor is not None:
             self._monitor.after_evaluation(step, values)
 
@@ -290,12 +296,28 @@ class MainMonitor:
         if self._monitor is not None:
             self._monitor.finish(result())
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loggers."""
+        return self._loggers_state if self._monitor is None else self._monitor.loggers.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loggers_state = state
+        if self._monitor is not None:
+            self._monitor.loggers.load_state_dict(state)
+
     def _hear(self, event: Event) -> None:
         if event.name != "world":
             return
-        if self._monitor is None and self._trainer.world.is_main:
+        # A line ends with every change: it has one number per worker, and workers that joined know no earlier steps.
+        if self._monitor is not None:
+            self._monitor.log_newest()
+        elif self._trainer.world.is_main:
             show_output()
             self._monitor = self._make()  # its log of events hears this event too, as it listens from now on
+            self._monitor.loggers.load_state_dict(self._loggers_state)
+            self._monitor.take_over(self._steps, self._evaluation)
+        else:
+            self._steps.clear()
         self.note(event_text(event.name, event.details))
 
 
@@ -306,8 +328,3 @@ def _lanes(rates: Rates) -> dict[str, Any]:
     lanes = {name: [round(part, 4) for part in parts] for name, parts in rates.lanes.items()}
     efficiency = None if rates.efficiency is None else round(rates.efficiency, 4)
     return {"lanes": lanes, "speeds": [float(f"{speed:.4g}") for speed in rates.speeds], "efficiency": efficiency}
-
-
-def _known(number: float) -> float | None:
-    """None for NaN: with averaging, loss and weight are unknown before the first average."""
-    return None if math.isnan(number) else number

@@ -54,6 +54,14 @@ with trainer:
         (folder / "digest.new").rename(folder / "digest")
 """
 
+CADENCE_SCRIPT = (
+    SCRIPT.replace("exact=True, global_batch=16,", "strategy=pl.Cadence(anchor=2, max_anchor=4),")
+    .replace("    def mark(record):", "    def mark(record):\n        samples[record.epoch] += record.num_samples")
+    .replace("with trainer:", "samples = [0] * 30\nwith trainer:")
+    .replace("trainer.epochs(max_steps=300)", "trainer.epochs(30)")
+    .replace("digest(trainer.model.state_dict(), trainer.optimizer.state_dict())", '" ".join(map(str, samples))')
+)
+
 
 @dataclass
 class ElasticRun:
@@ -211,6 +219,24 @@ def test_a_killed_worker_of_either_host_is_replaced(run: ElasticRun, undisturbed
     errors = [run.finish(launcher) for launcher in launchers]
     assert "was killed by SIGKILL" in errors[host]
     assert run.digest == undisturbed
+
+
+@pytest.mark.soak
+def test_a_host_joins_a_cadence(run: ElasticRun) -> None:
+    """Steps follow measured times there, so no digest: every sample of every epoch is trained once."""
+    script = run.folder / "script.py"
+    script.write_text(CADENCE_SCRIPT)
+    first = run.start(0)
+    wait_until(lambda: run.status[0] >= 2, first, 90.0)
+    second = run.start(1)
+    run.wait_for_workers(2, first)
+    os.kill(second.pid, signal.SIGKILL)
+    run.wait_for_workers(1, first)
+    third = run.start(1)
+    run.wait_for_workers(2, first)
+    run.finish(first)
+    run.finish(third)
+    assert run.digest == " ".join(["167"] * 30)
 
 
 @pytest.mark.soak

@@ -102,6 +102,21 @@ def test_a_worker_of_a_world_calls_the_function_itself(monkeypatch: pytest.Monke
         launch(os.getpid, 3)
 
 
+@pytest.mark.parametrize(("rank", "membership", "is_told"), [("0", None, True), ("1", None, False), ("0", "x", False)])
+def test_min_workers_has_no_effect_in_workers_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    rank: str,
+    membership: str | None,
+    is_told: bool,
+) -> None:
+    """`paceline run` has workers that may change, torchrun does not."""
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "PACELINE_MEMBERSHIP": membership}.items():
+        monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
+    assert launch(lambda: "ran", min_workers=1) == "ran"
+    assert ("min_workers has no effect in workers of torchrun" in capsys.readouterr().err) == is_told
+
+
 def test_an_unpicklable_argument_stops_the_launch_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "_run_workers", lambda *_, **__: pytest.fail("workers were started"))
     with pytest.raises(TypeError, match=r"^kwargs\['lock'\] cannot be sent to the workers"):

@@ -116,9 +116,9 @@ def test_a_node_without_heartbeat_is_lost(
     first, second = pair
     assert not first.lost()
     assert not first.peer_failed()
-    monkeypatch.setattr(second, "_exchange", lambda _: True)
-    second._thread.join()
-    monkeypatch.setattr(nodes_module, "LOST_S", 0.5)
+    monkeypatch.setattr(second._heartbeats, "_exchange", lambda *_: True)
+    second._heartbeats._thread.join()
+    first._heartbeats.lost_s = 0.5
     wait_until(first.lost)
     assert first.lost().startswith(f"lost contact with node {second.name}: no heartbeat for 0.5 s")
     assert first.peer_failed()

@@ -61,6 +61,9 @@ class Points:
         self.own = (slot, start, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
         self._deaths = [each for each in deaths if (each.slot, each.start, each.restart) == self.own]
 
+    def will_die(self, point: str, step: int) -> bool:
+        return any((death.point, death.step) == (point, step) for death in self._deaths)
+
     def __call__(self, point: str, step: int) -> None:
         for death in self._deaths:
             if (death.point, death.step) == (point, step):

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.run.launching import supervisor
+from paceline.run.launching import stalls, supervisor
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.supervisor import Elastic, SingleNode, Supervisor
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
@@ -46,9 +46,10 @@ class FakeNode:
         self.replaced: list[Member] = []
         self.signals: list[tuple[int, int]] = []
         self.stopped: set[int] = set()  # process ids
-        patch.setattr(supervisor, "time", self.clock)
-        patch.setattr(supervisor, "_is_stopped", lambda pid: pid in self.stopped)
-        patch.setattr(supervisor.os, "kill", lambda pid, number: self.signals.append((pid, number)))
+        for module in (stalls, supervisor):
+            patch.setattr(module, "time", self.clock)
+        patch.setattr(stalls, "_is_stopped", lambda pid: pid in self.stopped)
+        patch.setattr(stalls.os, "kill", lambda pid, number: self.signals.append((pid, number)))
         self.folder = folder
         self.members = [Member(0, slot) for slot in range(num_workers)]
         first = Generation.first({0: num_workers})

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from elastic_runs import Case, Death, Points, check, digest, expected, launch, loss_of, vectors
+from elastic_runs import Case, Death, Points, check, digest, expected, launch, loop, loss_of, vectors
 from safetensors.torch import load_file
 from torch import nn
 
 import paceline as pl
+from paceline.errors import WorkerError
 from paceline.run.saving import export
 
 HELD_OUT = vectors(64, seed=9)
@@ -54,6 +59,48 @@ def reduce(here: Points, trainer: pl.Trainer, step: int) -> Any:
 def broadcast(here: Points, trainer: pl.Trainer, step: int) -> Any:
     here("broadcast", step)
     return trainer.broadcast("of rank 0" if trainer.is_main else "", 0)
+
+
+def reduce_dying_inside(here: Points, trainer: pl.Trainer, step: int) -> Any:
+    with dying_in_exchange(here, trainer, "in reduce", step, call=2):
+        return trainer.reduce(float(step), "max")
+
+
+def broadcast_dying_inside(here: Points, trainer: pl.Trainer, step: int, source: int = 0) -> Any:
+    """The workers' own values differ; their slots do not change with the ranks."""
+    with dying_in_exchange(here, trainer, "in broadcast", step):
+        return trainer.broadcast(f"of slot {here.own[0]}", min(source, trainer.world.size - 1)).startswith("of slot")
+
+
+@contextmanager
+def dying_in_exchange(here: Points, trainer: pl.Trainer, point: str, step: int, call: int = 1) -> Iterator[None]:
+    """A worker dies in its call-th exchange, which it has begun."""
+    communicator: Any = trainer.run.communicator
+    original, calls = communicator.broadcast, count(1)
+
+    def dying(*args: Any) -> Any:
+        pending = original(*args)
+        if next(calls) == call:
+            here(point, step)
+        return pending
+
+    communicator.broadcast = dying
+    try:
+        yield
+    finally:
+        communicator.broadcast = original
+
+
+def save_pretrained(here: Points, trainer: pl.Trainer, step: int, folder: str) -> Any:
+    def save(target: str) -> None:
+        Path(target).mkdir(exist_ok=True)
+        (Path(target) / "config").write_text("complete")
+        here("save_pretrained", step)
+        (Path(target) / "weights").write_text(digest(trainer.model.state_dict()))
+
+    trainer.model.save_pretrained = save
+    trainer.save_pretrained(folder)
+    return [(path.name, path.read_text()) for path in sorted(Path(folder).iterdir())]
 
 
 def main_first(here: Points, trainer: pl.Trainer, step: int, file: str) -> Any:
@@ -124,3 +171,56 @@ def test_operations_are_repeated_by_the_others(tmp_path: Path) -> None:
     for case_, outcomes, num_left in zip(cases, found, (6, 3, 2), strict=True):
         check(outcomes, expected(case_), num_left)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "weights.safetensors"]
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_workers_die_inside_of_calls(backend: str | None, tmp_path: Path) -> None:
+    """Over shared memory and over Gloo: in the middle of an exchange, and while rank 0 writes."""
+    folder = str(tmp_path / "saved")
+    in_hooks = {
+        1: reduce_dying_inside,
+        2: broadcast_dying_inside,  # by its source
+        3: partial(save_pretrained, folder=folder),
+        4: partial(broadcast_dying_inside, source=1),
+        5: gather,
+        6: evaluate,
+    }
+    deaths = [
+        Death(3, "in reduce", 1),
+        Death(0, "in broadcast", 2),
+        Death(1, "save_pretrained", 3),  # rank 0 by then
+        Death(5, "in broadcast", 4),
+        Death(4, "evaluate", 6),
+    ]
+    case = Case(deaths, {"backend": backend}, train=partial(train, by_step=in_hooks, between={}))
+    [outcomes] = launch([case], 7)
+    check(outcomes, expected(case), 2)
+    assert [outcome["member"][0] for outcome in outcomes] == [2, 6]
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_a_broadcast_follows_its_source(has_values: bool) -> None:
+    """Rank 0 dies in a broadcast of rank 2, which is rank 1 then; and rank 0, as the source, in the next one."""
+
+    def train(here: Points, trainer: pl.Trainer) -> Any:
+        results = []
+
+        def after_step(record: pl.StepRecord) -> None:
+            if record.step in (1, 2):
+                slot = here.own[0]
+                value = slot if has_values or trainer.world.rank == (2 if record.step == 1 else 0) else None
+                with dying_in_exchange(here, trainer, "in broadcast", record.step):
+                    results.append(trainer.broadcast(value, 2 if record.step == 1 else 0))
+
+        trainer.every(1, after_step)
+        loop(here, trainer)
+        return results
+
+    deaths = [Death(0, "in broadcast", 1), Death(1, "in broadcast", 2)]
+    if not has_values:
+        with pytest.raises(WorkerError, match="rank 0 was lost while its value was broadcast, and no other worker has"):
+            launch([Case(deaths, train=train)], 4)
+        return
+    [outcomes] = launch([Case(deaths, train=train)], 4)
+    assert [outcome["results"] for outcome in outcomes] == [[2, 2]] * 2

@@ -10,7 +10,8 @@ import pytest
 from fake_workers import FakeNode, MakeNode, fake_node
 
 from paceline.run.launching import worker
-from paceline.run.launching.supervisor import FINISH_S, MAX_BACK_OFF_S, MIN_STALL_S, STALL_FACTOR, STOPPED_S
+from paceline.run.launching.stalls import MIN_STALL_S, STALL_FACTOR, STOPPED_S
+from paceline.run.launching.supervisor import FINISH_S, MAX_BACK_OFF_S
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 from paceline.run.membership.board import Activity
 from paceline.run.membership.generation import Member

@@ -16,13 +16,13 @@ from paceline.cli.logs.picture import check_output, draw, write
 from paceline.observe.best_effort import describe, warn
 from paceline.observe.loggers import make_logger
 from paceline.observe.run_files import RunFiles
-from paceline.run.monitor import Monitor, MonitorSettings
+from paceline.run.monitor import MainMonitor, Monitor, MonitorSettings
 
 if TYPE_CHECKING:
     from paceline.cli.train.worker import RunRequest
 
 
-def make_monitor(trainer: Trainer, request: RunRequest, outputs: ExitStack) -> Monitor:
+def make_monitor(trainer: Trainer, request: RunRequest, outputs: ExitStack) -> MainMonitor:
     settings, files = request.project.settings, request.files
 
     def make_loggers(step: int) -> list[Any]:
@@ -36,7 +36,7 @@ def make_monitor(trainer: Trainer, request: RunRequest, outputs: ExitStack) -> M
         make_loggers=make_loggers,
         plot=_plot,
     )
-    return Monitor(trainer, request, outputs, own)
+    return MainMonitor(trainer, own, lambda: Monitor(trainer, request, outputs, own))
 
 
 def _plot(files: RunFiles, path: Path) -> str | None:

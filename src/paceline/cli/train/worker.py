@@ -81,11 +81,9 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, MainMonito
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
     stack.enter_context(WorkerStatus(files.ranks, lambda: trainer.world, lambda: trainer.position.step))
     stack.callback(_write_peak, trainer, files)
-    monitor = MainMonitor(trainer, lambda: make_monitor(trainer, request, stack))
-    if monitor.is_needed:
-        trainer.every(1, monitor.after_step)
+    monitor = make_monitor(trainer, request, stack)
     if settings.loggers and settings.checkpoints.save:
-        trainer.register("loggers", monitor.loggers, "global")
+        trainer.register("loggers", monitor, "global")
     _stop_on_divergence(trainer, settings)
     if settings.data.evaluation is None:
         return trainer, monitor, lambda: None

@@ -100,7 +100,7 @@ class Agent:
 
         cause: what to tell the user if the workers do not end immediately, but finish their step.
         """
-        if isinstance(self._nodes, ElasticNodes) and self._nodes.has_others and self._leave():
+        if self._nodes.has_others and self._leave():
             return None
         self._is_stopping = True
         if cause is not None and (self._folder / worker.STOPPABLE_FILE).exists():

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from paceline.core.errors import WorkerError
-from paceline.core.rank_variables import LAUNCHED_VARIABLE, is_worker
+from paceline.core.rank_variables import LAUNCHED_VARIABLE, MEMBERSHIP_VARIABLE, is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.core.usable_devices import LEFT_OUT_VARIABLE, left_out
 from paceline.run.launching import worker
@@ -75,6 +75,7 @@ def launch(
     """
     options = Launch(workers_to_start(num_workers), max_restarts, logs, min_workers=min_workers, stall_s=stall_s)
     if options.runs_here:
+        options.warn_if_fixed()
         return fn(*args, **(kwargs or {}))
     return launch_workers(fn, args, kwargs or {}, options)
 
@@ -89,6 +90,7 @@ def run_script(path: str, argv: Sequence[str], options: Launch) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(path).resolve().parent)
     if options.runs_here:
+        options.warn_if_fixed()
         runpy.run_path(path, run_name="__main__")
         return
     with run_folder() as folder:
@@ -136,6 +138,16 @@ class Launch:
         """Whether this process does the work: it is a worker, or the only one and needs no process around it."""
         is_plain = (self.max_restarts, self.logs, self.elastic, self.nodes.num) == (0, None, None, 1)
         return self.num_workers == 1 and (is_worker() or is_plain)
+
+    def warn_if_fixed(self) -> None:
+        """In a worker of another launcher, on rank 0."""
+        is_fixed = is_worker() and MEMBERSHIP_VARIABLE not in os.environ
+        if self.min_workers is not None and is_fixed and os.environ["RANK"] == "0":
+            print(
+                "paceline: min_workers has no effect in workers of torchrun or Slurm, whose number cannot change: they "
+                "are restarted from the newest checkpoint; start them with `paceline run` instead",
+                file=sys.stderr,
+            )
 
     @property
     def elastic(self) -> Elastic | None:

@@ -1,9 +1,4 @@
-"""The machines of a launch: how their agents find each other, and what they know about each other.
-
-Each agent publishes a small record in a store on the node with the address, and reads the records of all others several
-times a second. A thread does this, because a broken link can block it. All nodes make the same decisions (to start, to
-restart, to end), since each decides from the records of all.
-"""
+"""The machines of a launch: how their agents find each other, and decide together when their number is fixed."""
 
 from __future__ import annotations
 
@@ -15,21 +10,20 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from paceline.core.errors import PacelineError
 from paceline.core.secret import FILE_VARIABLE, Secret, read_secret, run_secret
+from paceline.run.launching.heartbeats import HEARTBEAT_S, Heartbeats, Record
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure
 
 DEFAULT_JOIN_TIMEOUT_S = 300.0
-HEARTBEAT_S = 0.2
 LOST_S = 10.0  # without a heartbeat: the node is down, or the link to it
-LEAVE_S = 30.0  # how long the node with the store waits at its end for the others
 POLL_S = 0.02
 _NO_SECRET = (
     "paceline: this run has no secret: anyone who can reach {address} can join or disturb it. Pass --secret-file, the "
@@ -103,20 +97,18 @@ class Nodes:
 SINGLE_NODE = Nodes()
 
 
-@dataclass(frozen=True)
-class _Record:
-    """What a node publishes. `results` are of the current start and the one before, as a node can be one behind."""
+@dataclass(frozen=True, kw_only=True)
+class _Record(Record):
+    """`results` are of the current start and the one before, as a node can be one behind."""
 
-    name: str
-    num_workers: int
     run_id: str
-    options: Mapping[str, Any]
     results: dict[int, WorkerExit] = field(default_factory=dict)
-    has_left: bool = False
-    heartbeat: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, text: bytes) -> _Record:
+    def parse(cls, text: bytes) -> Self:
         values = json.loads(text)
         results = {int(start): WorkerExit.from_dict(result) for start, result in values.pop("results").items()}
         return cls(**values, results=results)
@@ -125,9 +117,12 @@ class _Record:
 class NodeRendezvous:
     """All nodes of a launch, or this one alone. The constructor waits until all have joined, or raises `NodesError`.
 
-    Ranks are numbered node by node, starting at the node with the address. `options` must be equal on all nodes. Of the
+    All nodes make the same decisions (to start, to restart, to end), since each decides from the records of all. Ranks
+    are numbered node by node, starting at the node with the address. `options` must be equal on all nodes. Of the
     methods only `wait_for_results` and `close` wait for other nodes, each with a time limit.
     """
+
+    has_others = False  # the run cannot go on without this node
 
     def __init__(self, nodes: Nodes, num_workers: int, run_id: str, options: Mapping[str, Any]) -> None:
         deadline_s = time.monotonic() + nodes.join_timeout_s
@@ -135,26 +130,17 @@ class NodeRendezvous:
         self._hosts_store, self.index, self.name = True, 0, socket.gethostname()
         self.environment: dict[str, str] = {}  # variables with which workers of several nodes connect
         self.num_restarts = 0  # incremented by the agent: results are those of the current start
-        # The thread changes `_peers`, all others only `_own`. Both are replaced and never modified.
-        self._peers: dict[int, _Record] = {}
-        self._heard_s: dict[int, float] = {}  # when the record of a peer last changed
-        self._heartbeat = 0
-        self._store_error = ""
-        self._has_news = threading.Event()
-        self._thread: threading.Thread | None = None
         store = self._open_store() if nodes.num > 1 else None
-        self._own = _Record(self.name, num_workers, run_id, options)
-        if store is not None:
-            self._thread = threading.Thread(
-                target=self._exchange_all, args=(store,), name="paceline-nodes", daemon=True
-            )
-            self._thread.start()
-            try:
-                self._wait_for_all(deadline_s)
-            except BaseException:
-                self.close()
-                raise
-        records = self._records()
+        own = _Record(name=self.name, num_workers=num_workers, options=options, run_id=run_id)
+        self._heartbeats = Heartbeats(
+            store, self.index, own, lost_s=LOST_S, hosts_store=self._hosts_store, count_nodes=lambda: nodes.num
+        )
+        try:
+            wait_for_nodes(nodes, self._heartbeats, self.lost, self._have_all_joined, deadline_s)
+        except BaseException:
+            self.close()
+            raise
+        records = self._heartbeats.records
         sizes = [record.num_workers for record in records.values()]
         self.run_id = records[0].run_id
         self.num_workers, self.num_workers_here = sum(sizes), num_workers
@@ -175,41 +161,19 @@ class NodeRendezvous:
         self.environment = worker_environment(nodes, own_address, shared_store.port)
         return store
 
-    def _wait_for_all(self, deadline_s: float) -> None:
-        nodes, options = self._nodes, self._own.options
-        while True:
-            peers = self._peers
-            if other := next((peer for peer in peers.values() if peer.options != options), None):
-                raise NodesError(
-                    f"node {other.name} was started with {other.options}, this one with {options}: use the same "
-                    "command on every node"
-                )
-            if lost := self.lost():
-                raise NodesError(f"the nodes could not connect: {lost}")
-            if 1 + len(peers) == nodes.num:
-                return
-            if time.monotonic() > deadline_s:
-                names = ", ".join(record.name for record in self._records().values())
-                raise NodesError(
-                    f"{1 + len(peers)} of {nodes.num} nodes joined at {nodes.address} within join_timeout="
-                    f"{nodes.join_timeout_s:g} s: {names}. Start the same command on the others, with the same secret "
-                    "or none"
-                )
-            time.sleep(POLL_S)
+    def _have_all_joined(self) -> bool:
+        return len(self._heartbeats.records) == self.num_nodes
 
     def close(self) -> None:
         """Leave, and let the others know. The node with the store leaves last."""
-        if self._thread is not None:
-            self._own = replace(self._own, has_left=True)
-            self._has_news.set()
-            self._thread.join(LEAVE_S if self._hosts_store else LOST_S)
+        self._heartbeats.leave(LOST_S)
 
     def publish(self, result: WorkerExit) -> None:
         """Tell the others how the current start ended here. Only a start's first result counts."""
-        if self.num_restarts not in self._own.results:
-            recent = {start: old for start, old in self._own.results.items() if start == self.num_restarts - 1}
-            self._own = replace(self._own, results={**recent, self.num_restarts: result})
-            self._has_news.set()
+        results = self._heartbeats.own.results
+        if self.num_restarts not in results:
+            recent = {start: old for start, old in results.items() if start == self.num_restarts - 1}
+            self._heartbeats.publish(results={**recent, self.num_restarts: result})
 
     def wait_for_results(self) -> bool:
         """Wait until the current start has ended on all nodes. Whether all can restart; False if a node is lost."""
@@ -229,15 +193,17 @@ class NodeRendezvous:
 
     def lost(self) -> str:
         """Which nodes cannot be reached any more though the start has not ended there; empty if none."""
-        now_s, results = time.monotonic(), self._results()
-        awaited = {index: peer for index, peer in self._peers.items() if index not in results}
+        heartbeats, results = self._heartbeats, self._results()
+        awaited = {index: peer for index, peer in heartbeats.peers.items() if index not in results}
         if left := [peer.name for peer in awaited.values() if peer.has_left]:
             return f"node {', '.join(left)} has left"
-        if awaited and self._store_error:
-            return f"lost contact with the node at {self._nodes.address}: {self._store_error}"
-        if silent := [peer.name for index, peer in awaited.items() if now_s - self._heard_s[index] > LOST_S]:
-            silence = f"no heartbeat for {LOST_S:g} s: it is down, or the link to it"
-            return f"lost contact with node {', '.join(silent)}: {silence}"
+        if awaited and heartbeats.store_error:
+            return f"lost contact with the node at {self._nodes.address}: {heartbeats.store_error}"
+        lost_s = heartbeats.lost_s
+        silent = heartbeats.peers if heartbeats.store_silence_s > lost_s else heartbeats.silent
+        if names := [peer.name for index, peer in awaited.items() if index in silent]:
+            silence = f"no heartbeat for {lost_s:g} s: it is down, or the link to it"
+            return f"lost contact with node {', '.join(names)}: {silence}"
         return ""
 
     def first_failure(self) -> WorkerExit | None:
@@ -247,41 +213,42 @@ class NodeRendezvous:
             return WorkerExit(ExitKind.COMMUNICATION, self.first_rank, lost) if lost else None
         return failure.with_notes(lost)
 
-    def _records(self) -> dict[int, _Record]:
-        """Of all nodes that have joined, in the order of their indices."""
-        return dict(sorted({**self._peers, self.index: self._own}.items()))
-
     def _results(self) -> dict[int, WorkerExit]:
         """Of the current start, by node."""
         return {
             i: record.results[self.num_restarts]
-            for i, record in self._records().items()
+            for i, record in self._heartbeats.records.items()
             if self.num_restarts in record.results
         }
 
-    def _exchange_all(self, store: Any) -> None:
-        """Runs in the thread until this node may leave."""
-        try:
-            while not self._exchange(store):
-                self._has_news.wait(HEARTBEAT_S)
-                self._has_news.clear()
-        except (RuntimeError, ValueError) as error:  # what torch's stores raise
-            self._store_error = str(error).partition("\n")[0]
 
-    def _exchange(self, store: Any) -> bool:
-        """Write the own record and read the others'. Returns True if that was the last time."""
-        self._heartbeat += 1
-        own = replace(self._own, heartbeat=self._heartbeat)
-        store.set(f"node-{self.index}", json.dumps(asdict(own)))
-        for index in range(self.num_nodes):
-            if index != self.index and (index in self._peers or store.check([f"node-{index}"])):
-                record = _Record.parse(store.get(f"node-{index}"))
-                if index not in self._peers or record.heartbeat != self._peers[index].heartbeat:
-                    self._heard_s[index] = time.monotonic()
-                    self._peers = {**self._peers, index: record}
-        staying = [index for index, peer in self._peers.items() if not peer.has_left]
-        is_last = all(time.monotonic() - self._heard_s[index] > LOST_S for index in staying)
-        return own.has_left and (is_last or not self._hosts_store)
+def wait_for_nodes(
+    nodes: Nodes,
+    heartbeats: Heartbeats[Any],
+    lost: Callable[[], str],
+    have_joined: Callable[[], bool],
+    deadline_s: float,
+) -> None:
+    """Wait until enough nodes have joined. lost: why they cannot."""
+    while True:
+        if (other := heartbeats.other_options) is not None:
+            raise NodesError(
+                f"node {other.name} was started with {other.options}, this one with {heartbeats.own.options}: use the "
+                "same command on every node"
+            )
+        if reason := lost():
+            raise NodesError(f"the nodes could not connect: {reason}")
+        if have_joined():
+            return
+        if time.monotonic() > deadline_s:
+            names = [record.name for record in heartbeats.records.values()]
+            needed = f"at least {nodes.num}" if nodes.max_num else f"{nodes.num}"
+            raise NodesError(
+                f"{len(names)} of {needed} nodes joined at {nodes.address} within join_timeout="
+                f"{nodes.join_timeout_s:g} s: {', '.join(names)}. Start the same command on the others, with the same "
+                "secret or none"
+            )
+        time.sleep(POLL_S)
 
 
 def worker_environment(nodes: Nodes, own_address: str, port: int) -> dict[str, str]:

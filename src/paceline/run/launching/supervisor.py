@@ -1,40 +1,31 @@
 """The agent's part of a run whose workers may change: it announces who takes part, and starts replacements.
 
 A worker that dies leaves the run, and the others go on with the step. If there are restarts left, a replacement is
-started in its slot; it joins the others when it has set itself up. A worker that stands still is ended, which makes it
-a death like any other.
+started in its slot; it joins the others when it has set itself up. A worker that stands still is ended (`stalls.py`),
+which makes it a death like any other.
 """
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from paceline.observe.json_lines import replace_file
-from paceline.run.launching import worker
 from paceline.run.launching.fork_server import ForkServer
-from paceline.run.launching.worker_exit import ExitKind, WorkerExit, read_stack
+from paceline.run.launching.stalls import Stalls
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 from paceline.run.membership.board import Activity, Board
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.membership.member import BOARD_FILE, GENERATION_FILE, leave_file
 from paceline.run.membership.roster import Report, is_entered_by_all, next_generation
 
-# A micro-batch may take this many times the longest one so far, and never less than MIN_STALL_S: compiling takes long.
-STALL_FACTOR = 20.0
-MIN_STALL_S = 120.0
-# A process that was stopped (SIGSTOP) does not compile.
-STOPPED_S = 10.0
 # Time that counts between two looks: if the agent itself was suspended, its workers did not stand still.
 MAX_LOOK_S = 1.0
-STACK_WAIT_S = 0.5
 MAX_BACK_OFF_S = 30.0
 FINISH_S = 2.0
 
@@ -57,11 +48,6 @@ class _Slot:
     """A place for a worker."""
 
     member: Member
-    num_ticks: int = 0
-    was_computing: bool = False
-    idle_s: float = 0.0  # since the worker began something
-    stopped_s: float = 0.0  # since its process was stopped
-    ending_since_s: float | None = None  # it stood still: its stack was requested
     num_failed_starts: int = 0  # in a row: replacements that died before they joined
     start_at_s: float = field(default=float("inf"))  # of the next replacement
 
@@ -127,12 +113,12 @@ class Supervisor:
         self._slots = {member.slot: _Slot(member) for member in slots}
         folder.mkdir(exist_ok=True)
         self._board = Board.create(folder / BOARD_FILE, len(slots))
+        self._stalls = Stalls(self._board, server, folder, first_rank, options.stall_s)
         self._lost: dict[Member, str] = {}
         self._finished_s: dict[Member, float] = {}  # when members have ended because their work is done
         self._leaving: dict[Member, str] = {}
         self._deaths: Counter[tuple[int, int]] = Counter()  # by slot and step
         self._num_replaced = 0
-        self._longest_s = 0.0  # of what any worker has computed between two exchanges
         self._looked_s = time.monotonic()
         self.generation = council.first
         self._announce(council.first)
@@ -223,7 +209,7 @@ class Supervisor:
             if slot.start_at_s <= now_s and rank in self._server.exit_codes:
                 self._replace(number)
             elif rank in self._server.pids and rank not in self._server.exit_codes:
-                self._watch(number, elapsed_s)
+                self._stalls.look(number, elapsed_s)
 
     def _end_newcomer(self, member: Member) -> None:
         """End a worker that was asked to leave before it was let in."""
@@ -267,62 +253,5 @@ class Supervisor:
         member = before.member._replace(start=before.member.start + 1)
         self._slots[number] = _Slot(member, num_failed_starts=before.num_failed_starts)
         self._board.clear(number)
+        self._stalls.forget(number)
         self._start_replacement(number, member)
-
-    # Workers that stand still
-
-    def _watch(self, number: int, elapsed_s: float) -> None:
-        slot, rank = self._slots[number], self._first_rank + number
-        activity, num_ticks = self._board.activity(number), self._board.num_ticks(number)
-        if num_ticks == slot.num_ticks:
-            slot.idle_s += elapsed_s
-        else:
-            if slot.was_computing:  # and has completed it
-                self._longest_s = max(self._longest_s, slot.idle_s)
-            slot.num_ticks, slot.idle_s = num_ticks, 0.0
-        slot.was_computing = activity is Activity.COMPUTING
-        slot.stopped_s = slot.stopped_s + elapsed_s if _is_stopped(self._server.pids[rank]) else 0.0
-        if slot.ending_since_s is not None:
-            self._end(number)
-        elif (activity is Activity.COMPUTING and slot.idle_s > self._limit_s) or slot.stopped_s > self._stopped_limit_s:
-            slot.ending_since_s = time.monotonic()
-            with suppress(OSError):
-                os.kill(self._server.pids[rank], worker.STACK_SIGNAL)
-
-    @property
-    def _limit_s(self) -> float:
-        return self._options.stall_s or max(STALL_FACTOR * self._longest_s, MIN_STALL_S)
-
-    @property
-    def _stopped_limit_s(self) -> float:
-        return min(self._options.stall_s or STOPPED_S, STOPPED_S)
-
-    def _end(self, number: int) -> None:
-        """End a worker that stood still, when its stack has had the time to be written."""
-        slot, rank = self._slots[number], self._first_rank + number
-        assert slot.ending_since_s is not None
-        if time.monotonic() - slot.ending_since_s < STACK_WAIT_S:
-            return
-        stack = read_stack(self._folder, rank)
-        if slot.stopped_s:
-            what = f"rank {rank} was stopped for {slot.stopped_s:.1f} s (SIGSTOP)"
-        else:
-            line = users_line(stack)
-            what = f"rank {rank} stood still for {slot.idle_s:.1f} s" + (f", at {line}" if line else "")
-        WorkerExit(ExitKind.DIED, rank, f"{what}, and was ended", stack).write(self._folder)
-        self._server.kill_group(rank)
-        slot.ending_since_s = float("inf")
-
-
-def users_line(stack: str) -> str:
-    """The innermost line of a stack outside of installed libraries, or the innermost one if there is no other."""
-    lines = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
-    installed = tuple(f'File "{sysconfig.get_path(name)}' for name in ("stdlib", "purelib", "platlib"))
-    own = [line for line in lines if not line.startswith(installed)]
-    return (own or lines or [""])[-1]
-
-
-def _is_stopped(pid: int) -> bool:
-    with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False

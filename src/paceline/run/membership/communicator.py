@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 # worker within milliseconds and a lost node within a second or two. Without an announcement the failure was not a loss,
 # or too few members are left.
 NEWS_WAIT_S = 6.0
-
-
 # How often a thread looks whether the exchange in progress must be aborted. Shared memory notices a loss earlier.
 WATCH_S = 0.05
+WATCHER_NAME = "paceline membership"
 
 
 class LeftRun(SystemExit):
@@ -64,7 +63,7 @@ class ElasticCommunicator:
         self._links: list[Callable[[], None]] = []  # abort the connections beside this one
         self._lock = threading.Lock()  # of the four above: the watcher aborts the generation that has ended, no other
         self._is_closed = threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="paceline membership", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name=WATCHER_NAME, daemon=True)
         self._watcher.start()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:

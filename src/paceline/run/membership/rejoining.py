@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from paceline.comm.messages import gather
-from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
+from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError, PacelineError
 from paceline.core.events import Events
 from paceline.core.message import decode, encode
-from paceline.run.evaluation.collect import broadcast
+from paceline.run.evaluation import collect
 from paceline.run.membership.board import Activity
 from paceline.run.membership.communicator import ElasticCommunicator
 from paceline.run.membership.generation import Generation
@@ -116,6 +116,26 @@ class Rejoining:
             self._is_operating = False
             self._row.enter(before)
 
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The value of the worker that is rank `source` when this is called. Its rank may change before it is sent."""
+        communicator = self._communicator
+        before = communicator.generation
+        is_valid = 0 <= source < len(before.members)
+
+        def send() -> Any:
+            rank = communicator.generation.rank_of(before.members[source]) if is_valid else source
+            if rank is None:  # lost
+                have_value = collect.gather(value is not None, communicator)
+                if True not in have_value:
+                    raise PacelineError(
+                        f"rank {source} was lost while its value was broadcast, and no other worker has one: give a "
+                        "value on all workers, or compute it in trainer.main_first()"
+                    )
+                rank = have_value.index(True)
+            return collect.broadcast(value, rank, communicator)
+
+        return self.run(send)
+
     def ask_to_leave(self, rank: int) -> None:
         """Let the worker with this rank leave after one of the next steps. Called in any thread."""
         members = self._communicator.generation.members
@@ -168,14 +188,14 @@ class Rejoining:
         source = max(holders, key=lambda rank: (workers[rank].total, -rank))
         ahead = workers[source]
         self._check_same_run(own, workers, ahead)
-        base, planner = broadcast((self._base.to_json(), loop.planner.handover()), source, communicator)
+        base, planner = collect.broadcast((self._base.to_json(), loop.planner.handover()), source, communicator)
         is_state_sent = any(each.step < ahead.step or each.is_joining for each in workers)
         if is_state_sent:
             state = _shared(self._message() if rank == source else None, source, communicator)
             if own.step < ahead.step or own.is_joining:
                 self._load(state, is_joining=own.is_joining)
         if any(each.operations < ahead.operations and not each.is_joining for each in workers):
-            result = broadcast(self._result if rank == source else None, source, communicator)
+            result = collect.broadcast(self._result if rank == source else None, source, communicator)
             if own.operations < ahead.operations:
                 self._result = result
         self._num_operations, communicator.is_joining = ahead.operations, False
@@ -214,10 +234,11 @@ class Rejoining:
         loop_state.take_over(self._loop, state["loop"], is_joining=is_joining)
         if self._average is not None:
             self._average.load_state_dict(state["average"])
+        if not is_joining:
+            return  # the step's hooks, and the loop's body, are still to run here: they change the user's own state
         for name, thing in self._checkpointer.registered.items():
             thing.load_state_dict(state["registered"][name])
-        if is_joining:
-            load_random_state(state["random"], self._communicator.world.device)
+        load_random_state(state["random"], self._communicator.world.device)
 
     def _emit(self, before: Generation, seconds: float) -> None:
         now = self._communicator.generation
@@ -239,7 +260,7 @@ class Rejoining:
 
 def _shared(message: torch.Tensor | None, source: int, communicator: ElasticCommunicator) -> Any:
     """The state in the message of rank `source`, on every worker, compared with its digest."""
-    message, digest = broadcast((message, None if message is None else _digest(message)), source, communicator)
+    message, digest = collect.broadcast((message, None if message is None else _digest(message)), source, communicator)
     if (found := _digest(message)) != digest:
         raise MisuseError(
             f"the state of rank {source} arrived on rank {communicator.world.rank} with digest {found[:12]} instead of "

@@ -1,0 +1,162 @@
+"""How the agents of several nodes know about each other: each publishes a record in a store, and reads all others'.
+
+A thread does this several times a second, because a broken link can block it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Self, TypeVar
+
+HEARTBEAT_S = 0.2
+# Silence that counts between two looks.
+MAX_LOOK_S = 0.5
+LEAVE_S = 30.0  # how long the node with the store waits at its end for the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What every node publishes. `options` must be equal on all nodes."""
+
+    name: str
+    num_workers: int
+    options: Mapping[str, Any]
+    has_left: bool = False
+    heartbeat: int = 0
+
+    def to_json(self) -> str:
+        raise NotImplementedError
+
+    @classmethod
+    def parse(cls, text: bytes) -> Self:
+        raise NotImplementedError
+
+
+R = TypeVar("R", bound=Record)
+
+
+class Silence:
+    """How long nothing was heard. Only looks that were made in time count: on a busy machine this process may stand."""
+
+    def __init__(self) -> None:
+        self.hear()
+
+    def hear(self) -> None:
+        self.seconds = 0.0
+        self._looked_s = time.monotonic()
+
+    def look(self) -> float:
+        now_s = time.monotonic()
+        self.seconds += min(now_s - self._looked_s, MAX_LOOK_S)
+        self._looked_s = now_s
+        return self.seconds
+
+
+class Heartbeats(Generic[R]):
+    """The records of all nodes, as this one knows them. Without a store it is the only one.
+
+    lost_s: a node is lost after this long without a heartbeat. The node that `hosts_store` leaves last. count_nodes:
+    how many nodes may have joined; called in the thread, as is `also`, with this object, for what else is exchanged.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        index: int,
+        own: R,
+        *,
+        lost_s: float,
+        hosts_store: bool,
+        count_nodes: Callable[[], int],
+        also: Callable[[Heartbeats[R]], object] = lambda _: None,
+    ) -> None:
+        # The thread replaces `peers`, all others `own`. Neither is ever modified.
+        self.own = own
+        self.peers: dict[int, R] = {}
+        self.store_error = ""
+        self.lost_s = lost_s
+        self._store_silence = Silence()
+        self._index = index
+        self._is_alone = store is None
+        self._hosts_store = hosts_store
+        self._silence: dict[int, Silence] = {}  # since the record of a peer last changed
+        self._num_heartbeats = 0
+        self._has_news = threading.Event()
+        # The store is open as long as something refers to it: only the thread does.
+        self._thread = threading.Thread(
+            target=self._run, args=(store, count_nodes, also), name="paceline-nodes", daemon=True
+        )
+        if not self._is_alone:
+            self._thread.start()
+
+    def publish(self, **changes: Any) -> None:
+        """Change fields of the own record, and send it at once."""
+        self.own = replace(self.own, **changes)
+        self.wake()
+
+    def wake(self) -> None:
+        self._has_news.set()
+
+    @property
+    def records(self) -> dict[int, R]:
+        """Of all nodes that have joined, in the order of their indices."""
+        return dict(sorted({**self.peers, self._index: self.own}.items()))
+
+    @property
+    def silent(self) -> dict[int, R]:
+        """The nodes that were lost."""
+        return {index: peer for index, peer in self.peers.items() if self._silence[index].seconds > self.lost_s}
+
+    @property
+    def store_silence_s(self) -> float:
+        """How long the store has not answered. A store that is unreachable blocks the thread."""
+        return 0.0 if self._is_alone else self._store_silence.look()
+
+    @property
+    def are_others_gone(self) -> bool:
+        """Whether all other nodes were lost or have left."""
+        return all(peer.has_left or index in self.silent for index, peer in self.peers.items())
+
+    @property
+    def other_options(self) -> R | None:
+        """A node that was started with other options."""
+        return next((peer for peer in self.peers.values() if peer.options != self.own.options), None)
+
+    def leave(self, timeout_s: float) -> None:
+        """Let the others know that this node leaves. timeout_s: for this message, if the store does not answer."""
+        if not self._is_alone:
+            self.publish(has_left=True)
+            self._thread.join(LEAVE_S if self._hosts_store else timeout_s)
+
+    # In the thread
+
+    def _run(self, *arguments: Any) -> None:
+        try:
+            while not self._exchange(*arguments):
+                self._has_news.wait(HEARTBEAT_S)
+                self._has_news.clear()
+        except (RuntimeError, ValueError) as error:  # what torch's stores raise
+            self.store_error = str(error).partition("\n")[0]
+
+    def _exchange(self, store: Any, count_nodes: Callable[[], int], also: Callable[[Heartbeats[R]], object]) -> bool:
+        """Write the own record and read the others'. Returns True if that was the last time."""
+        self._num_heartbeats += 1
+        own = replace(self.own, heartbeat=self._num_heartbeats)
+        store.set(f"node-{self._index}", own.to_json())
+        for index in range(count_nodes()):
+            if index != self._index and (index in self.peers or store.check([f"node-{index}"])):
+                self._hear(index, own.parse(store.get(f"node-{index}")))
+        also(self)
+        self._store_silence.hear()
+        return own.has_left and (self.are_others_gone or not self._hosts_store)
+
+    def _hear(self, index: int, record: R) -> None:
+        silence = self._silence.setdefault(index, Silence())
+        if index in self.peers and record.heartbeat == self.peers[index].heartbeat:
+            silence.look()
+        else:
+            silence.hear()
+            self.peers = {**self.peers, index: record}

@@ -1,0 +1,61 @@
+"""Rank 0 is lost: the next one goes on with the run folder, its metrics without a hole or a double line."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from elastic_runs import Case, Death, Points, check, expected, launch, loop
+
+import paceline as pl
+from paceline.observe.json_lines import LineReader
+from paceline.observe.metrics import read_metrics
+from paceline.observe.run_files import RunFiles, read_status, state_of
+
+LOG_EVERY = 2
+
+
+def train(here: Points, trainer: pl.Trainer, folder: str) -> None:
+    """A worker that dies at such a point lets the others complete their step first."""
+
+    def die_after_others(name: str, step: int) -> None:
+        if here.will_die(name, step):
+            for rank in range(1, trainer.world.size):
+                while not (Path(folder) / f"completed-{rank}-{step + 1}").exists():
+                    time.sleep(0.001)
+        here(name, step)
+
+    trainer.on_gradients(lambda _: die_after_others("update", trainer.position.step))
+    trainer.every(1, lambda record: (Path(folder) / f"completed-{trainer.world.rank}-{record.step}").touch())
+    loop(here, trainer)
+
+
+def lines(files: RunFiles) -> list[dict[str, Any]]:
+    return [line for line in LineReader(files.metrics).read() if "loss" in line]
+
+
+def test_the_next_rank_0_records_the_run(tmp_path: Path) -> None:
+    """One dies before it has logged a step that the others have completed, one in the middle of a step."""
+    (tmp_path / "marks").mkdir()
+    recording = {"run": pl.Recording(tmp_path, name="disturbed", log_every=LOG_EVERY, quiet=True)}
+    deaths = [Death(0, "update", 1), Death(1, step=4)]
+    case = Case(deaths, recording, train=partial(train, folder=str(tmp_path / "marks")))
+    [outcomes] = launch([case], 3)
+    alone = {"run": pl.Recording(tmp_path, name="alone", log_every=LOG_EVERY, quiet=True)}
+    want = expected(Case((), alone, train=partial(train, folder=str(tmp_path / "marks"))))
+    check(outcomes, want, 1)
+    files = RunFiles(tmp_path / "disturbed")
+    assert read_status(files) is not None
+    assert state_of(files, read_status(files)) == "finished"
+    found, undisturbed = read_metrics(files.metrics), read_metrics(RunFiles(tmp_path / "alone").metrics)
+    steps = undisturbed.series("loss")[0].tolist()
+    assert steps == [1, 2, 4, 6]
+    for name in ("loss", "samples", "lr", "epoch"):
+        of_step = dict(zip(*(each.tolist() for each in found.series(name)), strict=True))
+        assert [of_step.get(step) for step in steps] == undisturbed.series(name)[1].tolist(), name
+    assert max(Counter(line["step"] for line in lines(files)).values()) == 1
+    events = [line for line in LineReader(files.events).read() if line["event"] == "world"]
+    assert [event["details"]["left"] for event in events] == [[0], [0]]
