@@ -26,6 +26,7 @@ BACKWARD_PART = 0.6
 TCP_PART = 0.94
 # What a call of the exchange costs beside its bytes.
 CALL_S = 1e-4
+LINK_CALL_S = 1e-3
 _SETTLING_REPORTS = 100  # after which a cadence has found its level
 
 
@@ -125,6 +126,11 @@ class Link:
         if not self.bytes_per_s > 0:
             raise ValueError(f"bytes_per_s={self.bytes_per_s} of a link must be > 0")
 
+    @classmethod
+    def sold_as(cls, bits_per_s: float) -> Link:
+        """A link that nobody has measured."""
+        return cls(TCP_PART * bits_per_s / 8, LINK_CALL_S)
+
     def seconds(self, num_hosts: int, num_bytes: float) -> float:
         """A ring all-reduce: every host sends and receives 2 (n - 1) / n of the bytes."""
         return 0.0 if num_hosts < 2 else self.call_s + 2 * (num_hosts - 1) / num_hosts * num_bytes / self.bytes_per_s
@@ -143,6 +149,8 @@ class Averaging:
 class Workload:
     """What is trained. gradient_bytes: exchanged per step. num_samples: per epoch, None if unknown.
 
+    overlap: buckets of bucket_bytes leave during the last micro-batch's backward.
+
     stall_s: how long training waits for a checkpoint, every `save_every` steps. read_s: with a dispatched feed, the
     seconds that rank 0 takes to read a micro-batch for another worker.
     """
@@ -157,6 +165,7 @@ class Workload:
     stall_s: float = 0.0
     save_every: int | None = None
     read_s: float = 0.0
+    bucket_bytes: float = 8 << 20
 
     def __post_init__(self) -> None:
         for name in ("num_micro_batches", "micro_batch"):
@@ -207,9 +216,17 @@ def predict(workload: Workload, devices: Sequence[Device], hardware: Hardware | 
     if len(hosts) > 1 and hardware.link is None:
         raise ValueError(f"hosts {', '.join(map(repr, hosts))} need a link: give its speed, such as --link 1Gbit")
     slowed = _slowed(devices, hardware)
-    exchange_s = _exchange_s(workload, slowed, hosts, hardware)
-    plan = _PLANS[type(workload.strategy)](workload, slowed, exchange_s)
+    costs = _costs(workload, slowed, hosts, hardware)
+    plan = _PLANS[type(workload.strategy)](workload, slowed, costs)
     return _summary(workload, devices, slowed, plan)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Seconds of an exchange, and what is left of it when the last micro-batch's backward has ended."""
+
+    exchange_s: float
+    exposed_s: float
 
 
 @dataclass(frozen=True)
@@ -241,51 +258,55 @@ def _slowed(devices: Sequence[Device], hardware: Hardware) -> list[Device]:
     return slowed
 
 
-def _exchange_s(workload: Workload, devices: Sequence[Device], hosts: Sequence[str], hardware: Hardware) -> float:
-    """The time of an exchange of gradients that nothing overlaps with."""
+def _costs(workload: Workload, devices: Sequence[Device], hosts: Sequence[str], hardware: Hardware) -> _Costs:
     inside_s = 0.0
     for name in hosts:
         own = [device for device in devices if device.host == name]
         host = hardware.host(name)
-        crowding = max(1.0, sum(device.cores for device in own) / host.cores) if math.isfinite(host.cores) else 1.0
+        crowding = max(1.0, sum(device.cores for device in own) / host.cores)
         inside_s = max(inside_s, host.exchange.seconds(len(own), workload.gradient_bytes, crowding))
     link_s = 0.0 if hardware.link is None else hardware.link.seconds(len(hosts), workload.gradient_bytes)
-    return inside_s + link_s
+    # A bucket leaves when backward has completed its gradients, the last one at the end of backward.
+    num_buckets = math.ceil(workload.gradient_bytes / workload.bucket_bytes) or 1
+    exposed_s = link_s
+    if workload.overlap:
+        backward_s = BACKWARD_PART * min(device.micro_batch_s for device in devices)
+        exposed_s = max(link_s / num_buckets, link_s - (1 - 1 / num_buckets) * backward_s)
+    return _Costs(inside_s + link_s, inside_s + exposed_s)
 
 
-def _gradients(workload: Workload, devices: Sequence[Device], exchange_s: float) -> _Plan:
+def _gradients(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
     counts = _best_shares(workload.num_micro_batches, devices)
     compute_s = _slowest(counts, devices)
     return _Plan(
         counts,
         max(compute_s, workload.num_micro_batches * workload.read_s),
-        _exposed(workload, devices, exchange_s),
+        costs.exposed_s,
         max(device.rest_s for device in devices),
         workload.num_micro_batches,
     )
 
 
-def _cadence(workload: Workload, devices: Sequence[Device], exchange_s: float) -> _Plan:
+def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
     """El Che's counts once they have settled."""
     assert isinstance(workload.strategy, Cadence)
     el_che = workload.strategy.for_workers(len(devices))
-    exposed_s = _exposed(workload, devices, exchange_s)
     for _ in range(_SETTLING_REPORTS):
         counts = el_che.batch_counts
         compute_ms = [1e3 * n * device.micro_batch_s for n, device in zip(counts, devices, strict=True)]
-        el_che.report_timing(compute_ms, counts, 1e3 * exposed_s)
+        el_che.report_timing(compute_ms, counts, 1e3 * costs.exposed_s)
     counts = el_che.batch_counts
-    return _Plan(counts, _slowest(counts, devices), exposed_s, max(d.rest_s for d in devices), sum(counts))
+    return _Plan(counts, _slowest(counts, devices), costs.exposed_s, max(d.rest_s for d in devices), sum(counts))
 
 
-def _averaging(workload: Workload, devices: Sequence[Device], exchange_s: float) -> _Plan:
+def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
     """A mean step of a round: workers wait for each other only when they average."""
     assert isinstance(workload.strategy, Averaging)
     averaging = workload.strategy
     counts = _best_shares(workload.num_micro_batches, devices)
     busy_s = [n * device.micro_batch_s + device.rest_s for n, device in zip(counts, devices, strict=True)]
     last = busy_s.index(max(busy_s))
-    sent_s = averaging.transfer_part * exchange_s
+    sent_s = averaging.transfer_part * costs.exchange_s
     exposed_s = max(0.0, sent_s - averaging.every * busy_s[last]) if averaging.overlap else sent_s
     compute_s = counts[last] * devices[last].micro_batch_s
     return _Plan(counts, compute_s, exposed_s / averaging.every, devices[last].rest_s, workload.num_micro_batches)
@@ -300,13 +321,6 @@ def _best_shares(num_micro_batches: int, devices: Sequence[Device]) -> tuple[int
 
 def _slowest(counts: Sequence[int], devices: Sequence[Device]) -> float:
     return max(n * device.micro_batch_s for n, device in zip(counts, devices, strict=True))
-
-
-def _exposed(workload: Workload, devices: Sequence[Device], exchange_s: float) -> float:
-    """What is left of the exchange when the last micro-batch's backward has ended."""
-    if not workload.overlap or len(devices) < 2:
-        return exchange_s
-    return exchange_s
 
 
 def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Device], plan: _Plan) -> Prediction:
