@@ -38,7 +38,8 @@ MODELS = {"small": (64, 2), "medium": (128, 4), "large": (256, 4)}  # width and 
 AVERAGE_EVERY = 8
 PROFILE_MICRO_BATCHES = 8  # per worker
 SETTLING_STEPS = {"gradients": 6, "averaging": 2 * AVERAGE_EVERY, "cadence": 6}
-LEAST_STEPS = {"gradients": 5, "averaging": AVERAGE_EVERY, "cadence": 2}
+LEAST_STEPS = {"gradients": 2, "averaging": AVERAGE_EVERY, "cadence": 1}
+NUM_TURNS = 7  # of a measurement, of which the median counts: a burst of other work spoils one of them
 
 
 @dataclass(frozen=True)
@@ -164,9 +165,10 @@ def measure_worker(case: Case, places: Places, seconds: float) -> float:
         train(SETTLING_STEPS[case.strategy])
         least = LEAST_STEPS[case.strategy]
         step_s = train(least)[0] / least
-        num_steps = max(least, round(seconds / step_s))
-        took_s, trained = train(-(-num_steps // least) * least if case.strategy == "averaging" else num_steps)
-        return trained / took_s
+        per_turn = max(1, round(seconds / NUM_TURNS / step_s))
+        per_turn = -(-per_turn // least) * least if case.strategy == "averaging" else per_turn
+        turns = [train(per_turn) for _ in range(NUM_TURNS)]
+        return statistics.median(trained / took_s for took_s, trained in turns)
 
 
 def run_case(worker: Any, case: Case, *arguments: Any) -> Any:

@@ -24,6 +24,8 @@ FACTOR_ERROR = 0.1
 BACKWARD_PART = 0.6
 # Of what a link is sold as, what TCP delivers as payload.
 TCP_PART = 0.94
+# Gradients are exchanged in buckets of this size.
+BUCKET_BYTES, GPU_BUCKET_BYTES = 8 << 20, 32 << 20
 # What a call of the exchange costs beside its bytes.
 CALL_S = 1e-4
 LINK_CALL_S = 1e-3
@@ -165,7 +167,7 @@ class Workload:
     stall_s: float = 0.0
     save_every: int | None = None
     read_s: float = 0.0
-    bucket_bytes: float = 8 << 20
+    bucket_bytes: float = BUCKET_BYTES
 
     def __post_init__(self) -> None:
         for name in ("num_micro_batches", "micro_batch"):

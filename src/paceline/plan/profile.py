@@ -77,13 +77,15 @@ class StepTimes:
 class Profile:
     """A machine's devices, measured alone, and what they cost each other when they train together.
 
-    num_samples and epochs: of the run, for times per epoch and run; None if unknown.
+    counts: how many of each device there are. num_samples and epochs: of the run, for times per epoch and run; None if
+    unknown.
     """
 
     subject: Subject
     host: str
     cores: float
     devices: tuple[Device, ...]
+    counts: tuple[int, ...] = (1,)
     contention: float = USUAL_CONTENTION
     exchange: Exchange = FREE_EXCHANGE
     num_samples: int | None = None
@@ -123,7 +125,7 @@ class Profile:
         raise ValueError(f"{self.host} has no device {name!r}: it has {', '.join(d.name for d in self.devices)}")
 
     def renamed(self, name: str) -> Profile:
-        """The same machine with its only kind of device under another name, which is also the host's."""
+        """The same machine under another name, which is also its device's; further kinds of devices get a number."""
         devices = tuple(
             replace(device, name=name if number == 0 else f"{name}-{number + 1}", host=name)
             for number, device in enumerate(self.devices)
@@ -154,6 +156,7 @@ class Profile:
             | {
                 "subject": _made(Subject, values["subject"]),
                 "devices": tuple(_made(Device, device) for device in values["devices"]),
+                "counts": tuple(values["counts"]),
                 "exchange": _made(Exchange, exchange),
             }
         )
