@@ -39,7 +39,7 @@ AVERAGE_EVERY = 8
 PROFILE_MICRO_BATCHES = 8  # per worker
 SETTLING_STEPS = {"gradients": 6, "averaging": 2 * AVERAGE_EVERY, "cadence": 6}
 LEAST_STEPS = {"gradients": 2, "averaging": AVERAGE_EVERY, "cadence": 1}
-NUM_TURNS = 7  # of a measurement, of which the median counts: a burst of other work spoils one of them
+NUM_TURNS = 5  # of a measurement, of which the median counts: a burst of other work spoils one of them
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,15 @@ class Case:
 
 
 CASES = (
-    Case("small"),
-    Case("large"),
     Case("small", (1, 1)),
-    Case("medium", (1, 1)),
+    Case("large"),
     Case("large", (1, 1)),
+    Case("medium", (1, 1)),
     Case("medium", (1, 1, 1)),
     Case("medium", (1, 1, 1, 1)),
     Case("medium", (1, 0.4)),
-    Case("large", (1, 0.4)),
     Case("medium", (1, 0.7, 0.4)),
     Case("medium", (1, 1), exact=True),
-    Case("medium", (1, 0.4), exact=True),
     Case("medium", (1, 1), mbit=1000),
     Case("large", (1, 1), mbit=1000),
     Case("medium", (1, 1), mbit=100),

@@ -80,9 +80,9 @@ def test_an_exchange_is_fitted_to_what_was_measured():
 
 def test_a_link_adds_its_ring():
     far = [FAST, Device("far", 0.1, host="b")]
-    link = Hardware(link=Link(bytes_per_s=1e7, call_s=0.01))
+    link = Hardware(link=Link(bytes_per_s=1e7, latency_s=0.01))
     work = Workload(14, 4, 1e6, overlap=False)
-    assert predict(work, far, link).step_s == pytest.approx(0.7 + 0.01 + 0.1)
+    assert predict(work, far, link).step_s == pytest.approx(0.7 + 0.02 + 0.1)
     slow = Hardware(link=Link(bytes_per_s=1e6))
     assert predict(work, far, slow).limit == "exchange"
 

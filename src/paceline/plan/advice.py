@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.plan.cadence import Cadence
-from paceline.plan.predict import Averaging, Device, Hardware, Prediction, Workload, predict
+from paceline.plan.predict import Averaging, Device, Hardware, Prediction, Workload, like, predict
 
 # A difference below this is within what predictions are off by.
 _NOTABLE = 0.05
@@ -16,11 +16,22 @@ _MAX_ALTERNATIVES = 16
 
 @dataclass(frozen=True)
 class Kind:
-    """So many workers on devices like this one. price_per_hour: of one of them; None if unknown."""
+    """So many workers on devices like this one. price_per_hour: of one of them; None if unknown.
+
+    per_host: how many of them a machine has; the others are on further machines of its kind.
+    """
 
     device: Device
     count: int
     price_per_hour: float | None = None
+    per_host: int | None = None
+
+    def devices(self, count: int) -> list[Device]:
+        per_host = self.per_host or max(count, 1)
+        return [
+            self.device if number < per_host else replace(self.device, host=like(self.device.host, number // per_host))
+            for number in range(count)
+        ]
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,7 @@ def alternatives(workload: Workload, kinds: Sequence[Kind], hardware: Hardware) 
 
 
 def _alternative(workload: Workload, kinds: Sequence[Kind], counts: Sequence[int], hardware: Hardware) -> Alternative:
-    devices = [kind.device for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
+    devices = [device for kind, count in zip(kinds, counts, strict=True) for device in kind.devices(count)]
     prediction = predict(workload, devices, hardware)
     used = [(kind.price_per_hour, count) for kind, count in zip(kinds, counts, strict=True) if count]
     price = None
@@ -117,16 +128,10 @@ def _about_kinds(usual: Sequence[Alternative], chosen: Alternative) -> list[str]
         other = by_counts.get(tuple(counts))
         if other is None:
             continue
-        gain = (
-            chosen.samples_per_s / other.samples_per_s - 1 if count else other.samples_per_s / chosen.samples_per_s - 1
-        )
         with_it, without = (chosen, other) if count else (other, chosen)
+        gain = with_it.samples_per_s / without.samples_per_s - 1
         costs = with_it.cost(with_it.epoch_s), without.cost(without.epoch_s)
-        price = ""
-        if costs[0] is not None and costs[1]:
-            price = f" and makes an epoch {costs[0] / costs[1] - 1:+.0%} as expensive".replace(
-                "as expensive", "in cost"
-            )
+        price = f", and {costs[0] / costs[1] - 1:+.0%} to the cost of an epoch" if costs[0] and costs[1] else ""
         if count:
             sentences.append(f"{name} adds {gain:.0%} to the speed{price}.")
         else:

@@ -28,7 +28,8 @@ TCP_PART = 0.94
 BUCKET_BYTES, GPU_BUCKET_BYTES = 8 << 20, 32 << 20
 # What a call of the exchange costs beside its bytes.
 CALL_S = 1e-4
-LINK_CALL_S = 1e-3
+LATENCY_S = 1e-4  # of a message on a link that nobody has measured
+_LIKE = "#"  # before the number of another machine of the same kind
 _SETTLING_REPORTS = 100  # after which a cadence has found its level
 
 
@@ -119,10 +120,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """Between hosts: payload in each direction, and what an exchange costs beside, whatever its size."""
+    """Between hosts: payload in each direction, and the latency of a message."""
 
     bytes_per_s: float
-    call_s: float = 0.0
+    latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
@@ -131,11 +132,12 @@ class Link:
     @classmethod
     def sold_as(cls, bits_per_s: float) -> Link:
         """A link that nobody has measured."""
-        return cls(TCP_PART * bits_per_s / 8, LINK_CALL_S)
+        return cls(TCP_PART * bits_per_s / 8, LATENCY_S)
 
     def seconds(self, num_hosts: int, num_bytes: float) -> float:
-        """A ring all-reduce: every host sends and receives 2 (n - 1) / n of the bytes."""
-        return 0.0 if num_hosts < 2 else self.call_s + 2 * (num_hosts - 1) / num_hosts * num_bytes / self.bytes_per_s
+        """A ring all-reduce: in 2 (n - 1) messages, every host sends and receives 2 (n - 1) / n of the bytes."""
+        num_messages = 2 * (num_hosts - 1)
+        return num_messages * (self.latency_s + num_bytes / num_hosts / self.bytes_per_s)
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,12 @@ class Hardware:
     link: Link | None = None
 
     def host(self, name: str) -> Host:
-        return self.hosts.get(name, Host())
+        return self.hosts.get(name.partition(_LIKE)[0], Host())
+
+
+def like(host: str, number: int) -> str:
+    """The name of another machine of the same kind."""
+    return f"{host}{_LIKE}{number}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from paceline.plan.advice import Alternative, Kind, advice, alternatives
 from paceline.plan.cadence import Cadence
 from paceline.plan.profile import Profile, check_combinable
 
-
 _HEADER = ("workers", "strategy", "samples/s", "between", "of sum", "epoch", "cost", "run", "cost", "shares", "limit")
 
 
@@ -118,7 +117,10 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
                 f"unknown device {name!r}: the profiles have {', '.join(map(repr, known))}{hint} Add a profile with "
                 "--add NAME=FILE, or give its speed with --device NAME=FACTOR"
             )
-    kinds = [Kind(known[name][0], count, options.price.get(name)) for name, count in wanted.items()]
+    kinds = []
+    for name, count in wanted.items():
+        device, per_host = known[name]
+        kinds.append(Kind(device, count, options.price.get(name), None if options.link is None else per_host))
     hosts = {profile.host: profile.as_host for profile in (own, *others)}
     link = None if options.link is None else predict.Link.sold_as(options.link)
     return Situation(_workload(own), kinds, predict.Hardware(hosts, link))
