@@ -196,13 +196,15 @@ def like(host: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class Prediction:
-    """samples_per_s lies between low and high. shares: micro-batches per step by worker; with a cadence, per exchange.
+    """samples_per_s lies between low and high. slowed: the devices as fast as they are in company.
 
+    shares: micro-batches per step by worker; with a cadence, per exchange.
     efficiency: relative to the sum of the devices' speeds alone. limit: what costs most of the rest: "compute",
-    "whole micro-batches", "exchange", "link", "shared cores", "data", or "checkpoints".
+    "whole micro-batches", "exchange", "shared cores", "data", or "checkpoints".
     """
 
     devices: tuple[Device, ...]
+    slowed: tuple[Device, ...]
     step_s: float
     shares: tuple[int, ...]
     samples_per_s: float
@@ -350,6 +352,7 @@ def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Dev
     error = math.hypot(MODEL_ERROR, max(device.spread for device in devices))
     return Prediction(
         tuple(devices),
+        tuple(slowed),
         step_s,
         plan.shares,
         samples_per_s,
