@@ -58,7 +58,7 @@ def test_company_shows_contention_and_the_exchange() -> None:
 
 def test_profiles_are_combined_only_if_they_fit() -> None:
     other = replace(PROFILE, subject=replace(SUBJECT, micro_batch=4)).renamed("old")
-    with pytest.raises(ValueError, match="the profile of old is of another model: micro_batch 4, not 8. Measure it"):
+    with pytest.raises(ValueError, match=r"the profile of old is of another model: micro_batch 4, not 8\. Measure it"):
         check_combinable(PROFILE, [other])
     with pytest.raises(ValueError, match="two machines are named 'here': rename one with --add NAME=FILE"):
         check_combinable(PROFILE, [PROFILE])

@@ -22,7 +22,7 @@ from paceline.run.saving.state import plain_model
 WARMUP_STEPS = 5
 # A GPU's times arrive some steps late.
 GPU_LATE_STEPS = 8
-_CGROUPS = Path("/sys/fs/cgroup")
+_CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Profile, StepTimes]:
@@ -52,7 +52,7 @@ def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Pr
 def cpu_quota() -> float:
     """The cores that this process may use, by the quota of its cgroup, of either version; inf without one."""
     try:
-        groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+        groups = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
         for _, controllers, path in groups:
             if not controllers and (limit := _CGROUPS / path.strip("/") / "cpu.max").is_file():
                 quota, period = limit.read_text().split()
