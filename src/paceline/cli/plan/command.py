@@ -196,7 +196,7 @@ def _print(found: Sequence[Alternative]) -> None:
                 predicted.limit,
             )
         )
-    cli.print_table(rows, right=range(2, 9), optional=(9, 3, 6, 1))
+    cli.print_table(rows, right=range(2, 9), optional=(9, 3, 8, 7, 6))
     print(f"\n{advice(found)}")
 
 
