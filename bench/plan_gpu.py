@@ -10,39 +10,31 @@ out-of-memory errors survived. Takes about two minutes; needs no pydantic.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from bench.models import LanguageModel, mlp
+from bench import plan_finder
+from bench.models import LanguageModel
 from bench.mps import mps_daemon
 from bench.workers import run_workers
 from paceline import Runtime, Trainer
-from paceline.core.world import World
-from paceline.data.sources.base import as_source
 from paceline.plan.predict import Device, Exchange, Hardware, Host, Workload, predict
 from paceline.plan.profile import Profile, StepTimes
 from paceline.run import probe
-from paceline.run.micro_batch_finder import Trials, candidates, replica_for_trials
 
 PERCENTAGES = (70, 30)
 LENGTH, VOCABULARY = 512, 50257
 MICRO_BATCH = 8
 SMALL, LARGE = 8, 32  # micro-batches per step: profiled, and predicted
 MEASURED_S = 4.0
-NUM_ERRORS = 10
-# So that sizes that do not fit are found in seconds.
-MEMORY_PART = 0.1
 
 make_gpt2 = partial(LanguageModel, vocabulary=VOCABULARY, length=LENGTH, width=768, num_layers=12, num_heads=12)
 
@@ -126,78 +118,7 @@ def mps() -> Iterator[tuple[str, float, float]]:
         yield f"MPS 70/30, {LARGE} micro-batches, shares {predicted.shares}", predicted.samples_per_s, rate
 
 
-class Images(nn.Module):
-    """A small residual-free CNN over 3 x 64 x 64 images, with its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (3, 64, 128, 256, 512)
-        layers = [(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
-        self.body = nn.Sequential(*itertools.chain(*layers), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
-
-    def forward(self, images: Tensor) -> Tensor:
-        return functional.cross_entropy(self.body(images), images.new_zeros(len(images), dtype=torch.long))
-
-
-def mean_square(model: Any, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
-MODELS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], Tensor], Callable[[], Tensor], int]] = {
-    "mlp": (
-        lambda: mlp(1024, 4096, 4096, 10),
-        lambda m, x: m(x).square().mean(),
-        lambda: torch.randn(4096, 1024),
-        6144,
-    ),
-    "cnn": (Images, lambda m, x: m(x), lambda: torch.randn(1024, 3, 64, 64), 1536),
-    "gpt2": (make_gpt2, lambda m, x: m(x), lambda: tokens(256), 96),
-}
-
-
-def finder() -> Iterator[tuple[str, float, float]]:
-    """Seconds per sample of the best size of all, over that of the finder's choice."""
-    torch.cuda.set_per_process_memory_fraction(MEMORY_PART)
-    for name, (make, loss_of, make_data, global_batch) in MODELS.items():
-        data = make_data()
-        found = Trainer.find_micro_batch(make, make_optimizer, loss_of, data=data, global_batch=global_batch)
-        with _trials(make, loss_of, data) as trials:
-            best: dict[int, float] = {}
-            for size in candidates(global_batch):
-                times = [trials.seconds_per_sample(size) for _ in range(2)]
-                if None in times:
-                    break
-                best[size] = min(t for t in times if t is not None)
-        yield (
-            f"finder, {name}: {found.micro_batch}, best {min(best, key=best.__getitem__)}",
-            min(best.values()),
-            best[found.micro_batch],
-        )
-    print(f"out-of-memory errors survived: {survived()} of {NUM_ERRORS}")
-
-
-def survived() -> int:
-    """Attempts after which the memory is as before and training goes on."""
-    make, loss_of, make_data, _ = MODELS["gpt2"]
-    count = 0
-    with _trials(make, loss_of, make_data()) as trials:
-        assert trials.seconds_per_sample(1) is not None
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        for _ in range(NUM_ERRORS):
-            is_refused = trials.seconds_per_sample(1 << 11) is None
-            is_free = torch.cuda.memory_allocated() <= before + (1 << 20)
-            count += is_refused and is_free and trials.seconds_per_sample(1) is not None
-    return count
-
-
-@contextmanager
-def _trials(make: Callable[[], Any], loss_of: Any, data: Tensor) -> Iterator[Trials]:
-    with replica_for_trials(make, make_optimizer, World.from_environment(), False, Runtime()) as (replica, link):
-        yield Trials(replica, loss_of, as_source(data, collate_fn=None, seed=0), link.world.device)
-
-
-PARTS = {"alone": alone, "mps": mps, "finder": finder}
+PARTS = {"alone": alone, "mps": mps, "finder": plan_finder.rows}
 
 
 def main() -> None:
