@@ -29,7 +29,7 @@ from bench.workers import run_workers
 
 if TYPE_CHECKING:
     from paceline import Trainer
-    from paceline.plan.predict import Prediction
+    from paceline.plan.predict import Device, Hardware, Prediction, Workload
     from paceline.plan.profile import Profile, StepTimes
 
 VOCABULARY, LENGTH = 1000, 64
@@ -39,6 +39,7 @@ AVERAGE_EVERY = 8
 PROFILE_MICRO_BATCHES = 8  # per worker
 SETTLING_STEPS = {"gradients": 6, "averaging": 2 * AVERAGE_EVERY, "cadence": 6}
 LEAST_STEPS = {"gradients": 2, "averaging": AVERAGE_EVERY, "cadence": 1}
+SIMULATED_S = 600.0
 NUM_TURNS = 5  # of a measurement, of which the median counts: a burst of other work spoils one of them
 
 
@@ -195,35 +196,41 @@ class Known:
         return cls(profile.with_company(together, [free, free]))
 
     def predict(self, case: Case) -> Prediction:
-        import paceline as pl
-        from paceline.plan import predict as model
+        from paceline.plan.predict import predict
 
-        devices = [self.profile.device(f"{quota:g}") for quota in case.quotas]
-        link = None
-        if case.mbit is not None:
-            # Two namespaces are two hosts, whose workers share the machine's cores.
-            link = model.Link.sold_as(case.mbit * 1e6)
+        return predict(*self._situation(case))
+
+    def simulate(self, case: Case) -> float | None:
+        """Samples per second of the same workers in a simulated run; None with averaging, which is not simulated."""
+        from paceline.run.simulation import Scenario, Simulation
+
+        if case.strategy == "averaging":
+            return None
+        work, devices, hardware = self._situation(case)
+        noise = max(device.spread for device in devices)
+        return Simulation(work, devices, Scenario(SIMULATED_S, noise), hardware).run().samples_per_s
+
+    def _situation(self, case: Case) -> tuple[Workload, list[Device], Hardware]:
+        import paceline as pl
+        from paceline.plan.predict import Averaging, Hardware, Link, Workload
+
         strategies: dict[str, Any] = {
             "gradients": "gradients",
             "cadence": pl.Cadence(overhead_target=0.1),
-            "averaging": model.Averaging(every=AVERAGE_EVERY),
+            "averaging": Averaging(every=AVERAGE_EVERY),
         }
-        work = model.Workload(
-            case.num_micro_batches,
-            MICRO_BATCH,
-            self.profile.subject.gradient_bytes,
-            strategy=strategies[case.strategy],
-        )
-        host = self.profile.as_host
-        if link is None:
-            return model.predict(work, devices, model.Hardware({self.profile.host: host}))
+        num_bytes, host = self.profile.subject.gradient_bytes, self.profile.as_host
+        work = Workload(case.num_micro_batches, MICRO_BATCH, num_bytes, strategy=strategies[case.strategy])
+        devices = [self.profile.device(f"{quota:g}") for quota in case.quotas]
+        if case.mbit is None:
+            return work, devices, Hardware({self.profile.host: host})
+        # Two namespaces are two hosts, whose workers share one machine's cores.
+        factors = host.slowdowns([device.cores for device in devices])
         slowed = [
             replace(device, micro_batch_s=factor * device.micro_batch_s, rest_s=factor * device.rest_s, host=str(rank))
-            for rank, (device, factor) in enumerate(
-                zip(devices, host.slowdowns([device.cores for device in devices]), strict=True)
-            )
+            for rank, (device, factor) in enumerate(zip(devices, factors, strict=True))
         ]
-        return model.predict(work, slowed, model.Hardware(link=link))
+        return work, slowed, Hardware(link=Link.sold_as(case.mbit * 1e6))
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -263,6 +270,7 @@ def summary(
         "cases": {
             case.name: {
                 "predicted": predicted[case].samples_per_s,
+                "simulated": known[case.subject].simulate(case),
                 "measured": measured[case],
                 "ratio": ratios[case],
                 "limit": predicted[case].limit,
@@ -283,11 +291,15 @@ class PlanResult(Result):
         for name, case in self.detail["cases"].items():
             figures = f"{case['predicted']:>9.1f} {case['measured']:>9.1f} {case['ratio']:>7.3f}"
             lines.append(f"{name:<44} {figures} {case['limit']}")
+        simulated = [
+            case["simulated"] / case["measured"] for case in self.detail["cases"].values() if case["simulated"]
+        ]
         inside = sum(case["is_in_interval"] for case in self.detail["cases"].values())
         lines.append(
             f"error: median {self.detail['median_error']:.1%}, worst {self.detail['worst_error']:.1%}; "
             f"{inside} of {len(self.detail['cases'])} inside the predicted interval; median ratio {self.ratio:.3f}"
         )
+        lines.append(f"simulated over measured: {min(simulated):.3f} to {max(simulated):.3f}")
         return "\n".join([*lines, *self.footer()])
 
 

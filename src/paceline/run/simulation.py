@@ -23,10 +23,10 @@ from paceline.run.membership.roster import Report, next_generation
 from paceline.run.step.planner import CadencePlanner, MeasuringPlanner, Planner
 from paceline.sync.numbers import Numbers
 
-# From a death to the moment at which the survivors begin the step again; from `bench survive`.
-RECOVERY_S = 0.25
+# From a death to the moment at which the survivors begin the step again: `bench survive` measures 0.05 to 0.12.
+RECOVERY_S = 0.1
 # What a change of workers between two steps costs those who stay.
-CHANGE_S = 0.25
+CHANGE_S = 0.1
 # A recovered run is this close to the speed of so many steps before, less what the lost worker did.
 _RECOVERED, _RECENT_STEPS = 0.95, 20
 _KNOWN_DELAY_STEPS = 5  # in which workers tell what the rest of a step takes: it does not change
