@@ -23,17 +23,20 @@ from paceline.checkpoint.policy import Decision
 from paceline.core.errors import MisuseError
 from paceline.core.events import Event
 from paceline.core.world import World
-from paceline.data.adopt import LoadingOptions, adopt
+from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
 from paceline.plan.cadence import Cadence
 from paceline.plan.epoch import Position
+from paceline.plan.profile import Profile
+from paceline.run import probe
 from paceline.run.assemble import WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.config import RunConfig, Strategy
 from paceline.run.evaluation import collect
 from paceline.run.evaluation.evaluate import EvaluationData, evaluate
 from paceline.run.evaluation.predict import predict
+from paceline.run.micro_batch_finder import FoundMicroBatch, Trials, find, replica_for_trials
 from paceline.run.report import Report
-from paceline.run.run import Run, TrainingEpoch
+from paceline.run.run import Run, TrainingEpoch, autocast
 from paceline.run.saving.export import export_weights, save_pretrained
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import HasState, plain_model
@@ -228,6 +231,43 @@ class Trainer:
         trainer = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
         trainer._is_head = True
         return trainer
+
+    @classmethod
+    def find_micro_batch(
+        cls,
+        model: Any,
+        optimizer: OptimizerFactory,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        *,
+        data: Any,
+        global_batch: int,
+        precision: Precision = "fp32",
+        exact: bool = False,
+        device: torch.device | str | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        runtime: Runtime = Runtime(),
+    ) -> FoundMicroBatch:
+        """The fastest micro-batch that fits the memory of every worker's device, to be given to `setup`.
+
+            found = pl.Trainer.find_micro_batch(build, optimizer, loss_fn, data=samples, global_batch=256)
+            trainer = pl.Trainer.setup(build, optimizer, data=samples, global_batch=256, micro_batch=found.micro_batch)
+
+        loss_fn(model, batch): the loss of a micro-batch. Powers of two and the numbers between them that divide the
+        global batch are tried with a replica made for this: model and optimizer are functions that build them. All
+        workers of a world call it together, and each measures its own device.
+        """
+        if not callable(optimizer) or isinstance(model, torch.nn.Module):
+            raise ValueError("find_micro_batch trains a copy: give functions that build the model and its optimizer")
+        source, _ = adopt_for_evaluation(data, collate_fn, seed=0)
+        with replica_for_trials(model, optimizer, World.from_environment(device), exact, runtime) as replica_and_link:
+            replica, communicator = replica_and_link
+            world = communicator.world
+
+            def loss_of(model: Any, batch: Any) -> torch.Tensor:
+                with autocast(precision, world.device):
+                    return loss_fn(model, batch)
+
+            return find(Trials(replica, loss_of, source, world.device), global_batch, communicator)
 
     @classmethod
     def builder(
@@ -427,6 +467,17 @@ class Trainer:
         replayed (what, reason).
         """
         self.run.events.listen(listener)
+
+    def profile(self, loss_of: Callable[[Any], torch.Tensor], steps: int = 20) -> Profile:
+        """Train some steps and return what `paceline plan` predicts from: this worker's device and machine.
+
+            profile = trainer.profile(lambda batch: F.cross_entropy(trainer.model(batch.x), batch.y))
+            Path("here.json").write_text(profile.to_json())
+
+        The steps count: use a trainer that is made for it. In a world of one worker the device is measured alone, as
+        predictions need it; all workers of a larger world call this together. See docs/plan.md.
+        """
+        return probe.profile(self.run, self.step_with(loss_of), steps)[0]
 
     def report(self) -> Report:
         """How the workers spent their time so far; print it for a table."""

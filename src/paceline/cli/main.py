@@ -42,6 +42,7 @@ _COMMANDS = (
     "run",
     "rendezvous",
     "config",
+    "plan",
     "watch",
     "logs",
     "doctor",

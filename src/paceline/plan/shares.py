@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeAlias
@@ -29,28 +28,57 @@ def shares(num_micro_batches: int, speeds: Sequence[float], delays: Sequence[flo
 def _shares(num_micro_batches: int, speeds: tuple[float, ...], delays: tuple[float, ...]) -> tuple[int, ...]:
     if num_micro_batches < 0:
         raise ValueError(f"num_micro_batches={num_micro_batches} is negative: choose num_micro_batches >= 0")
-    exact_speeds = _exact("speed", speeds)
-    exact_delays = _exact("delay", delays or (0.0,) * len(speeds))
+    exact_speeds, speed_unit = _integers("speed", speeds)
+    exact_delays, delay_unit = _integers("delay", delays or (0.0,) * len(speeds))
     if not any(exact_speeds):
         raise ValueError(f"speeds {speeds} give nobody a share: choose at least one speed above 0")
+    one = speed_unit * delay_unit  # one micro-batch, in units of delay times speed
     # Whoever can finish one more by the time at which all would finish if micro-batches could be divided, takes it:
     # only fewer than len(speeds) are then left to give out, each to the worker who would finish it first, ties to the
     # faster worker (the slower one then ends earlier).
-    end = _divisible_end(num_micro_batches, exact_speeds, exact_delays)
+    end, end_unit = _divisible_end(num_micro_batches * one, exact_speeds, exact_delays)
     counts = [
-        max(0, math.floor((end - delay) * speed)) for speed, delay in zip(exact_speeds, exact_delays, strict=True)
+        max(0, (end - delay * end_unit) * speed // (end_unit * one))
+        for speed, delay in zip(exact_speeds, exact_delays, strict=True)
     ]
-    waiting = [
-        (delay + (count + 1) / speed, -speed, rank)
-        for rank, (count, speed, delay) in enumerate(zip(counts, exact_speeds, exact_delays, strict=True))
-        if speed
-    ]
+
+    def after_one_more(rank: int) -> tuple[float, _Moment, int, int]:
+        speed = exact_speeds[rank]
+        moment = _Moment(exact_delays[rank] * speed + (counts[rank] + 1) * one, speed)
+        return moment.rounded, moment, -speed, rank
+
+    waiting = [after_one_more(rank) for rank, speed in enumerate(exact_speeds) if speed]
     heapq.heapify(waiting)
     for _ in range(num_micro_batches - sum(counts)):
-        time, negative_speed, rank = waiting[0]
+        rank = waiting[0][-1]
         counts[rank] += 1
-        heapq.heapreplace(waiting, (time - 1 / negative_speed, negative_speed, rank))
+        heapq.heapreplace(waiting, after_one_more(rank))
     return tuple(counts)
+
+
+class _Moment:
+    """A fraction. It is compared only where the nearest floats are equal, since rounding keeps the order."""
+
+    __slots__ = ("above", "below")
+
+    def __init__(self, above: int, below: int) -> None:
+        self.above = above
+        self.below = below
+
+    @property
+    def rounded(self) -> float:
+        try:
+            return self.above / self.below
+        except OverflowError:
+            return math.inf
+
+    def __lt__(self, other: _Moment) -> bool:
+        return self.above * other.below < other.above * self.below
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Moment) and self.above * other.below == other.above * self.below
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def ranges(counts: Sequence[int]) -> Plan:
@@ -75,21 +103,22 @@ def owner(plan: Plan, number: int) -> int:
     return next(rank for rank, numbers in enumerate(plan) if number in numbers)
 
 
-def _divisible_end(num_micro_batches: int, speeds: Sequence[Fraction], delays: Sequence[Fraction]) -> Fraction:
-    """When all would finish if micro-batches could be divided; who is delayed beyond it takes no part."""
-    total_speed, head_start, end = Fraction(0), Fraction(0), None
+def _divisible_end(amount: int, speeds: Sequence[int], delays: Sequence[int]) -> tuple[int, int]:
+    """When all would finish if micro-batches could be divided, as a fraction; who is delayed beyond takes no part."""
+    total_speed, head_start = 0, 0
     for delay, speed in sorted((delay, speed) for delay, speed in zip(delays, speeds, strict=True) if speed):
-        if end is not None and delay >= end:
+        if total_speed and delay * total_speed >= amount + head_start:
             break
         total_speed += speed
         head_start += delay * speed
-        end = (num_micro_batches + head_start) / total_speed
-    assert end is not None
-    return end
+    return amount + head_start, total_speed
 
 
-def _exact(name: str, values: Sequence[float]) -> list[Fraction]:
+def _integers(name: str, values: Sequence[float]) -> tuple[list[int], int]:
+    """The values as multiples of 1 / unit, and the unit: floats are whole multiples of a power of two."""
     for rank, value in enumerate(values):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} {value} of worker {rank} is not a {name}: choose a finite number >= 0")
-    return [Fraction(value) for value in values]
+    fractions = [value.as_integer_ratio() for value in values]
+    unit = max((below for _, below in fractions), default=1)
+    return [above * (unit // below) for above, below in fractions], unit

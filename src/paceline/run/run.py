@@ -19,10 +19,18 @@ from paceline.run.capture.step import Stepping
 from paceline.run.config import RunConfig
 from paceline.run.membership.rejoining import Rejoining
 from paceline.run.saving.checkpointer import Checkpointer
+from paceline.run.settings import Precision
 from paceline.run.step.ema import WeightAverage
 from paceline.run.step.loop import Loop
 
 T = TypeVar("T")
+
+
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
+    """The context for forward passes in this precision."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16 if precision == "bf16" else torch.float16)
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,7 @@ class Run:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes in the run's precision."""
-        if self.config.precision == "fp32":
-            return nullcontext()
-        dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float16
-        return torch.autocast(self.world.device.type, dtype=dtype)
+        return autocast(self.config.precision, self.world.device)
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """See `Trainer.ema_weights`."""

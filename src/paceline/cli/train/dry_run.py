@@ -36,7 +36,7 @@ def dry_run(project: Project, num_workers: int) -> int:
         sizes = _size(data)
         if settings.data.evaluation is not None:
             sizes += f"; evaluation {_size(project.data('evaluation'))}"
-        trainer = make_trainer(settings, data, _arguments(project))
+        trainer = make_trainer(settings, data, trainer_arguments(project))
     with trainer:
         with reporting_project_errors():
             loss, seconds = _try(trainer, settings)
@@ -55,7 +55,7 @@ def dry_run(project: Project, num_workers: int) -> int:
     return 0
 
 
-def _arguments(project: Project) -> dict[str, Any]:
+def trainer_arguments(project: Project) -> dict[str, Any]:
     """The arguments of a trainer that has one worker and saves nothing."""
     arguments = trainer_setup.setup_arguments(project.settings, project.folder, Path())
     arguments.pop("checkpoints", None)

@@ -103,7 +103,7 @@ def _write_peak(trainer: Trainer, files: RunFiles) -> None:
 def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]) -> Trainer:
     scheduler = trainer_setup.scheduler(settings, _steps_per_epoch(data, settings))
     optimizer = trainer_setup.optimizer(settings)
-    return Trainer.setup(_model_factory(settings), optimizer, data=data, scheduler=scheduler, **arguments)
+    return Trainer.setup(model_factory(settings), optimizer, data=data, scheduler=scheduler, **arguments)
 
 
 def _check_backend(project: Project) -> None:
@@ -117,7 +117,7 @@ def _check_backend(project: Project) -> None:
             raise fail(project.origin(key), f"{key}: torch.distributed has no backend {name!r}: {nearest(name, known)}")
 
 
-def _model_factory(settings: ProjectSettings) -> Callable[[], Any]:
+def model_factory(settings: ProjectSettings) -> Callable[[], Any]:
     """Builds the model and applies `trainer.gradient_checkpointing` and `trainer.compile`."""
     build = settings.model.as_function()
 

@@ -14,10 +14,11 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm.base import Communicator, Failed, Pending
 from paceline.core.errors import CommunicationError, GenerationEnded, GradientError, MisuseError
+from paceline.plan.predict import BUCKET_BYTES, GPU_BUCKET_BYTES
 from paceline.plan.shares import Plan, owner
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.grids import Grids
-from paceline.sync.gradients.layout import BUCKET_BYTES, GPU_BUCKET_BYTES, cut_into_buckets
+from paceline.sync.gradients.layout import cut_into_buckets
 from paceline.sync.gradients.sums import ExactSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.numbers import SILENCE, WorkerMessage

@@ -13,8 +13,6 @@ import torch
 
 # A multiple of a cache line in every dtype: kernels choose other paths, with other rounding, for unaligned memory.
 BLOCK_NUMEL = 128
-BUCKET_BYTES = 8 << 20
-GPU_BUCKET_BYTES = 32 << 20
 
 
 class BucketLayout:

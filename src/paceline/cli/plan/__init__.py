@@ -1,0 +1,7 @@
+"""`paceline plan`: what will this hardware do?"""
+
+from __future__ import annotations
+
+from paceline.cli.plan.arguments import add_parser
+
+__all__ = ["add_parser"]

@@ -1,0 +1,204 @@
+"""Runs `paceline plan`: from profiles to the answer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from paceline.cli import commands as cli
+from paceline.cli.commands import CommandError
+from paceline.observe import formats
+from paceline.plan import predict
+from paceline.plan.advice import Alternative, Kind, advice, alternatives
+from paceline.plan.cadence import Cadence
+from paceline.plan.profile import Profile, check_combinable
+
+_HEADER = ("workers", "strategy", "samples/s", "between", "of sum", "epoch", "cost", "run", "cost", "shares", "limit")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is asked about: the workers, and the hardware between them."""
+
+    workload: predict.Workload
+    kinds: Sequence[Kind]
+    hardware: predict.Hardware
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.find is not None:
+        return _find(options)
+    own = _own_profile(options)
+    if options.out is not None:
+        options.out.write_text(own.to_json(), encoding="utf-8")
+    try:
+        situation = _situation(options, own)
+        if options.simulate is not None:
+            from paceline.cli.plan.simulate import simulate
+
+            return simulate(options, situation)
+        found = alternatives(situation.workload, situation.kinds, situation.hardware)
+    except ValueError as error:
+        raise CommandError(str(error), 2) from error
+    if options.json:
+        cli.print_json(
+            {"subject": vars(own.subject), "alternatives": list(map(_entry, found)), "advice": advice(found)}
+        )
+    else:
+        _print(found)
+    return 0
+
+
+def _own_profile(options: argparse.Namespace) -> Profile:
+    from paceline.cli.plan.measure import measure, read_profile
+
+    if options.profile is not None:
+        if options.config is not None:
+            raise CommandError("CONFIG is measured and --profile was: leave one of them out", 2)
+        profile = read_profile(str(options.profile))
+    else:
+        profile = measure(_project(options), options.steps)
+    return profile.renamed(options.name) if options.name else profile
+
+
+def _project(options: argparse.Namespace) -> Any:
+    from paceline.cli.config import load_project
+
+    if options.config is None:
+        raise CommandError("CONFIG is missing: give a project file to measure, or --profile FILE", 2)
+    try:
+        project = load_project(options.config, options.overrides)
+        return project.resolve(project.settings.workers or 1)
+    except ValueError as error:
+        raise CommandError(str(error), 2) from error
+
+
+def _find(options: argparse.Namespace) -> int:
+    from paceline.cli.plan.measure import find, num_devices
+
+    project = _project(options)
+    num_workers = project.settings.workers or num_devices()
+    found = find(project, num_workers)
+    if options.json:
+        cli.print_json({"micro_batch": found.micro_batch, "step_s": found.step_s, "sample_s": found.sample_s})
+        return 0
+    global_batch = project.settings.trainer.global_batch
+    print(found)
+    print(
+        f"\nmicro_batch={found.micro_batch} is the fastest on {cli.count(num_workers, 'worker')}: set "
+        f"trainer.micro_batch={found.micro_batch}; global_batch={global_batch} stays"
+    )
+    return 0
+
+
+def _situation(options: argparse.Namespace, own: Profile) -> Situation:
+    from paceline.cli.plan.measure import read_profile
+
+    others = [read_profile(text) for text in options.add]
+    check_combinable(own, others)
+    known: dict[str, tuple[predict.Device, int]] = {}
+    for profile in (own, *others):
+        for device, count in zip(profile.devices, profile.counts, strict=True):
+            if device.name in known:
+                raise ValueError(f"two devices are named {device.name!r}: rename one with --name or --add NAME=FILE")
+            known[device.name] = (device, count)
+    for name, factor in options.device:
+        host = None if options.link is None else name
+        known[name] = (own.devices[0].scaled(name, factor, host), 1)
+    wanted = options.workers or {name: count for name, (_, count) in known.items()}
+    for name in [*wanted, *options.price]:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.3)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"unknown device {name!r}: the profiles have {', '.join(map(repr, known))}{hint} Add a profile with "
+                "--add NAME=FILE, or give its speed with --device NAME=FACTOR"
+            )
+    kinds = []
+    for name, count in wanted.items():
+        device, per_host = known[name]
+        kinds.append(Kind(device, count, options.price.get(name), None if options.link is None else per_host))
+    hosts = {profile.host: profile.as_host for profile in (own, *others)}
+    link = None if options.link is None else predict.Link.sold_as(options.link)
+    return Situation(_workload(own), kinds, predict.Hardware(hosts, link))
+
+
+def _workload(own: Profile) -> predict.Workload:
+    subject = own.subject
+    if own.global_batch is None:
+        strategy: Any = Cadence()
+        count = 1
+    else:
+        strategy, count = "gradients", own.global_batch // subject.micro_batch
+    is_gpu = not own.devices[0].cores
+    return predict.Workload(
+        count,
+        subject.micro_batch,
+        subject.gradient_bytes,
+        own.num_samples,
+        float(own.epochs or 1),
+        strategy,
+        bucket_bytes=predict.GPU_BUCKET_BYTES if is_gpu else predict.BUCKET_BYTES,
+    )
+
+
+def _entry(each: Alternative) -> dict[str, Any]:
+    predicted = each.prediction
+    return {
+        "workers": each.workers,
+        "strategy": each.strategy,
+        "samples_per_s": predicted.samples_per_s,
+        "interval": [predicted.low, predicted.high],
+        "efficiency": predicted.efficiency,
+        "shares": predicted.shares,
+        "step_s": predicted.step_s,
+        "limit": predicted.limit,
+        "lost_s": dict(predicted.parts),
+        "epoch_s": each.epoch_s,
+        "run_s": each.run_s,
+        "epoch_cost": each.cost(each.epoch_s),
+        "run_cost": each.cost(each.run_s),
+    }
+
+
+def _print(found: Sequence[Alternative]) -> None:
+    header = (
+        "workers",
+        "strategy",
+        "samples/s",
+        "between",
+        "of sum",
+        "epoch",
+        "cost",
+        "run",
+        "cost",
+        "shares",
+        "limit",
+    )
+    rows = [header]
+    for each in found:
+        predicted = each.prediction
+        rows.append(
+            (
+                each.workers,
+                each.strategy,
+                formats.rate(predicted.samples_per_s),
+                f"{formats.rate(predicted.low)}..{formats.rate(predicted.high)}",
+                f"{predicted.efficiency:.0%}",
+                cli.or_dash(each.epoch_s, formats.duration),
+                cli.or_dash(each.cost(each.epoch_s), _money),
+                cli.or_dash(each.run_s, formats.duration),
+                cli.or_dash(each.cost(each.run_s), _money),
+                cli.shortened(":".join(map(str, predicted.shares)), 16),
+                predicted.limit,
+            )
+        )
+    cli.print_table(rows, right=range(2, 9), optional=(9, 3, 8, 7, 6))
+    print(f"\n{advice(found)}")
+
+
+def _money(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.3g}"

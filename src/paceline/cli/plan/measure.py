@@ -1,0 +1,139 @@
+"""Measures a project on this machine's devices: each kind alone, then all together, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from paceline.api.trainer import Trainer
+from paceline.cli.commands import CommandError
+from paceline.cli.config import Project, trainer_setup
+from paceline.cli.train.dry_run import trainer_arguments
+from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors, user_facing
+from paceline.cli.train.worker import loss_function, make_trainer, model_factory
+from paceline.core.errors import WorkerError
+from paceline.core.world import devices
+from paceline.plan.predict import Device
+from paceline.plan.profile import Profile, StepTimes
+from paceline.run import probe
+from paceline.run.launching.launch import Launch, launch_workers
+from paceline.run.micro_batch_finder import FoundMicroBatch
+from paceline.run.settings import Runtime
+
+T = TypeVar("T")
+
+
+def measure(project: Project, num_steps: int) -> Profile:
+    """This machine's profile."""
+    kinds = _kinds()
+    profiles = [_launch(_profile, 1, project, number, num_steps)[0] for number in kinds.values()]
+    counts = _counts(kinds)
+    profile = replace(
+        profiles[0],
+        devices=tuple(own.devices[0] for own in profiles),
+        counts=counts,
+        epochs=project.settings.trainer.epochs,
+    )
+    everyone: list[Device] = [
+        device for device, count in zip(profile.devices, counts, strict=True) for _ in range(count)
+    ]
+    if len(everyone) == 1:
+        return profile
+    _, together = _launch(_profile, len(everyone), project, None, num_steps)
+    return profile.with_company(together, everyone)
+
+
+def find(project: Project, num_workers: int) -> FoundMicroBatch:
+    return _launch(_find, num_workers, project)
+
+
+def num_devices() -> int:
+    return sum(_counts(_kinds()))
+
+
+def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Profile, StepTimes]:
+    """In a worker. number: of the GPU to use; None: this worker's own."""
+    settings = project.settings
+    with reporting_project_errors():
+        project.check_parts()
+        arguments = trainer_arguments(project)
+        arguments["runtime"] = _runtime(arguments["runtime"])
+        if number is not None and torch.cuda.is_available():
+            arguments["device"] = f"cuda:{number}"
+        trainer = make_trainer(settings, project.data("train"), arguments)
+    loss_of = loss_function(settings)
+    with trainer:
+        step = trainer.step_with(lambda batch: loss_of(trainer.model, batch))
+        return probe.profile(trainer.run, step, num_steps)
+
+
+def _find(project: Project) -> FoundMicroBatch:
+    """In a worker."""
+    settings = project.settings
+    with reporting_project_errors():
+        project.check_parts()
+        if settings.trainer.global_batch is None:
+            raise ValueError("--find micro_batch divides the global batch: give trainer.global_batch")
+        arguments = trainer_arguments(project)
+        return Trainer.find_micro_batch(
+            model_factory(settings),
+            trainer_setup.optimizer(settings),
+            loss_function(settings),
+            data=project.data("train"),
+            global_batch=settings.trainer.global_batch,
+            precision=arguments.get("precision", "fp32"),
+            exact=bool(arguments.get("exact")),
+            collate_fn=arguments["loading"].collate_fn,
+            runtime=_runtime(arguments["runtime"]),
+        )
+
+
+def _runtime(runtime: Runtime) -> Runtime:
+    """A CPU worker has one thread, alone as in company, unless the project says otherwise."""
+    is_cpu = not torch.cuda.is_available()
+    return replace(runtime, threads=1) if is_cpu and runtime.threads is None else runtime
+
+
+def _kinds() -> dict[str, int]:
+    """Names of this machine's kinds of devices, and the number of the first of each."""
+    found: dict[str, int] = {}
+    for number, device in enumerate(devices()):
+        found.setdefault(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", number)
+    return found
+
+
+def _counts(kinds: dict[str, int]) -> tuple[int, ...]:
+    """GPUs of each kind. CPU workers: two, where there are two cores, to see what they cost each other."""
+    if list(kinds) == ["cpu"]:
+        return (min(2, len(os.sched_getaffinity(0))),)
+    names = [torch.cuda.get_device_name(device) for device in devices()]
+    return tuple(names.count(kind) for kind in kinds)
+
+
+def _launch(work: Callable[..., T], num_workers: int, *arguments: Any) -> T:
+    """Rank 0's result. Errors in the project become one message."""
+    try:
+        result: T = launch_workers(work, arguments, {}, Launch(num_workers))
+        return result
+    except (WorkerError, UserFacingError) as error:
+        reason = user_facing(error)
+        raise CommandError(str(reason or error), 2 if reason else 1) from error
+
+
+def read_profile(text: str) -> Profile:
+    """The profile in `[NAME=]FILE`."""
+    name, found, path = text.rpartition("=")
+    try:
+        profile = Profile.from_json(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CommandError(
+            f"there is no profile {path}: make one with `paceline plan CONFIG --out {path}`", 2
+        ) from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CommandError(f"{path}: {error}", 2) from error
+    return profile.renamed(name) if found else profile

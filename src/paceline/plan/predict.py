@@ -1,0 +1,379 @@
+"""Predicts how fast workers train together from what was measured of each. Arithmetic only.
+
+A step takes as long as its slowest worker computes, plus what the exchange leaves uncovered, plus the update:
+
+    step_s = max(share[i] * micro_batch_s[i] * slowdown[i]) + exposed_exchange_s + max(rest_s[i] * slowdown[i])
+
+The shares are those that the planner would choose, in whole micro-batches. docs/plan.md explains every term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.plan.cadence import Cadence
+from paceline.plan.shares import shares
+
+# What the predictions were off by where they were compared with runs (`python -m bench plan`).
+MODEL_ERROR = 0.05
+# What a device's given factor may be off by.
+FACTOR_ERROR = 0.1
+# Of a micro-batch's time, backward's part: an exchange can begin when backward has completed the first gradients.
+BACKWARD_PART = 0.6
+# Of what a link is sold as, what TCP delivers as payload.
+TCP_PART = 0.94
+# Gradients are exchanged in buckets of this size.
+BUCKET_BYTES, GPU_BUCKET_BYTES = 8 << 20, 32 << 20
+# What a call of the exchange costs beside its bytes.
+CALL_S = 1e-4
+LATENCY_S = 1e-4  # of a message on a link that nobody has measured
+_LIKE = "#"  # before the number of another machine of the same kind
+_SETTLING_REPORTS = 100  # after which a cadence has found its level
+
+
+@dataclass(frozen=True)
+class Device:
+    """One worker's device, measured alone on its host.
+
+    micro_batch_s: seconds per micro-batch, including the wait for its data, data_s. rest_s: seconds per step beside
+    micro-batches and exchange, such as the optimizer's. host: its machine's name. cores: how many of its host's cores
+    it keeps busy while it computes, for a CPU worker one per thread, or its quota; 0 for a GPU. spread: how far
+    readings lay apart, relative to micro_batch_s.
+    """
+
+    name: str
+    micro_batch_s: float
+    rest_s: float = 0.0
+    data_s: float = 0.0
+    host: str = ""
+    cores: float = 0.0
+    spread: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.micro_batch_s < math.inf:
+            raise ValueError(f"{self.name}: micro_batch_s={self.micro_batch_s} must be a finite number of seconds > 0")
+        for name in ("rest_s", "data_s", "cores", "spread"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{self.name}: {name}={getattr(self, name)} must be a finite number >= 0")
+
+    def scaled(self, name: str, factor: float, host: str | None = None) -> Device:
+        """A device that nobody has measured, `factor` times as fast as this one."""
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor={factor} of {name}: choose how fast it is relative to {self.name}, such as 0.4")
+        return Device(
+            name,
+            (self.micro_batch_s - self.data_s) / factor + self.data_s,
+            self.rest_s / factor,
+            self.data_s,
+            self.host if host is None else host,
+            self.cores,
+            self.spread + FACTOR_ERROR,
+        )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What summing gradients costs among workers of one host: call_s per step and worker, and bytes_per_s of each."""
+
+    call_s: float = 0.0
+    bytes_per_s: float = math.inf
+
+    @classmethod
+    def fitted(cls, seconds: float, num_workers: int, num_bytes: float) -> Exchange:
+        """From one measurement, which does not tell calls from bytes: bytes take all of it beyond CALL_S."""
+        part = 2 * (num_workers - 1) / num_workers
+        call_s = min(CALL_S, seconds / 2 / (num_workers - 1))
+        left_s = seconds - (num_workers - 1) * call_s
+        return cls(call_s, part * num_bytes / left_s if left_s > 0 else math.inf)
+
+    def seconds(self, num_workers: int, num_bytes: float, crowding: float = 1.0) -> float:
+        """Every worker reads its part from all others and writes the sum to all: (n - 1) / n of the bytes, twice."""
+        if num_workers < 2:
+            return 0.0
+        part = 2 * (num_workers - 1) / num_workers
+        return crowding * ((num_workers - 1) * self.call_s + part * num_bytes / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine. contention: by how much a worker's CPU slows down for each other core that is busy."""
+
+    cores: float = math.inf
+    contention: float = 0.0
+    exchange: Exchange = Exchange()
+
+    def slowdowns(self, demands: Sequence[float]) -> list[float]:
+        """Factors on the times of workers that keep so many cores busy at once.
+
+        Cores are divided fairly: who needs less than an equal part gets all of it, the others divide what is left.
+        """
+        granted = _fair_parts(self.cores, demands)
+        busy = sum(granted)
+        factors = []
+        for demand, got in zip(demands, granted, strict=True):
+            others = min(busy - got, max(self.cores - 1, 0.0)) if math.isfinite(self.cores) else busy - got
+            factors.append((1 + self.contention * others) * (demand / got if got else 1.0))
+        return factors
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between hosts: payload in each direction, and the latency of a message."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s={self.bytes_per_s} of a link must be > 0")
+
+    @classmethod
+    def sold_as(cls, bits_per_s: float) -> Link:
+        """A link that nobody has measured."""
+        return cls(TCP_PART * bits_per_s / 8, LATENCY_S)
+
+    def seconds(self, num_hosts: int, num_bytes: float) -> float:
+        """A ring all-reduce: in 2 (n - 1) messages, every host sends and receives 2 (n - 1) / n of the bytes."""
+        num_messages = 2 * (num_hosts - 1)
+        return num_messages * (self.latency_s + num_bytes / num_hosts / self.bytes_per_s)
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Replicas are averaged every so many steps, in so many bytes; with `overlap` they train on meanwhile."""
+
+    every: int = 32
+    transfer_part: float = 1.0
+    overlap: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained. gradient_bytes: exchanged per step. num_samples: per epoch, None if unknown.
+
+    overlap: buckets of bucket_bytes leave during the last micro-batch's backward.
+
+    stall_s: how long training waits for a checkpoint, every `save_every` steps. read_s: with a dispatched feed, the
+    seconds that rank 0 takes to read a micro-batch for another worker.
+    """
+
+    num_micro_batches: int
+    micro_batch: int
+    gradient_bytes: float
+    num_samples: int | None = None
+    epochs: float = 1.0
+    strategy: str | Cadence | Averaging = "gradients"
+    overlap: bool = True
+    stall_s: float = 0.0
+    save_every: int | None = None
+    read_s: float = 0.0
+    bucket_bytes: float = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("num_micro_batches", "micro_batch"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r}: choose {name} >= 1")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Hosts by name, and the link between them. A host that is not described has cores for everyone."""
+
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    link: Link | None = None
+
+    def host(self, name: str) -> Host:
+        return self.hosts.get(name.partition(_LIKE)[0], Host())
+
+
+def like(host: str, number: int) -> str:
+    """The name of another machine of the same kind."""
+    return f"{host}{_LIKE}{number}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """samples_per_s lies between low and high. slowed: the devices as fast as they are in company.
+
+    shares: micro-batches per step by worker; with a cadence, per exchange.
+    efficiency: relative to the sum of the devices' speeds alone. limit: what costs most of the rest: "compute",
+    "whole micro-batches", "exchange", "shared cores", "data", or "checkpoints".
+    """
+
+    devices: tuple[Device, ...]
+    slowed: tuple[Device, ...]
+    step_s: float
+    shares: tuple[int, ...]
+    samples_per_s: float
+    low: float
+    high: float
+    efficiency: float
+    limit: str
+    parts: Mapping[str, float]
+
+    def epoch_s(self, workload: Workload) -> float | None:
+        return None if workload.num_samples is None else workload.num_samples / self.samples_per_s
+
+
+def predict(workload: Workload, devices: Sequence[Device], hardware: Hardware | None = None) -> Prediction:
+    """The steady state of one worker on each device, by rank."""
+    if not devices:
+        raise ValueError("nobody trains: give at least one device")
+    hardware = hardware or Hardware()
+    hosts = list(dict.fromkeys(device.host for device in devices))
+    if len(hosts) > 1 and hardware.link is None:
+        raise ValueError(f"hosts {', '.join(map(repr, hosts))} need a link: give its speed, such as --link 1Gbit")
+    slowed = _slowed(devices, hardware)
+    costs = _costs(workload, slowed, hosts, hardware)
+    plan = _PLANS[type(workload.strategy)](workload, slowed, costs)
+    return _summary(workload, devices, slowed, plan)
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Seconds of an exchange, and what is left of it when the last micro-batch's backward has ended."""
+
+    exchange_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Of one step, or with averaging of one round's mean step."""
+
+    shares: tuple[int, ...]
+    compute_s: float
+    exposed_s: float
+    rest_s: float
+    num_micro_batches: float
+
+    @property
+    def step_s(self) -> float:
+        return self.compute_s + self.exposed_s + self.rest_s
+
+
+def _slowed(devices: Sequence[Device], hardware: Hardware) -> list[Device]:
+    """The devices as fast as they are when all of them work."""
+    slowed = list(devices)
+    for name in {device.host for device in devices}:
+        ranks = [rank for rank, device in enumerate(devices) if device.host == name and device.cores]
+        factors = hardware.host(name).slowdowns([devices[rank].cores for rank in ranks])
+        for rank, factor in zip(ranks, factors, strict=True):
+            own = devices[rank]
+            slowed[rank] = replace(
+                own, micro_batch_s=factor * own.micro_batch_s, rest_s=factor * own.rest_s, data_s=factor * own.data_s
+            )
+    return slowed
+
+
+def _costs(workload: Workload, devices: Sequence[Device], hosts: Sequence[str], hardware: Hardware) -> _Costs:
+    inside_s = 0.0
+    for name in hosts:
+        own = [device for device in devices if device.host == name]
+        host = hardware.host(name)
+        crowding = max(1.0, sum(device.cores for device in own) / host.cores)
+        inside_s = max(inside_s, host.exchange.seconds(len(own), workload.gradient_bytes, crowding))
+    link_s = 0.0 if hardware.link is None else hardware.link.seconds(len(hosts), workload.gradient_bytes)
+    # A bucket leaves when backward has completed its gradients, the last one at the end of backward.
+    num_buckets = math.ceil(workload.gradient_bytes / workload.bucket_bytes) or 1
+    exposed_s = link_s
+    if workload.overlap:
+        backward_s = BACKWARD_PART * min(device.micro_batch_s for device in devices)
+        exposed_s = max(link_s / num_buckets, link_s - (1 - 1 / num_buckets) * backward_s)
+    return _Costs(inside_s + link_s, inside_s + exposed_s)
+
+
+def _gradients(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
+    counts = _best_shares(workload.num_micro_batches, devices)
+    compute_s = _slowest(counts, devices)
+    return _Plan(
+        counts,
+        max(compute_s, workload.num_micro_batches * workload.read_s),
+        costs.exposed_s,
+        max(device.rest_s for device in devices),
+        workload.num_micro_batches,
+    )
+
+
+def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
+    """El Che's counts once they have settled."""
+    assert isinstance(workload.strategy, Cadence)
+    el_che = workload.strategy.for_workers(len(devices))
+    for _ in range(_SETTLING_REPORTS):
+        counts = el_che.batch_counts
+        compute_ms = [1e3 * n * device.micro_batch_s for n, device in zip(counts, devices, strict=True)]
+        el_che.report_timing(compute_ms, counts, 1e3 * costs.exposed_s)
+    counts = el_che.batch_counts
+    return _Plan(counts, _slowest(counts, devices), costs.exposed_s, max(d.rest_s for d in devices), sum(counts))
+
+
+def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
+    """A mean step of a round: workers wait for each other only when they average."""
+    assert isinstance(workload.strategy, Averaging)
+    averaging = workload.strategy
+    counts = _best_shares(workload.num_micro_batches, devices)
+    busy_s = [n * device.micro_batch_s + device.rest_s for n, device in zip(counts, devices, strict=True)]
+    last = busy_s.index(max(busy_s))
+    sent_s = averaging.transfer_part * costs.exchange_s
+    exposed_s = max(0.0, sent_s - averaging.every * busy_s[last]) if averaging.overlap else sent_s
+    compute_s = counts[last] * devices[last].micro_batch_s
+    return _Plan(counts, compute_s, exposed_s / averaging.every, devices[last].rest_s, workload.num_micro_batches)
+
+
+_PLANS = {str: _gradients, Cadence: _cadence, Averaging: _averaging}
+
+
+def _best_shares(num_micro_batches: int, devices: Sequence[Device]) -> tuple[int, ...]:
+    return shares(num_micro_batches, [1 / d.micro_batch_s for d in devices], [d.rest_s for d in devices])
+
+
+def _slowest(counts: Sequence[int], devices: Sequence[Device]) -> float:
+    return max(n * device.micro_batch_s for n, device in zip(counts, devices, strict=True))
+
+
+def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Device], plan: _Plan) -> Prediction:
+    stall_s = workload.stall_s / workload.save_every if workload.save_every else 0.0
+    step_s = plan.step_s + stall_s
+    samples_per_s = plan.num_micro_batches * workload.micro_batch / step_s
+    alone = _sum_of_speeds(workload, devices)
+    together = _sum_of_speeds(workload, slowed)
+    even_s = plan.num_micro_batches / sum(1 / device.micro_batch_s for device in slowed)
+    parts = {
+        "shared cores": (1 - together / alone) * step_s if len(devices) > 1 else 0.0,
+        "whole micro-batches": max(0.0, _slowest(plan.shares, slowed) - even_s),
+        "data": plan.compute_s - _slowest(plan.shares, slowed),
+        "exchange": plan.exposed_s,
+        "checkpoints": stall_s,
+    }
+    limit = max(parts, key=parts.__getitem__)
+    error = math.hypot(MODEL_ERROR, max(device.spread for device in devices))
+    return Prediction(
+        tuple(devices),
+        tuple(slowed),
+        step_s,
+        plan.shares,
+        samples_per_s,
+        samples_per_s * (1 - error),
+        samples_per_s * (1 + error),
+        samples_per_s / alone,
+        limit if parts[limit] > 0.05 * step_s else "compute",
+        parts,
+    )
+
+
+def _sum_of_speeds(workload: Workload, devices: Sequence[Device]) -> float:
+    """Samples per second of devices that train by themselves, each with the whole global batch."""
+    count = workload.num_micro_batches
+    return sum(count * workload.micro_batch / (count * d.micro_batch_s + d.rest_s) for d in devices)
+
+
+def _fair_parts(cores: float, demands: Sequence[float]) -> list[float]:
+    granted = list(demands)
+    left, waiting = cores, sorted(range(len(demands)), key=demands.__getitem__)
+    for number, rank in enumerate(waiting):
+        granted[rank] = min(demands[rank], left / (len(waiting) - number))
+        left -= granted[rank]
+    return granted

@@ -1,0 +1,195 @@
+"""Profiles: what was measured of a model on a machine, as JSON that can be combined with other machines' profiles."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from paceline.plan.entries import check_entries
+from paceline.plan.predict import Device, Exchange, Host
+
+VERSION = 1
+# Two cores that compete for cache and memory; assumed where nothing was measured.
+USUAL_CONTENTION = 0.05
+FREE_EXCHANGE = Exchange()  # where nothing was measured
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model that was measured, and how it is trained. Profiles of different subjects cannot be combined."""
+
+    model: str
+    num_parameters: int
+    gradient_bytes: int
+    micro_batch: int
+    precision: str = "fp32"
+    exact: bool = False
+
+    def differences(self, other: Subject) -> list[str]:
+        """What is not the same, as "micro_batch 8, not 4"."""
+        return [
+            f"{each.name} {getattr(other, each.name)}, not {getattr(self, each.name)}"
+            for each in fields(self)
+            if getattr(self, each.name) != getattr(other, each.name)
+        ]
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Medians over the steps of one world, in seconds, by rank. exchange_s: what no worker's computing covered.
+
+    spread: half of the interquartile range of a worker's micro-batches, relative to its median.
+    """
+
+    micro_batch_s: tuple[float, ...]
+    rest_s: tuple[float, ...]
+    data_s: tuple[float, ...]
+    spread: tuple[float, ...]
+    exchange_s: float = 0.0
+
+    @classmethod
+    def of(cls, steps: Sequence[Sequence[Sequence[float]]]) -> StepTimes:
+        """steps: by step and rank, (micro_batch, sync, rest, data) in seconds; 0 where nothing was measured."""
+        if not steps:
+            raise ValueError("no step was measured: choose steps >= 1")
+        ranks = range(len(steps[0]))
+        readings = [[[step[rank][part] for step in steps if step[rank][part]] for part in range(4)] for rank in ranks]
+        for rank in ranks:
+            if not readings[rank][0]:
+                raise ValueError(
+                    f"rank {rank} had no micro-batch in {len(steps)} steps: choose a global_batch of more micro-batches"
+                )
+        exchanges = [min(own[1] for own in step) for step in steps]
+        return cls(
+            tuple(statistics.median(own[0]) for own in readings),
+            tuple(statistics.median(own[2] or [0.0]) for own in readings),
+            tuple(statistics.median(own[3] or [0.0]) for own in readings),
+            tuple(_spread(own[0]) for own in readings),
+            statistics.median([s for s in exchanges if s] or [0.0]),
+        )
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A machine's devices, measured alone, and what they cost each other when they train together.
+
+    counts: how many of each device there are. num_samples and epochs: of the run, for times per epoch and run; None if
+    unknown.
+    """
+
+    subject: Subject
+    host: str
+    cores: float
+    devices: tuple[Device, ...]
+    counts: tuple[int, ...] = (1,)
+    contention: float = USUAL_CONTENTION
+    exchange: Exchange = FREE_EXCHANGE
+    num_samples: int | None = None
+    global_batch: int | None = None
+    epochs: int | None = None
+
+    @property
+    def as_host(self) -> Host:
+        return Host(self.cores, self.contention, self.exchange)
+
+    def with_company(self, together: StepTimes, devices: Sequence[Device]) -> Profile:
+        """Learn from a world of several workers of this machine, on these devices, what they cost each other."""
+        if len(devices) < 2:
+            return self
+        slowdowns = [
+            seconds / device.micro_batch_s for seconds, device in zip(together.micro_batch_s, devices, strict=True)
+        ]
+        alone = Host(self.cores)
+        crowded = alone.slowdowns([device.cores for device in devices])
+        contention = self.contention
+        if any(device.cores for device in devices):
+            others = _others(self.cores, devices)
+            found = [
+                (slowdown / crowd - 1) / other
+                for slowdown, crowd, other in zip(slowdowns, crowded, others, strict=True)
+                if other
+            ]
+            contention = max(0.0, statistics.fmean(found)) if found else 0.0
+        crowding = max(1.0, sum(device.cores for device in devices) / self.cores) if self.cores else 1.0
+        exchange = Exchange.fitted(together.exchange_s / crowding, len(devices), self.subject.gradient_bytes)
+        return replace(self, contention=contention, exchange=exchange)
+
+    def device(self, name: str) -> Device:
+        for device in self.devices:
+            if device.name == name:
+                return device
+        raise ValueError(f"{self.host} has no device {name!r}: it has {', '.join(d.name for d in self.devices)}")
+
+    def renamed(self, name: str) -> Profile:
+        """The same machine under another name, which is also its device's; further kinds of devices get a number."""
+        devices = tuple(
+            replace(device, name=name if number == 0 else f"{name}-{number + 1}", host=name)
+            for number, device in enumerate(self.devices)
+        )
+        return replace(self, host=name, devices=devices)
+
+    def to_json(self) -> str:
+        values = {"paceline_profile": VERSION} | asdict(self)
+        if math.isinf(self.exchange.bytes_per_s):
+            values["exchange"]["bytes_per_s"] = None
+        return json.dumps(values, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """What `to_json` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
+        try:
+            values: dict[str, Any] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"it is not JSON: {error}") from None
+        if not isinstance(values, dict) or values.pop("paceline_profile", None) != VERSION:
+            raise ValueError(f"it is not a profile of version {VERSION}: make one with `paceline plan --out`")
+        check_entries("the profile", values, [each.name for each in fields(cls)])
+        exchange = dict(values["exchange"])
+        if exchange.get("bytes_per_s") is None:
+            exchange["bytes_per_s"] = math.inf
+        return cls(
+            **values
+            | {
+                "subject": _made(Subject, values["subject"]),
+                "devices": tuple(_made(Device, device) for device in values["devices"]),
+                "counts": tuple(values["counts"]),
+                "exchange": _made(Exchange, exchange),
+            }
+        )
+
+
+def check_combinable(own: Profile, others: Sequence[Profile]) -> None:
+    """Refuse profiles of another model, and two machines of one name."""
+    names = [own.host]
+    for other in others:
+        if differences := own.subject.differences(other.subject):
+            raise ValueError(
+                f"the profile of {other.host} is of another model: {'; '.join(differences)}. Measure it there with the "
+                "same project file"
+            )
+        if other.host in names:
+            raise ValueError(f"two machines are named {other.host!r}: rename one with --add NAME=FILE")
+        names.append(other.host)
+
+
+def _others(cores: float, devices: Sequence[Device]) -> list[float]:
+    """The cores that others keep busy, for each worker: what its contention is counted in."""
+    one_each = Host(cores, contention=1.0).slowdowns([device.cores for device in devices])
+    none = Host(cores).slowdowns([device.cores for device in devices])
+    return [with_others / without - 1 for with_others, without in zip(one_each, none, strict=True)]
+
+
+def _spread(readings: Sequence[float]) -> float:
+    if len(readings) < 4:
+        return 0.0
+    first, median, third = statistics.quantiles(readings, n=4)
+    return (third - first) / 2 / median
+
+
+def _made(kind: Any, values: Mapping[str, Any]) -> Any:
+    check_entries(f"the profile's {kind.__name__.lower()}", values, [each.name for each in fields(kind)])
+    return kind(**values)

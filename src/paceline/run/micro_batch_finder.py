@@ -1,0 +1,212 @@
+"""Finds the fastest micro-batch that fits: tries sizes on this worker's device, and agrees with the other workers."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.comm import connect
+from paceline.comm.base import Communicator
+from paceline.core.world import World
+from paceline.data.feeds.device import to_device
+from paceline.data.sources.base import Source
+from paceline.plan.shares import shares
+from paceline.run.determinism import process_settings
+from paceline.run.evaluation.collect import gather
+from paceline.run.settings import Runtime
+from paceline.run.step.replica import OptimizerFactory, Replica
+
+# A size is timed twice for at least this long; the better time counts.
+TURN_S = 0.05
+# Sizes this close to the fastest take further turns, one after the other, so that a burst of other work meets all.
+CLOSE, NUM_TURNS = 1.15, 5
+# A smaller micro-batch that is at most this much slower is preferred: it leaves memory and divides more finely.
+TOLERANCE = 1.02
+# Larger sizes are not tried once they became this much slower than the fastest, twice.
+HOPELESS = 1.3
+# Of a GPU's memory, what training needs beside what was tried: fragments, buckets of the exchange.
+RESERVE = 0.05
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FoundMicroBatch:
+    """micro_batch: the fastest for all workers together. step_s: estimated seconds per step, by size that fits all.
+
+    sample_s: by rank, seconds per sample of each size; None for a size that does not fit that worker's device.
+    """
+
+    micro_batch: int
+    step_s: Mapping[int, float]
+    sample_s: tuple[Mapping[int, float | None], ...]
+
+    def __str__(self) -> str:
+        sizes = sorted({size for own in self.sample_s for size in own})
+        lines = [f"{'micro_batch':>11} " + " ".join(f"{f'rank {rank}':>12}" for rank in range(len(self.sample_s)))]
+        for size in sizes:
+            cells = [_cell(own.get(size, 0.0)) for own in self.sample_s]
+            mark = "  <- fastest" if size == self.micro_batch else ""
+            lines.append(f"{size:>11} " + " ".join(f"{cell:>12}" for cell in cells) + mark)
+        return "\n".join(lines)
+
+
+def candidates(global_batch: int) -> list[int]:
+    """Powers of two and the numbers in the middle between two of them, where they divide the global batch."""
+    powers = [1 << exponent for exponent in range(global_batch.bit_length())]
+    sizes = {*powers, *(3 * power // 2 for power in powers if power > 1), global_batch}
+    return sorted(size for size in sizes if global_batch % size == 0)
+
+
+def choose(global_batch: int, sample_s: Sequence[Mapping[int, float | None]]) -> FoundMicroBatch:
+    """The size with the shortest step, its micro-batches divided by speed among the workers."""
+    fitting = [size for size in sample_s[0] if all(own.get(size) is not None for own in sample_s)]
+    if not fitting:
+        raise torch.OutOfMemoryError(
+            "not even one sample fits every worker's device: choose a smaller model, precision='bf16', or gradient "
+            "checkpointing"
+        )
+    step_s: dict[int, float] = {}
+    for size in sorted(fitting):
+        seconds = [size * (own[size] or 0.0) for own in sample_s]
+        counts = shares(global_batch // size, [1 / each for each in seconds])
+        step_s[size] = max(count * each for count, each in zip(counts, seconds, strict=True))
+    best_s = min(step_s.values())
+    best = next(size for size, each in step_s.items() if each <= TOLERANCE * best_s)
+    return FoundMicroBatch(best, step_s, tuple(sample_s))
+
+
+class Trials:
+    """Forward and backward of real samples in batches of any size, on one device.
+
+    The replica's optimizer state exists as in training. After an out-of-memory error the failed attempt's memory is
+    free again.
+    """
+
+    def __init__(self, replica: Replica, loss_of: Loss, source: Source, device: torch.device) -> None:
+        self._replica = replica
+        self._loss_of = loss_of
+        self._source = source
+        self._device = device
+        self._has_state = False
+        self.num_out_of_memory = 0
+
+    def seconds_per_sample(self, size: int) -> float | None:
+        """Of one turn; None if the batch does not fit."""
+        try:
+            return self._turn(size)
+        except RuntimeError as error:
+            # The CPU's allocator raises no error of its own kind.
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+        # Outside of `except`, where the error would keep the failed attempt's tensors alive.
+        self.num_out_of_memory += 1
+        self._free()
+        return None
+
+    def _turn(self, size: int) -> float:
+        batch = to_device(self._read(size), self._device)
+        self._pass(batch)  # allocations, compilation
+        if not self._has_state:
+            self._replica.step_optimizers()
+            self._has_state = True
+            self._pass(batch)
+        if not self._leaves_reserve():
+            raise torch.OutOfMemoryError(f"{size} samples leave less than {RESERVE:.0%} of the memory")
+        return min(self._timed(batch), self._timed(batch)) / size
+
+    def _timed(self, batch: Any) -> float:
+        num_passes, start = 0, perf_counter()
+        while num_passes == 0 or perf_counter() - start < TURN_S:
+            self._pass(batch)
+            num_passes += 1
+        return (perf_counter() - start) / num_passes
+
+    def _pass(self, batch: Any) -> None:
+        self._loss_of(self._replica.model, batch).backward()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _read(self, size: int) -> Any:
+        length = len(self._source)
+        return self._source.read(np.arange(size, dtype=np.int64) % length, 0, 0)
+
+    def _leaves_reserve(self) -> bool:
+        if self._device.type != "cuda":
+            return True
+        free, total = torch.cuda.mem_get_info(self._device)
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.max_memory_allocated(self._device)
+        return free + max(unused, 0) >= RESERVE * total
+
+    def _free(self) -> None:
+        for parameter in self._replica.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@contextmanager
+def replica_for_trials(
+    model: Callable[[], Any], optimizer: OptimizerFactory, world: World, exact: bool, runtime: Runtime
+) -> Iterator[tuple[Replica, Communicator]]:
+    """A replica of its own, as a run would have it, and the workers' connection. Both are gone after the block."""
+    with ExitStack() as stack:
+        if world.device.type == "cuda":
+            torch.cuda.set_device(world.device)
+        stack.enter_context(process_settings(world, exact=exact, threads=runtime.threads))
+        communicator = connect(world, runtime.backend, runtime.timeout_s)
+        stack.callback(communicator.close)
+        replica = Replica(model, optimizer, None, communicator, seed=0)
+        stack.callback(replica.close)
+        yield replica, communicator
+
+
+def try_sizes(sizes: Sequence[int], seconds_per_sample: Callable[[int], float | None]) -> dict[int, float | None]:
+    """Seconds per sample of each size that was tried, ascending, up to the first that does not fit or pay."""
+    found: dict[int, float | None] = {}
+    num_hopeless = 0
+    for size in sizes:
+        found[size] = seconds = seconds_per_sample(size)
+        if seconds is None:
+            break
+        num_hopeless += seconds > HOPELESS * min(each for each in found.values() if each is not None)
+        if num_hopeless == 2:
+            break
+    fitting = {size: each for size, each in found.items() if each is not None}
+    if not fitting:
+        return found
+    limit = CLOSE * min(fitting.values())
+    turns = {size: [each] for size, each in fitting.items() if each <= limit}
+    for turn in range(NUM_TURNS if len(turns) > 1 else 0):
+        for size in list(turns)[:: -1 if turn % 2 else 1]:
+            if (seconds := seconds_per_sample(size)) is not None:
+                turns[size].append(seconds)
+    return found | {size: statistics.median(each) for size, each in turns.items()}
+
+
+def find(trials: Trials, global_batch: int, communicator: Communicator) -> FoundMicroBatch:
+    """All workers call it together; each tries sizes on its own device at the same time as the others."""
+    device = communicator.world.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        own = try_sizes(candidates(global_batch), trials.seconds_per_sample)
+    by_rank = gather({str(size): -1.0 if each is None else each for size, each in own.items()}, communicator)
+    sample_s = [{int(size): None if each < 0 else each for size, each in values.items()} for values in by_rank]
+    return choose(global_batch, sample_s)
+
+
+def _cell(seconds: float | None) -> str:
+    if seconds is None:
+        return "out of memory"
+    return f"{1 / seconds:.1f}/s" if seconds else "-"

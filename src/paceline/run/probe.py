@@ -1,0 +1,106 @@
+"""Measures a run's steps for a prediction: what each worker takes for a micro-batch, the exchange, and the rest."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.core.errors import MisuseError
+from paceline.observe.environment import processor_name
+from paceline.plan.predict import Device
+from paceline.plan.profile import Profile, StepTimes, Subject
+from paceline.run.run import Run
+from paceline.run.saving.state import plain_model
+
+# Before the measured steps: allocations, compilation, reading ahead, the first shares.
+WARMUP_STEPS = 5
+# A GPU's times arrive some steps late.
+GPU_LATE_STEPS = 8
+_CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Profile, StepTimes]:
+    """Train `num_steps` steps, and some before, and describe this worker's machine and device.
+
+    The profile describes rank 0's device; in a world of several workers its times include what they cost each other,
+    and the second result has the times of all workers.
+    """
+    if num_steps < 1:
+        raise ValueError(f"steps={num_steps}: choose the number of steps to measure, such as 20")
+    run.check_between_steps("profile()")
+    loop, device = run.loop, run.world.device
+    readings: list[list[tuple[float, float, float, float]]] = []
+    num_late = GPU_LATE_STEPS if device.type == "cuda" else 0
+    _train(run, step, WARMUP_STEPS)
+    for _ in range(num_steps + num_late):
+        _train(run, step, 1)
+        record = loop.last_record
+        assert record is not None
+        readings.append([(own.micro_batch, own.sync, own.rest, own.data) for own in record.timings])
+    measured = [own for own in readings if any(worker[0] for worker in own)]
+    times = StepTimes.of(measured)
+    cores = min(float(torch.get_num_threads()), cpu_quota()) if device.type == "cpu" else 0.0
+    return _described(run, times, cores), times
+
+
+def cpu_quota() -> float:
+    """The cores that this process may use, by the quota of its cgroup, of either version; inf without one."""
+    try:
+        groups = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
+        for _, controllers, path in groups:
+            if not controllers and (limit := _CGROUPS / path.strip("/") / "cpu.max").is_file():
+                quota, period = limit.read_text().split()
+                return math.inf if quota == "max" else int(quota) / int(period)
+            if "cpu" in controllers.split(","):
+                folder = _CGROUPS / "cpu" / path.strip("/")
+                quota_us = int((folder / "cpu.cfs_quota_us").read_text())
+                return math.inf if quota_us < 0 else quota_us / int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        pass
+    return math.inf
+
+
+def _train(run: Run, step: Callable[[Any], object], num_steps: int) -> None:
+    last = run.loop.position.step + num_steps
+    for epoch in run.epochs(None, last):
+        for batch in epoch:
+            step(batch)
+    if run.loop.position.step < last:
+        raise MisuseError(f"the data ended before step {last}: profile() needs more samples, or fewer steps")
+
+
+def _described(run: Run, times: StepTimes, cores: float) -> Profile:
+    config, steps, model = run.config, run.steps, plain_model(run.model)
+    parameters = list(run.loop.replica.parameters.values())
+    gradient_bytes = sum(p.numel() * (8 if config.exact else max(4, p.element_size())) for p in parameters)
+    subject = Subject(
+        type(model).__name__,
+        sum(parameter.numel() for parameter in model.parameters()),
+        gradient_bytes,
+        steps.micro_batch,
+        config.precision,
+        config.exact,
+    )
+    host, rank = socket.gethostname(), run.world.rank
+    name = _name(run.world.device)
+    device = Device(
+        name, times.micro_batch_s[rank], times.rest_s[rank], times.data_s[rank], host, cores, times.spread[rank]
+    )
+    return Profile(
+        subject,
+        host,
+        float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1),
+        (device,),
+        num_samples=steps.num_samples if run.micro_batches_per_epoch is not None else None,
+        global_batch=config.global_batch,
+    )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()

@@ -1,0 +1,277 @@
+"""Replays a run of any size through the real planner and the real membership, without processes.
+
+Time is simulated: a worker's micro-batch takes what its device is predicted to take, with noise; the plan of every step
+comes from the planner, which sees these times; who belongs to the run is decided as agents decide it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from paceline.core.timing import Timing
+from paceline.plan.cadence import Cadence
+from paceline.plan.predict import Device, Hardware, Workload, predict
+from paceline.plan.shares import Plan, sizes
+from paceline.run.membership.generation import Generation, Member
+from paceline.run.membership.roster import Report, next_generation
+from paceline.run.step.planner import CadencePlanner, MeasuringPlanner, Planner
+from paceline.sync.numbers import Numbers
+
+# From a death to the moment at which the survivors begin the step again: `bench survive` measures 0.05 to 0.12.
+RECOVERY_S = 0.1
+# What a change of workers between two steps costs those who stay.
+CHANGE_S = 0.1
+# A recovered run is this close to the speed of so many steps before, less what the lost worker did.
+_RECOVERED, _RECENT_STEPS = 0.95, 20
+_KNOWN_DELAY_STEPS = 5  # in which workers tell what the rest of a step takes: it does not change
+
+Event = tuple[float, int, Literal["die", "leave", "join"]]  # when, which worker, what
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens during a run.
+
+    noise: standard deviation of a step's times, relative. failures_per_hour: deaths of a worker, on average.
+    replace_after_s: until a replacement of a dead worker joins; None: never. trace: further events, by time.
+    """
+
+    duration_s: float
+    noise: float = 0.03
+    failures_per_hour: float = 0.0
+    replace_after_s: float | None = None
+    trace: Sequence[Event] = ()
+    seed: int = 0
+
+
+@dataclass
+class Outcome:
+    """What came of it. wasted_s: worker-seconds of abandoned steps. recoveries_s: from a death to the first step's end
+    at the survivors' full speed. size_by_step and samples_per_s_by_step: of every completed step."""
+
+    num_workers: int
+    seconds: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    busy_s: float = 0.0
+    wasted_s: float = 0.0
+    deaths: int = 0
+    joins: int = 0
+    leaves: int = 0
+    generations: int = 0
+    recoveries_s: list[float] = field(default_factory=list)
+    size_by_step: list[int] = field(default_factory=list)
+    samples_per_s_by_step: list[float] = field(default_factory=list)
+    last_shares: tuple[int, ...] = ()
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        recoveries = sorted(self.recoveries_s)
+        return {
+            "workers": self.num_workers,
+            "seconds": self.seconds,
+            "steps": self.steps,
+            "samples_per_s": self.samples_per_s,
+            "wasted": self.wasted_s / (self.busy_s + self.wasted_s) if self.busy_s else 0.0,
+            "deaths": self.deaths,
+            "leaves": self.leaves,
+            "joins": self.joins,
+            "generations": self.generations,
+            "recovery_s": None if not recoveries else recoveries[len(recoveries) // 2],
+            "longest_recovery_s": None if not recoveries else recoveries[-1],
+            "least_workers": min(self.size_by_step, default=0),
+            "last_shares": list(self.last_shares),
+        }
+
+
+_Place = tuple[int, int]  # node and slot
+
+
+class _Times:
+    """The part of a step's numbers that planners read."""
+
+    def __init__(self, timings: Sequence[Timing]) -> None:
+        self.timings = timings
+
+
+class Simulation:
+    """One run. `workload.strategy` is "gradients" or a `Cadence`: averaging does not survive a death."""
+
+    def __init__(
+        self, workload: Workload, devices: Sequence[Device], scenario: Scenario, hardware: Hardware | None = None
+    ) -> None:
+        if not (isinstance(workload.strategy, Cadence) or workload.strategy == "gradients"):
+            raise ValueError("a simulation needs strategy 'gradients' or a cadence: averaging restarts after a death")
+        self._workload, self._scenario, self._hardware = workload, scenario, hardware or Hardware()
+        self._random = np.random.default_rng(scenario.seed)
+        hosts = {name: number for number, name in enumerate(dict.fromkeys(device.host for device in devices))}
+        slots = dict.fromkeys(hosts.values(), 0)
+        self._generation = Generation.first({hosts[name]: _count(devices, name) for name in hosts})
+        self._device_of: dict[_Place, Device] = {}
+        self._slots: list[_Place] = []  # by number of the worker in a trace
+        for device in devices:
+            node = hosts[device.host]
+            self._device_of[node, slots[node]] = device
+            self._slots.append((node, slots[node]))
+            slots[node] += 1
+        self._starts = dict.fromkeys(self._device_of, 0)
+        self._planner = self._new_planner(len(devices))
+        self._deaths: list[tuple[float, int, _Place]] = []
+        self._changes: list[tuple[float, int, _Place, str]] = []
+        self._num_events = 0
+        self._waiting: set[Member] = set()
+        self._outcome = Outcome(len(devices))
+        self._now = 0.0
+        self._lost_at: float | None = None
+        self._prepare()
+        for place in self._slots:
+            self._schedule_death(place)
+        for at_s, worker, what in scenario.trace:
+            if not 0 <= worker < len(devices):
+                raise ValueError(f"the trace names worker {worker}: there are {len(devices)}, counted from 0")
+            self._push(at_s, self._slots[worker], what)
+
+    def run(self) -> Outcome:
+        outcome = self._outcome
+        while self._now < self._scenario.duration_s:
+            self._change_between_steps()
+            if not self._generation.members:
+                break
+            self._step()
+        outcome.seconds = self._now
+        return outcome
+
+    def _step(self) -> None:
+        plan = self._planner.plan(1 << 40)
+        counts = np.array(sizes(plan))
+        noise = 1 + self._scenario.noise * self._random.standard_normal(len(counts))
+        micro_batch_s = self._micro_batch_s * np.maximum(noise, 0.2)
+        compute_s = counts * micro_batch_s
+        took_s = float(compute_s.max()) + self._exchange_s + self._rest_s
+        if (death_s := self._next_death()) is not None and death_s < self._now + took_s:
+            self._outcome.wasted_s += float(np.minimum(compute_s, max(death_s - self._now, 0.0)).sum())
+            self._lose(death_s)
+            return
+        self._now += took_s
+        self._complete(plan, micro_batch_s, took_s, float(compute_s.sum()))
+
+    def _complete(self, plan: Plan, micro_batch_s: np.ndarray, took_s: float, busy_s: float) -> None:
+        outcome, rest_s = self._outcome, self._rest_s if self._num_known < _KNOWN_DELAY_STEPS else 0.0
+        self._num_known += 1
+        num_samples = plan[-1].stop * self._workload.micro_batch
+        outcome.steps += 1
+        outcome.samples += num_samples
+        outcome.busy_s += busy_s
+        outcome.size_by_step.append(len(plan))
+        outcome.samples_per_s_by_step.append(num_samples / took_s)
+        outcome.last_shares = sizes(plan)
+        timings = [
+            Timing(seconds if own else 0.0, self._exchange_s, rest_s)
+            for own, seconds in zip(plan, micro_batch_s.tolist(), strict=True)
+        ]
+        self._planner.observe(plan, cast("Numbers", _Times(timings)))
+        if self._lost_at is not None and num_samples / took_s >= _RECOVERED * self._target:
+            outcome.recoveries_s.append(self._now - self._lost_at)
+            self._lost_at = None
+
+    def _lose(self, death_s: float) -> None:
+        _, _, place = heapq.heappop(self._deaths)
+        member = self._member_at(place)
+        assert member is not None, "_next_death found it"
+        self._now = max(death_s, self._now) + RECOVERY_S
+        self._outcome.deaths += 1
+        before = self._full_speed
+        self._enter(lost={member: "died"})
+        if self._lost_at is None:
+            # Noise makes steps longer than predicted, the more workers the more: recent steps are the measure.
+            recent = self._outcome.samples_per_s_by_step[-_RECENT_STEPS:] or [before]
+            self._lost_at, self._target = death_s, statistics.median(recent) * self._full_speed / before
+        if self._scenario.replace_after_s is not None:
+            self._push(death_s + self._scenario.replace_after_s, place, "join")
+
+    def _change_between_steps(self) -> None:
+        """Workers that are due to join or leave do so."""
+        leaving: dict[Member, str] = {}
+        while self._changes and self._changes[0][0] <= self._now:
+            _, _, place, what = heapq.heappop(self._changes)
+            member = self._member_at(place)
+            if what == "leave" and member is not None:
+                leaving[member] = "preempted"
+            elif what == "join" and member is None:
+                self._starts[place] += 1
+                self._waiting.add(Member(*place, self._starts[place]))
+                self._schedule_death(place)
+        if leaving or self._waiting:
+            self._now += CHANGE_S
+            self._enter(leaving=leaving)
+
+    def _enter(self, lost: Mapping[Member, str] | None = None, leaving: Mapping[Member, str] | None = None) -> None:
+        """The next generation, decided from what the agents would report."""
+        before = self._generation
+        entered = {member: before.number for member in before.members if member not in (lost or {})}
+        report = Report(lost or {}, leaving or {}, frozenset() if lost else frozenset(self._waiting), entered)
+        after = next_generation(before, {0: report})
+        if after is None:
+            return
+        self._outcome.generations += 1
+        self._outcome.joins += len(after.joined)
+        self._outcome.leaves += 0 if after.is_urgent else len(after.left)
+        self._waiting -= after.joined
+        self._generation, self._members = after, frozenset(after.members)
+        if after.members:
+            known = self._planner.handover()
+            self._planner.regroup(known, after.previous_ranks(before))
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """What the present workers take: times by rank, the exchange, the rest, and their predicted speed."""
+        self._members = frozenset(self._generation.members)
+        devices = [self._device_of[member.node, member.slot] for member in self._generation.members]
+        predicted = predict(self._workload, devices, self._hardware)
+        slowed = predicted.slowed
+        self._micro_batch_s = np.array([device.micro_batch_s for device in slowed])
+        self._rest_s = max(device.rest_s for device in slowed)
+        self._exchange_s = predicted.parts["exchange"]
+        self._full_speed = predicted.samples_per_s
+        self._num_known = 0
+
+    def _new_planner(self, num_workers: int) -> Planner:
+        strategy, count = self._workload.strategy, self._workload.num_micro_batches
+        if isinstance(strategy, Cadence):
+            return CadencePlanner(strategy.for_workers(num_workers), strategy.max_batches(num_workers))
+        return MeasuringPlanner(count, num_workers)
+
+    def _schedule_death(self, place: _Place) -> None:
+        if self._scenario.failures_per_hour > 0:
+            mean_s = 3600 / self._scenario.failures_per_hour
+            self._push(self._now + float(self._random.exponential(mean_s)), place, "die")
+
+    def _push(self, at_s: float, place: _Place, what: str) -> None:
+        self._num_events += 1
+        if what == "die":
+            heapq.heappush(self._deaths, (at_s, self._num_events, place))
+        else:
+            heapq.heappush(self._changes, (at_s, self._num_events, place, what))
+
+    def _next_death(self) -> float | None:
+        """When the next member dies. Deaths of those who have left do not count."""
+        while self._deaths and self._member_at(self._deaths[0][2]) is None:
+            heapq.heappop(self._deaths)
+        return self._deaths[0][0] if self._deaths else None
+
+    def _member_at(self, place: _Place) -> Member | None:
+        member = Member(*place, self._starts[place])
+        return member if member in self._members else None
+
+
+def _count(devices: Iterable[Device], host: str) -> int:
+    return sum(device.host == host for device in devices)

@@ -1,0 +1,156 @@
+"""`paceline plan`: from profiles to the answer, and one clear error for each mistake."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import Ended, invoke
+from train_project import write_project
+
+from paceline.cli.plan import measure
+from paceline.plan.predict import Device, Exchange
+from paceline.plan.profile import Profile, Subject
+
+A = Profile(
+    Subject("Net", 1000, 4000, 8),
+    "A",
+    2.0,
+    (Device("A", 0.1, 0.01, 0.0, "A", cores=0.0),),
+    (2,),
+    exchange=Exchange(0.001, 1e6),
+    num_samples=6400,
+    global_batch=192,
+    epochs=10,
+)
+
+
+@pytest.fixture
+def profiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """a.json, and b.json of a machine half as fast."""
+    monkeypatch.chdir(tmp_path)
+    slow = replace(A, host="old", devices=(Device("old", 0.2, 0.02, 0.0, "old"),), counts=(1,))
+    (tmp_path / "a.json").write_text(A.to_json())
+    (tmp_path / "b.json").write_text(slow.to_json())
+    return tmp_path
+
+
+def plan(*arguments: object) -> Ended:
+    return invoke("plan", *arguments)
+
+
+def answer(*arguments: object) -> dict[str, Any]:
+    ended = plan(*arguments, "--json")
+    assert ended.code == 0, ended.err
+    answered: dict[str, Any] = json.loads(ended.out)
+    return answered
+
+
+@pytest.mark.usefixtures("profiles")
+def test_the_answer_as_json() -> None:
+    found = answer("--profile", "a.json", "--add", "B=b.json", "--link", "1Gbit", "--price", "A=2.10/h,B=0.40/h")
+    usual = [each for each in found["alternatives"] if each["strategy"] == "gradients"]
+    assert [each["workers"] for each in usual] == ["2xA,1xB", "2xA", "1xA,1xB", "1xA", "1xB"]
+    alone = usual[3]
+    assert alone["samples_per_s"] == pytest.approx(192 / (24 * 0.1 + 0.01))
+    assert alone["epoch_s"] == pytest.approx(6400 / alone["samples_per_s"])
+    assert alone["run_cost"] == pytest.approx(10 * alone["epoch_s"] / 3600 * 2.10)
+    assert alone["interval"][0] < alone["samples_per_s"] < alone["interval"][1]
+    assert usual[0]["shares"] == [10, 9, 5]
+    assert found["advice"].startswith("Use 2xA,1xB with gradients: ")
+
+
+@pytest.mark.usefixtures("profiles")
+def test_the_answer_as_a_table() -> None:
+    ended = plan("--profile", "a.json", "--device", "RTX 3060=0.4", "--workers", "2xA,1xRTX 3060")
+    assert ended.code == 0, ended.err
+    assert ended.out.startswith("workers")
+    assert "2xA,1xRTX 3060" in ended.out
+    assert "\n\nUse 2xA" in ended.out
+
+
+@pytest.mark.usefixtures("profiles")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "2xC"], "unknown device 'C': the profiles have 'A'; did you mean"),
+        (["--price", "C=1/h"], "unknown device 'C': the profiles have 'A'"),
+        (["--add", "other.json"], "the profile of old is of another model: micro_batch 4, not 8"),
+        (["--add", "a.json"], "two machines are named 'A': rename one with --add NAME=FILE"),
+        (["--add", "b.json"], "hosts 'A', 'old' need a link: give its speed, such as --link 1Gbit"),
+        (["--add", "nowhere.json"], "there is no profile nowhere.json: `paceline plan CONFIG --out nowhere.json`"),
+        (["--add", "broken.json"], "broken.json: it is not JSON"),
+        (["--link", "fast"], "'fast': choose a speed such as 1Gbit or 100Mbit"),
+        (["--workers", "0xA"], "'0xA': choose a number and a device, such as 2xA"),
+        (["--device", "B"], "'B': choose a name and a factor"),
+        (["--simulate", "long"], "'long': choose a time such as 90s, 20min or 1h"),
+        (["--simulate", "1h", "--trace", "trace.jsonl"], "trace.jsonl, line 1: KeyError('worker'); an event is"),
+            ["--simulate", "1h", "--trace", "trace.jsonl"],
+            "trace.jsonl, line 1: KeyError('worker'); an event is {\"at_s\"",
+        ),
+        (["small.yaml"], "CONFIG is measured and --profile was: leave one of them out"),
+    ],
+)
+def test_one_clear_error_for_each_mistake(arguments: list[str], message: str, profiles: Path) -> None:
+    (profiles / "broken.json").write_text("{")
+    (profiles / "trace.jsonl").write_text('{"at_s": 1}\n')
+    other = Profile.from_json((profiles / "b.json").read_text())
+    (profiles / "other.json").write_text(replace(other, subject=replace(A.subject, micro_batch=4)).to_json())
+    ended = plan("--profile", "a.json", *arguments)
+    assert ended.code == 2, ended
+    assert message in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_something_has_to_be_measured() -> None:
+    ended = plan()
+    assert (ended.code, ended.err) == (
+        2,
+        "paceline plan: CONFIG is missing: give a project file to measure, or --profile FILE\n",
+    )
+
+
+@pytest.mark.usefixtures("profiles")
+def test_simulate() -> None:
+    words = ["--profile", "a.json", "--workers", "40xA", "--link", "10Gbit", "--simulate", "10min", "--failures", "1"]
+    found = answer(*words, "--replace-after", "1min")
+    assert found["workers"] == 40
+    assert found["deaths"] > 0
+    assert 0.8 < found["of_predicted"] < 1
+    ended = plan(*words)
+    assert "deaths" in ended.out
+    assert ended.code == 0
+
+
+def test_a_project_is_measured_alone_and_in_company(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_project(tmp_path, "planned_parts")
+    found = answer(config, "--steps", 3, "--name", "here", "--out", "here.json", "trainer.global_batch=16")
+    profile = Profile.from_json(Path("here.json").read_text())
+    assert profile.subject.exact
+    assert profile.global_batch == 16
+    assert (profile.num_samples, profile.epochs) == (80, 2)
+    assert profile.exchange.seconds(2, 1000) > 0
+    assert found["alternatives"][0]["samples_per_s"] > 0
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "__pycache__"] == []
+
+
+def test_find_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_launch", lambda work, num_workers, *arguments: work(*arguments))  # noqa: ARG005
+    config = write_project(tmp_path, "found_parts")
+    ended = plan(config, "--find", "micro_batch")
+    assert ended.code == 0, ended.err
+    assert "set trainer.micro_batch=" in ended.out
+    assert "global_batch=8 stays" in ended.out
+    assert plan(config, "--find", "micro_batch", "--json").code == 0
+
+
+def test_an_impossible_micro_batch_is_one_error(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "impossible_parts")
+    ended = plan(config, "trainer.micro_batch=3")
+    assert ended.code == 2
+    assert "micro_batch" in ended.err
+    assert "Traceback" not in ended.err

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from paceline.plan.predict import Device, Exchange
+from paceline.plan.profile import Profile, StepTimes, Subject, check_combinable
+
+SUBJECT = Subject("Net", 1000, 4000, 8)
+CPU = Device("cpu", 0.1, 0.01, 0.001, "here", cores=1.0, spread=0.02)
+PROFILE = Profile(SUBJECT, "here", 2.0, (CPU,), (2,), 0.1, Exchange(0.001, 1e6), 640, 64, 3)
+
+
+def test_a_profile_is_what_its_json_says() -> None:
+    assert Profile.from_json(PROFILE.to_json()) == PROFILE
+    unmeasured = replace(PROFILE, exchange=Exchange())
+    assert Profile.from_json(unmeasured.to_json()) == unmeasured  # JSON has no infinity
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"paceline_profile": 2}, "it is not a profile of version 1: make one with `paceline plan --out`"),
+        ({"colour": 1}, "the profile has unknown colour"),
+        ({"subject": {}}, "the profile's subject lacks model, num_parameters"),
+        ({"exchange": {"call_s": 0.0, "bytes_per_s": 1.0, "x": 1}}, "the profile's exchange has unknown x"),
+    ],
+)
+def test_a_broken_profile_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Profile.from_json(json.dumps(json.loads(PROFILE.to_json()) | change))
+    with pytest.raises(ValueError, match="it is not JSON"):
+        Profile.from_json("{")
+
+
+def test_medians_of_steps() -> None:
+    steps = [[(0.1, 0.02, 0.01, 0.0), (0.2, 0.0, 0.01, 0.0)]]
+    steps += [[(0.1 * n, 0.05, 0.01, 0.002), (0.2, 0.03, 0.02, 0.0)] for n in (1, 1, 5)]
+    times = StepTimes.of(steps)
+    assert times.micro_batch_s == pytest.approx((0.1, 0.2))
+    assert times.rest_s == pytest.approx((0.01, 0.02))
+    assert times.data_s == pytest.approx((0.002, 0.0))
+    assert times.exchange_s == pytest.approx(0.03)  # the last to arrive does not wait
+    with pytest.raises(ValueError, match="rank 1 had no micro-batch in 1 steps: choose a global_batch of more"):
+        StepTimes.of([[(0.1, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)]])
+
+
+def test_company_shows_contention_and_the_exchange() -> None:
+    together = StepTimes((0.12, 0.12), (0.01, 0.01), (0.0, 0.0), (0.0, 0.0), exchange_s=0.005)
+    learned = PROFILE.with_company(together, [CPU, CPU])
+    assert learned.contention == pytest.approx(0.2)
+    assert learned.as_host.slowdowns([1.0, 1.0]) == pytest.approx([1.2, 1.2])
+    assert learned.exchange.seconds(2, SUBJECT.gradient_bytes) == pytest.approx(0.005)
+    assert PROFILE.with_company(together, [CPU]) is PROFILE
+
+
+def test_profiles_are_combined_only_if_they_fit() -> None:
+    other = replace(PROFILE, subject=replace(SUBJECT, micro_batch=4)).renamed("old")
+    with pytest.raises(ValueError, match=r"the profile of old is of another model: micro_batch 4, not 8\. Measure it"):
+        check_combinable(PROFILE, [other])
+    with pytest.raises(ValueError, match="two machines are named 'here': rename one with --add NAME=FILE"):
+        check_combinable(PROFILE, [PROFILE])
+    check_combinable(PROFILE, [PROFILE.renamed("old")])
+    assert PROFILE.renamed("old").device("old").host == "old"
