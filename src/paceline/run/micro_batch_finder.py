@@ -30,7 +30,7 @@ TURN_S = 0.05
 CLOSE, NUM_TURNS = 1.15, 5
 # A smaller micro-batch that is at most this much slower is preferred: it leaves memory and divides more finely.
 TOLERANCE = 1.02
-# Larger sizes are not tried once they became this much slower than the fastest, twice.
+# Larger sizes are not tried after two in a row that are this much slower than the fastest.
 HOPELESS = 1.3
 # Of a GPU's memory, what training needs beside what was tried: fragments, buckets of the exchange.
 RESERVE = 0.05
@@ -181,7 +181,8 @@ def try_sizes(sizes: Sequence[int], seconds_per_sample: Callable[[int], float | 
         found[size] = seconds = seconds_per_sample(size)
         if seconds is None:
             break
-        num_hopeless += seconds > HOPELESS * min(each for each in found.values() if each is not None)
+        is_hopeless = seconds > HOPELESS * min(each for each in found.values() if each is not None)
+        num_hopeless = num_hopeless + 1 if is_hopeless else 0
         if num_hopeless == 2:
             break
     fitting = {size: each for size, each in found.items() if each is not None}

@@ -89,7 +89,8 @@ class Outcome:
             "recovery_s": None if not recoveries else recoveries[len(recoveries) // 2],
             "longest_recovery_s": None if not recoveries else recoveries[-1],
             "least_workers": min(self.size_by_step, default=0),
-            "last_shares": list(self.last_shares),
+            "least_share": min(self.last_shares, default=0),
+            "largest_share": max(self.last_shares, default=0),
         }
 
 

@@ -26,7 +26,7 @@ _EXAMPLES = (
     "--profile a.json --add B=b.json --link 1Gbit --workers 2xA,1xB",
     '--profile a.json --device "RTX 3060"=0.4 --price A=2.10/h',
     "2workers.yaml --find micro_batch",
-    "--profile a.json --workers 1000xA --simulate 1h --failures 0.1",
+    "--profile a.json --workers 99xA --link 10Gbit --simulate 1h --failures 0.1",
 )
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
@@ -48,6 +48,8 @@ def add_parser(commands: Any) -> None:
     add("--device", action="append", default=[], type=factor, metavar="NAME=FACTOR", help=what)
     what = "the workers to predict for, such as 2xA,1xB (default: all that were measured)"
     add("--workers", type=workers, metavar="NxA,MxB", help=what)
+    what = "samples per step to predict for (default: the project's); changes the course of a run"
+    add("--global-batch", type=integer(1), metavar="N", help=what)
     add("--link", type=bits_per_s, metavar="SPEED", help="of the network between machines, such as 1Gbit or 100Mbit")
     add("--price", type=prices, default={}, metavar="A=P/h,B=Q/h", help="price of a device per hour")
     add("--steps", type=integer(1), default=20, metavar="N", help="steps to measure (default: %(default)s)")

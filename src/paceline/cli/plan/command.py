@@ -14,6 +14,7 @@ from paceline.observe import formats
 from paceline.plan import predict
 from paceline.plan.advice import Alternative, Kind, advice, alternatives
 from paceline.plan.cadence import Cadence
+from paceline.plan.epoch import Steps
 from paceline.plan.profile import Profile, check_combinable
 
 _HEADER = ("workers", "strategy", "samples/s", "between", "of sum", "epoch", "cost", "run", "cost", "shares", "limit")
@@ -123,16 +124,14 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
         kinds.append(Kind(device, count, options.price.get(name), None if options.link is None else per_host))
     hosts = {profile.host: profile.as_host for profile in (own, *others)}
     link = None if options.link is None else predict.Link.sold_as(options.link)
-    return Situation(_workload(own), kinds, predict.Hardware(hosts, link))
+    return Situation(_workload(own, options.global_batch), kinds, predict.Hardware(hosts, link))
 
 
-def _workload(own: Profile) -> predict.Workload:
-    subject = own.subject
-    if own.global_batch is None:
-        strategy: Any = Cadence()
-        count = 1
-    else:
-        strategy, count = "gradients", own.global_batch // subject.micro_batch
+def _workload(own: Profile, wanted: int | None) -> predict.Workload:
+    """wanted: another global batch than the profile's. A profile without one is of a run with a cadence."""
+    subject, strategy = own.subject, "gradients" if own.global_batch or wanted else Cadence()
+    global_batch = wanted or own.global_batch or subject.micro_batch
+    count = Steps(own.num_samples or global_batch, global_batch, subject.micro_batch).max_micro_batches
     is_gpu = not own.devices[0].cores
     return predict.Workload(
         count,

@@ -50,7 +50,7 @@ def simulate(options: argparse.Namespace, situation: Situation) -> int:
             "wasted": f"{values['wasted']:.2%} of the computing, in steps that were begun again",
             "changes": f"{cli.count(outcome.deaths, 'death')}, {outcome.leaves} left, {outcome.joins} joined",
             "full speed": recovery,
-            "shares": cli.shortened(":".join(map(str, outcome.last_shares)), 60),
+            "shares": f"{values['least_share']} to {values['largest_share']} micro-batches per step",
         }
     )
     return 0
