@@ -90,15 +90,19 @@ class ElasticNodes:
         except BaseException:
             self.close()
             raise
-        self.first: Generation = self._decided[-1]
+        self.first = self._newest
 
     @property
     def num_nodes(self) -> int:
         return len(self._heartbeats.records)
 
     @property
+    def _newest(self) -> Generation:
+        return self._decided[-1]
+
+    @property
     def num_workers(self) -> int:
-        return len(self._decided[-1].members)
+        return len(self._newest.members)
 
     def _is_first_decided(self) -> bool:
         """Whether there is a generation. Propose the first one when enough nodes have come."""
