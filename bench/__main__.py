@@ -50,6 +50,9 @@ BENCHMARKS = {
     "survive": Benchmark(
         "bench.survive", "seconds that the loss of a worker costs, against torchft, torchrun and our own restart"
     ),
+    "shard": Benchmark(
+        "bench.shard", "samples/s and memory with divided optimizer state, against whole, ZeRO and FSDP2"
+    ),
     "hosts": Benchmark("bench.hosts", "ms per sum over workers of two hosts, against flat Gloo between all of them"),
     "plan": Benchmark("bench.plan", "samples/s that `paceline plan` predicts, against those of a run"),
     "slowlink": Benchmark("bench.slowlink", "samples/s and loss on a slow link, against workers that never talk"),

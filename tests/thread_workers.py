@@ -40,6 +40,9 @@ class ThreadCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._exchange(tensor, lambda tensors: sum(tensors[1:], start=tensors[0].clone()))
 
+    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
+        return self.all_reduce(tensor)
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         return self._exchange(tensor, lambda tensors: tensors[source].clone())
 

@@ -61,6 +61,23 @@ def test_all_get_what_the_source_has(gathering: Gathering, source: int, numel: i
 
 
 @every_kind
+@pytest.mark.parametrize(("target", "numel"), [(0, 1), (1, 40_000), (2, 900_001), (3, 900_001)])
+def test_the_target_gets_the_sum(gathering: Gathering, target: int, numel: int) -> None:
+    with gathering() as workers:
+        tensors = buffers(workers, numel)
+        for _ in range(3):  # also after turns in which only a part of the buffer was used
+            for rank, tensor in enumerate(tensors):
+                tensor.fill_(rank + 1)
+            used = [tensor[: max(numel // 3, 1)] for tensor in tensors]
+            assert not any(together([w.reduce(t, target).wait for w, t in zip(workers, used, strict=True)]))
+            assert (used[target] == 10).all()
+            for rank, tensor in enumerate(tensors):
+                tensor.fill_(rank + 1)
+            assert not any(together([w.reduce(t, target).wait for w, t in zip(workers, tensors, strict=True)]))
+            assert (tensors[target] == 10).all()
+
+
+@every_kind
 def test_any_tensor_is_exchanged_not_only_those_of_empty(gathering: Gathering) -> None:
     with gathering() as workers:
         tensors = [torch.full((2, 3), rank) for rank in range(SIZE)]

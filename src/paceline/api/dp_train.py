@@ -83,7 +83,7 @@ def dp_train(
     verbose: print iteration 1 and every `verbose`-th; True: every iteration; False or 0: none.
     optimization, runtime: groups of further settings, as in `Trainer.setup`.
     """
-    check_unused(optimization, ("fused", "train_mode"), "dp_train")
+    check_unused(optimization, ("fused", "train_mode", "shard", "shard_by", "master_weights"), "dp_train")
     to_start = workers_to_start(None)
     # A worker of an existing world starts no others; alone it starts one per device. So one of these is 1.
     num_devices = World.from_environment("cpu").size * to_start

@@ -26,6 +26,7 @@ from paceline.core.world import World
 from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
 from paceline.plan.cadence import Cadence
 from paceline.plan.epoch import Position
+from paceline.plan.memory import MemoryReport
 from paceline.plan.profile import Profile
 from paceline.run import probe
 from paceline.run.assemble import WeightByModel, assemble
@@ -34,13 +35,14 @@ from paceline.run.config import RunConfig, Strategy
 from paceline.run.evaluation import collect
 from paceline.run.evaluation.evaluate import EvaluationData, evaluate
 from paceline.run.evaluation.predict import predict
+from paceline.run.memory import memory_report
 from paceline.run.micro_batch_finder import FoundMicroBatch, Trials, find, replica_for_trials
 from paceline.run.report import Report
 from paceline.run.run import Run, TrainingEpoch, autocast
 from paceline.run.saving.export import export_weights, save_pretrained
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import HasState, plain_model
-from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
+from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime, Shard
 from paceline.run.step.build import ModuleOfWrapper, only_or_all
 from paceline.run.step.record import StepRecord
 from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
@@ -85,6 +87,7 @@ class Trainer:
         init_from: str | PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
         run: str | PathLike[str] | Recording | None = None,
+        shard: Shard | None = None,
         batching: Batching = Batching(),
         loading: Loading = Loading(),
         balancing: Balancing = Balancing(),
@@ -126,8 +129,12 @@ class Trainer:
         run: a folder, such as "runs", in which this run gets a folder of its own, as with `paceline train`: progress is
             shown, metrics, events and a plot are written, and `paceline logs` and `paceline runs` find it; or
             `paceline.Recording(...)`.
+        shard: "optimizer" divides the optimizer's state and the sums of gradients among the workers; see
+            docs/memory.md. The same as `Optimization(shard=...)`.
         batching, loading, balancing, optimization, runtime: groups of further settings.
         """
+        if shard is not None:
+            optimization = replace(optimization, shard=shard)
         recording = run if isinstance(run, Recording) or run is None else Recording(run)
         known = {field.name for field in fields(LoadingOptions)}
         options = LoadingOptions(
@@ -440,6 +447,10 @@ class Trainer:
         """
         self._loop.set_learning_rate(float(lr), -1 if group is None else group)
 
+    def memory_report(self) -> MemoryReport:
+        """What this worker needs, by kind, in bytes; before the first step already. See docs/memory.md."""
+        return memory_report(self.run)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for forward passes in the run's precision."""
         return self.run.autocast()
@@ -457,6 +468,11 @@ class Trainer:
 
         The hook may change the gradients, on all workers alike. It draws the same random numbers on all of them.
         """
+        if self._loop.replica.pieces is not None:
+            raise MisuseError(
+                "on_gradients() needs whole gradients, but each worker has its own part of them (shard=): leave shard= "
+                "out, or clip with max_grad_norm="
+            )
         self._loop.hooks.on_gradients(hook)
 
     def listen(self, listener: Callable[[Event], object]) -> None:

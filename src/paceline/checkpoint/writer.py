@@ -117,6 +117,11 @@ class AsyncWriter:
         """Whether a save is being written."""
         return self.pending is not None and not self.pending.done()
 
+    @property
+    def writes_replicated(self) -> bool:
+        """Whether this worker writes some of the components that are equal on all workers."""
+        return self.world.rank - self._ranks.start < self.num_shards
+
     def reserve(self, components: Sequence[Component]) -> None:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()

@@ -44,6 +44,9 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Replace `tensor`, on every worker, by the sum over all workers."""
 
+    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
+        """Replace `tensor` on rank `target` by the sum over all workers. On the others its content is undefined."""
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         """Replace `tensor`, on every worker, by the tensor of rank `source`."""
 

@@ -93,6 +93,9 @@ class ProcessGroupCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._start("all_reduce", "allreduce", [_as_real(tensor)])
 
+    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
+        return self._start("reduce", "reduce", _as_real(tensor), target)
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         return self._start("broadcast", "broadcast", _as_real(tensor), source)
 

@@ -20,6 +20,9 @@ class SingleCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return DONE
 
+    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
+        return DONE
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         return DONE
 

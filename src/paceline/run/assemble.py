@@ -43,10 +43,13 @@ from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory
+from paceline.run.step.sharding import divide
 from paceline.sync.averaging.strategy import AveragedReplicas, Averaging, GradientsFirst
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.gradients.exchange import MeanGradients
+from paceline.sync.gradients.sharded import ShardedGradients
+from paceline.sync.gradients.shards import Shards
 from paceline.sync.strategy import GradientExchange
 
 logger = logging.getLogger("paceline")
@@ -78,6 +81,9 @@ def assemble(
     if membership is not None and isinstance(config.strategy, Averaging):
         logger.info("with Averaging, the loss of a worker restarts all of them from the newest checkpoint")
         membership = None
+    if membership is not None and config.optimization.shard is not None:
+        logger.info("with shard=, the loss of a worker restarts all of them from the newest checkpoint")
+        membership = None
     graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":
@@ -99,6 +105,7 @@ def assemble(
             train_mode=config.optimization.train_mode,
         )
         stack.callback(replica.close)
+        shards = divide(replica, config.optimization, communicator)
         stack.callback(watch_replacement(replica.model, replica.parameters))
         if isinstance(weight_fn, WeightByModel):
             weight_fn = weight_fn.find(plain_model(replica.model))
@@ -125,7 +132,7 @@ def assemble(
         average = None if ema is None else WeightAverage(replica, ema)
         if average is not None and checkpoints is not None:
             checkpointer.register("ema", average, Pattern.REPLICATED)
-        exchange = _exchange(config, replica, communicator, events, max_micro_batches)
+        exchange = _exchange(config, replica, communicator, events, max_micro_batches, shards)
         stack.callback(exchange.close)
         planner = planner_for(config, world, max_micro_batches, can_change=can_change)
         settings = _data_settings(config, world, weight_fn)
@@ -212,9 +219,23 @@ def _data_settings(config: RunConfig, world: World, weight_fn: Callable[[Any], i
 
 
 def _exchange(
-    config: RunConfig, replica: Replica, communicator: Communicator, events: Events, max_micro_batches: int
+    config: RunConfig,
+    replica: Replica,
+    communicator: Communicator,
+    events: Events,
+    max_micro_batches: int,
+    shards: Shards | None,
 ) -> GradientExchange:
     strategy = config.strategy
+    if shards is not None:
+        every_micro_batch = config.optimization.shard == "gradients"
+        return _mean_gradients(
+            config,
+            replica,
+            communicator,
+            max_micro_batches,
+            partial(ShardedGradients, shards=shards, every_micro_batch=every_micro_batch),
+        )
     if communicator.world.size == 1 or not isinstance(strategy, Averaging):
         return _gradients(config, replica, communicator, max_micro_batches)
 
@@ -242,9 +263,13 @@ def _gradients(
 
 
 def _mean_gradients(
-    config: RunConfig, replica: Replica, communicator: Communicator, max_micro_batches: int
+    config: RunConfig,
+    replica: Replica,
+    communicator: Communicator,
+    max_micro_batches: int,
+    kind: Callable[..., MeanGradients] = MeanGradients,
 ) -> MeanGradients:
-    return MeanGradients(
+    return kind(
         replica.parameters,
         communicator,
         Buffers(replica.model, communicator),

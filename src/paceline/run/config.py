@@ -61,6 +61,11 @@ class RunConfig:
                 else "with a cadence the size of a step depends on measured times"
             )
             raise ValueError(f"exact=True needs strategy='gradients': {why}")
+        if self.optimization.shard is not None and isinstance(self.strategy, Averaging):
+            raise ValueError(
+                f"shard={self.optimization.shard!r} needs strategy='gradients' or a cadence: with Averaging every "
+                "worker updates its own replica"
+            )
         if self.optimization.ema is not None and isinstance(self.strategy, Averaging):
             raise ValueError(
                 f"ema={self.optimization.ema} needs strategy='gradients' or a cadence: with Averaging the workers' "
@@ -132,6 +137,7 @@ class RunConfig:
             "shares": self.balancing.shares,
             "speed_hints": self.balancing.speed_hints,
             "physical_batch": self.batching.physical_batch,
+            "shard_by": self.optimization.shard_by,
         }
         for name, value in values.items():
             if isinstance(value, tuple) and len(value) != num_workers:

@@ -20,6 +20,8 @@ SchedulerInterval = Literal["step", "epoch"]
 Capture = Literal["auto", "on", "off"]
 FeedKind = Literal["sharded", "dispatched"]
 GarbageCollection = Literal["between steps", "as usual"]
+Shard = Literal["optimizer", "gradients"]
+ShardBy = tuple[float, ...] | Literal["auto", "equal", "memory", "speed"]
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,32 @@ class Optimization:
         "decay of an exponential moving average of the weights, such as 0.999", None, course=True, above=0, below=1
     )
     train_mode: bool = setting("put the model into training mode", True, course=True)
+    shard: Shard | None = setting(
+        "divide among the workers: optimizer, the optimizer's state and the sums of gradients; gradients, also a "
+        "worker's own sums, which are then exchanged after every micro-batch",
+        None,
+    )
+    shard_by: ShardBy = setting(
+        "how much of it each worker gets: auto, by memory if that differs; equal; memory; speed; or one number per "
+        "worker",
+        "auto",
+        least=0,
+    )
+
+    master_weights: bool = setting(
+        "update float32 masters of weights in bf16, which are part of the divided state", False, course=True
+    )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shard_by, str):
+            object.__setattr__(self, "shard_by", tuple(map(float, self.shard_by)))
         check(self)
+        if not isinstance(self.shard_by, str) and not any(self.shard_by):
+            raise ValueError(f"shard_by={list(self.shard_by)}: at least one worker must get a part")
+        if self.shard is None and self.shard_by != "auto":
+            raise ValueError(f"shard_by={self.shard_by!r} would be ignored: give shard='optimizer' too")
+        if self.master_weights and self.shard is None:
+            raise ValueError("master_weights=True needs shard='optimizer', whose pieces have the masters")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def layout(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Buck
 
 def exact_sums(made: BucketLayout, micro_batches: Sequence[Sequence[torch.Tensor]]) -> tuple[ExactSums, Grids]:
     """Calibrated by the first micro-batch."""
-    sums, grids = ExactSums(made, ALONE, 0), Grids(made.names)
+    sums, grids = ExactSums(made, torch.zeros(made.numel, dtype=torch.float64)), Grids(made.names)
     grids.calibrate(sums.peaks_of(micro_batches[0], 1.0).numpy(), len(micro_batches))
     sums.set_anchors(grids.anchors)
     return sums, grids
@@ -61,7 +61,7 @@ def test_buckets_are_cut_by_size_and_dtype_last_parameter_first() -> None:
 @pytest.mark.parametrize("kind", [PlainSums, ExactSums])
 def test_a_parameter_without_a_gradient_keeps_nothing_of_an_earlier_step(kind: type) -> None:
     made = layout((3,), (4,))
-    sums = kind(made, ALONE, 0)
+    sums = kind(made, torch.zeros(made.numel, dtype=torch.float64 if kind is ExactSums else torch.float32))
     sums.add([torch.ones(3), torch.ones(4)], 1.0, first=True)
     sums.add([torch.ones(3), None], 2.0, first=True)
     sums.add([None, torch.full((4,), 5.0)], 1.0, first=False)

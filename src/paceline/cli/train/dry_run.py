@@ -21,6 +21,7 @@ from paceline.cli.train.worker import loss_function, make_trainer, num_samples
 from paceline.core.world import devices
 from paceline.observe import formats
 from paceline.plan.shares import shares
+from paceline.run.memory import memory_report
 from paceline.run.settings import Balancing
 
 # After the first pass, which also compiles, allocates and reads ahead.
@@ -47,7 +48,7 @@ def dry_run(project: Project, num_workers: int) -> int:
             "model": f"{type(model).__name__}, {formats.rate(count)} parameters",
             "data": sizes,
             **dict(_step(trainer, settings, num_workers, seconds)),
-            "memory": _memory(trainer),
+            "memory": _memory(trainer, num_workers),
             "disk": _disk(trainer, settings),
             "loss": f"{loss:.4g} on the first micro-batch",
         }
@@ -114,12 +115,13 @@ def _step(
     yield from (("step", step), ("workers", workers), ("time", time))
 
 
-def _memory(trainer: Trainer) -> str:
+def _memory(trainer: Trainer, num_workers: int) -> str:
+    expected = str(memory_report(trainer.run, num_workers))
     device = trainer.world.device
     if device.type != "cuda":
-        return "not measured on a CPU"
+        return expected
     peak, (_, total) = torch.cuda.max_memory_allocated(device), torch.cuda.mem_get_info(device)
-    return f"{peak / 2**30:.2f} of {total / 2**30:.1f} GiB in one micro-batch, without the optimizer's state"
+    return f"{expected}; one micro-batch took {peak / 1e9:.1f} of {total / 1e9:.1f} GB, without the optimizer's state"
 
 
 def _disk(trainer: Trainer, settings: ProjectSettings) -> str:

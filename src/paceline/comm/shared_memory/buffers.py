@@ -44,6 +44,7 @@ class SharedBuffer(ABC):
         self._index = peers.segments.index(peers.own)
         self.parts = [segment.tensor(numel, dtype, offset) for segment in peers.segments]
         self.tensor = self.parts[self._index]
+        self.num_used = numel  # elements that the current exchange is about, from the beginning
         self.is_busy = False
         self.turn = 0  # alternates between 0 and 1
 
@@ -51,8 +52,11 @@ class SharedBuffer(ABC):
         """Called before the peers are told that this worker's part is complete."""
 
     @abstractmethod
-    def complete(self, number: int, call: str, source: int | None) -> None:
-        """Wait for the peers, then replace the tensor by the sum over all workers, or by that of rank `source`."""
+    def complete(self, number: int, call: str, source: int | None, target: int | None = None) -> None:
+        """Wait for the peers, then replace the tensor by the sum over all workers, or by that of rank `source`.
+
+        target: the only worker that needs the sum.
+        """
 
 
 class SmallBuffer(SharedBuffer):
@@ -65,7 +69,7 @@ class SmallBuffer(SharedBuffer):
     def publish(self) -> None:
         self._copies[self.turn][self._index].copy_(self.tensor)
 
-    def complete(self, number: int, call: str, source: int | None) -> None:
+    def complete(self, number: int, call: str, source: int | None, target: int | None = None) -> None:
         self._peers.wait_for_calls(number, call)
         copies = self._copies[self.turn]
         if source is None:
@@ -80,6 +84,7 @@ class LargeBuffer(SharedBuffer):
         block = min(BLOCK_BYTES, aligned(-(-numel * dtype.itemsize // size))) // dtype.itemsize
         num_blocks = -(-numel // block)
         super().__init__(peers, index, numel, dtype, BlockClaims.nbytes(num_blocks))
+        self._block_numel = block
         self._blocks = list(zip(*(part.split(block) for part in self.parts), strict=True))
         self._claims = BlockClaims(peers.segments[0], self._extra_offset, num_blocks)
         if self._index == 0:
@@ -88,13 +93,18 @@ class LargeBuffer(SharedBuffer):
         first = self._index * num_blocks // size
         self._order = [*range(first, num_blocks), *range(first)]
 
-    def complete(self, number: int, call: str, source: int | None) -> None:
+    def complete(self, number: int, call: str, source: int | None, target: int | None = None) -> None:
         self._peers.wait_for_calls(number, call)
         own = self._peers.own
         own.begin_blocks(number)
+        num_blocks = -(-self.num_used // self._block_numel)
         for index in self._order:
-            if self._claims.claim(self.turn, index):
+            # Unused blocks are claimed too: that releases them for the next turn.
+            if self._claims.claim(self.turn, index) and index < num_blocks:
                 block = self._blocks[index]
+                if target is not None:
+                    add_others(block, target)
+                    continue
                 if source is None:
                     add_up(block, block[0])
                 copy_to_all(block, source or 0)
@@ -114,7 +124,7 @@ class BridgedBuffer(SharedBuffer):
         split = num_hosts * PIECE_BYTES // dtype.itemsize
         self.pieces = [Piece(parts) for parts in zip(*(part.split(split) for part in self.parts), strict=True)]
 
-    def complete(self, number: int, call: str, source: int | None) -> None:
+    def complete(self, number: int, call: str, source: int | None, target: int | None = None) -> None:
         self._peers.wait_for_leader(number, call)
 
 
@@ -147,6 +157,13 @@ def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out.add_(part)
+
+
+def add_others(parts: Sequence[torch.Tensor], target: int) -> None:
+    """Add all other parts to one of them, in rank order."""
+    for index, part in enumerate(parts):
+        if index != target:
+            parts[target].add_(part)
 
 
 def copy_to_all(parts: Sequence[torch.Tensor], source: int) -> None:

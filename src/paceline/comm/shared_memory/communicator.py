@@ -37,7 +37,7 @@ class SharedMemoryCommunicator:
         [ranks] = [ranks for ranks in self._hosts if world.rank in ranks]
         self._peers = LocalPeers(world, timeout_s, ranks, rendezvous)
         self._num_buffers = 0
-        self._buffers: dict[tuple[int, int, torch.dtype], SharedBuffer] = {}
+        self._buffers: dict[tuple[int, torch.dtype], SharedBuffer] = {}
         self._scratch: dict[tuple[torch.dtype, int], SharedBuffer] = {}
         self._scratch_users: dict[SharedBuffer, _ScratchExchange] = {}
         self._bridge: Bridge | None = None
@@ -56,6 +56,15 @@ class SharedMemoryCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._exchange(tensor, "all_reduce", None)
 
+    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
+        """Saves the copies of the sum to the other workers, in buffers that are summed by blocks."""
+        if not 0 <= target < self.world.size:
+            raise ValueError(f"target={target} is not a rank in a world of {self.world.size}")
+        operation = f"reduce to {target}"
+        if isinstance(buffer := self._buffer_of(tensor), LargeBuffer):
+            return self._start(buffer, operation, None, target, tensor.numel())
+        return self._exchange(tensor, operation, None)
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         if not 0 <= source < self.world.size:
             raise ValueError(f"source={source} is not a rank in a world of {self.world.size}")
@@ -66,7 +75,7 @@ class SharedMemoryCommunicator:
         if device.type != "cpu" or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)
         buffer = self._allocate(numel, dtype)
-        self._buffers[buffer.tensor.data_ptr(), buffer.tensor.nbytes, dtype] = buffer
+        self._buffers[buffer.tensor.data_ptr(), dtype] = buffer
         return buffer.tensor
 
     def abort(self) -> None:
@@ -86,14 +95,26 @@ class SharedMemoryCommunicator:
 
     def _exchange(self, tensor: torch.Tensor, operation: str, source: int | None) -> Pending:
         self._peers.check_usable()
-        key = tensor.data_ptr(), tensor.nbytes, tensor.dtype
-        buffer = self._buffers.get(key) if tensor.is_contiguous() else None
-        if buffer is None:
+        if (buffer := self._buffer_of(tensor)) is None:
             return self._exchange_copy(tensor, operation, source)
-        return self._start(buffer, operation, source)
+        return self._start(buffer, operation, source, None, tensor.numel())
 
-    def _start(self, buffer: SharedBuffer, operation: str, source: int | None) -> Pending:
-        call = f"{operation} of {buffer.name}"
+    def _buffer_of(self, tensor: torch.Tensor) -> SharedBuffer | None:
+        """The buffer of `empty` that this tensor is, or the beginning of; None for other tensors."""
+        buffer = self._buffers.get((tensor.data_ptr(), tensor.dtype))
+        is_inside = buffer is not None and 0 < tensor.numel() <= buffer.tensor.numel() and tensor.is_contiguous()
+        return buffer if is_inside else None
+
+    def _start(
+        self,
+        buffer: SharedBuffer,
+        operation: str,
+        source: int | None,
+        target: int | None = None,
+        numel: int | None = None,
+    ) -> Pending:
+        buffer.num_used = numel or buffer.tensor.numel()
+        call = f"{operation} of {buffer.num_used} in {buffer.name}"
         if buffer.is_busy:
             raise MisuseError(f"{call} is called while the buffer is in another exchange: wait() for that one first")
         buffer.is_busy = True
@@ -102,7 +123,7 @@ class SharedMemoryCommunicator:
         if self._bridge is not None:
             assert isinstance(buffer, BridgedBuffer)
             self._bridge.submit(number, buffer, call, source)
-        return _Exchange(self, buffer, number, call, source)
+        return _Exchange(self, buffer, number, call, source, target)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
         buffer: SharedBuffer
@@ -167,6 +188,7 @@ class _Exchange:
     number: int
     call: str
     source: int | None
+    target: int | None
     is_done: bool = False
 
     def wait(self) -> None:
@@ -174,7 +196,7 @@ class _Exchange:
             return
         self.communicator._peers.check_usable()
         try:
-            self.buffer.complete(self.number, self.call, self.source)
+            self.buffer.complete(self.number, self.call, self.source, self.target)
         except BaseException as error:
             self.communicator._fail(error)
             raise

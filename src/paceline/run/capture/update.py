@@ -26,8 +26,10 @@ _Addresses: TypeAlias = tuple[int, ...]
 class CapturedUpdate(Update):
     """An `Update` that replays a graph while it is enabled and steps repeat."""
 
-    def __init__(self, replica: Replica, max_norm: float | None, recorder: GraphRecorder) -> None:
-        super().__init__(replica, max_norm)
+    def __init__(
+        self, replica: Replica, max_norm: float | None, recorder: GraphRecorder, *, exact: bool = False
+    ) -> None:
+        super().__init__(replica, max_norm, exact=exact)
         self.recorder = recorder
         self.is_enabled = False  # while micro-batches are replayed, which leave their gradients at fixed addresses
         self.is_done = False  # a graph has run this step's update

@@ -72,6 +72,12 @@ class ElasticCommunicator:
         except CommunicationError as error:
             self.interrupt(error)
 
+    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
+        try:
+            return _Interruptible(self._inner.reduce(tensor, target), self)
+        except CommunicationError as error:
+            self.interrupt(error)
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         try:
             return _Interruptible(self._inner.broadcast(tensor, source), self)

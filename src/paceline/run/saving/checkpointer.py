@@ -208,7 +208,7 @@ class Checkpointer:
         self._registered[name] = (thing, pattern)
 
     def _states(self, loop: Loop) -> list[Component]:
-        states = replica_states(self._run.replica)
+        states = replica_states(self._run.replica, keep=any(writer.writes_replicated for writer in self._writers))
         states |= {"engine": loop_state.state_of(loop), "random": random_state(self._world.device)}
         states |= {name: thing.state_dict() for name, (thing, _) in self._registered.items()}
         return [
@@ -258,9 +258,10 @@ class Checkpointer:
         if self._writers and not self._is_prepared and position.step > self._last_step:
             # Now optimizers have their state: allocate the memory for copies before a save needs it.
             self._is_prepared = True
-            components = self._states(loop)
-            for writer in self._writers:
-                writer.reserve(components)
+            if self._run.replica.pieces is None:  # else a save begins with collecting the state
+                components = self._states(loop)
+                for writer in self._writers:
+                    writer.reserve(components)
         if monotonic() >= self._next_time_s and not self.requested:
             self._set_request(Decision.SAVE)
         is_save_due = position.step >= self._next_step or position.epoch >= self._next_epoch
@@ -376,12 +377,20 @@ class Checkpointer:
             loop.synchronize()
             loop.check_replicas()
             components = self._states(loop)
-            check_components(components, self._settings.check_replicas, self._run.communicator)
+            self._check_replicated(components)
             self._poll(writer, wait=True)
             step, position = loop.position.step, loop.position.to_dict()
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)
             writer.save(manifest, components)
         self._has_saved = True
+
+    def _check_replicated(self, components: list[Component]) -> None:
+        assert self._settings is not None
+        levels = self._settings.check_replicas
+        if self._run.replica.pieces is not None:  # every part of the optimizer's state is on one worker only
+            components = [component for component in components if component.name != "optimizer"]
+            levels = levels if isinstance(levels, str) else {k: v for k, v in levels.items() if k != "optimizer"}
+        check_components(components, levels, self._run.communicator)
 
     def _leave_together(self) -> None:
         """All workers are done. Snapshots are removed if the newest state is on the disk."""

@@ -83,9 +83,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
                 own[name] = value.to(own[name].device)
 
 
-def replica_states(replica: Replica) -> dict[str, Any]:
-    """The states of model, optimizer and scheduler by component name. Tensors are not copied."""
-    states = {"model": model_state(replica.model), "optimizer": optimizer_state(replica)}
+def replica_states(replica: Replica, *, keep: bool = True) -> dict[str, Any]:
+    """The states of model, optimizer and scheduler by component name. Tensors are not copied.
+
+    If the optimizer's state is divided among the workers, they call this together. keep: on this worker.
+    """
+    states = {"model": model_state(replica.model), "optimizer": optimizer_state(replica, keep=keep)}
     for scheduler in replica.schedulers:
         if not has_state(scheduler):
             raise TypeError(
@@ -96,8 +99,10 @@ def replica_states(replica: Replica) -> dict[str, Any]:
     return states
 
 
-def optimizer_state(replica: Replica) -> Any:
+def optimizer_state(replica: Replica, *, keep: bool = True) -> Any:
     """The optimizer's state; a list if there are several."""
+    if replica.pieces is not None:
+        return only_or_all(replica.pieces.state_dicts(keep=keep))
     return only_or_all([optimizer.state_dict() for optimizer in replica.optimizers])
 
 
@@ -106,8 +111,11 @@ def load_replica(replica: Replica, states: Mapping[str, Any]) -> None:
     if "model" in states:
         load_model(replica.model, states["model"])
     if "optimizer" in states:
-        for optimizer, state in zip(replica.optimizers, listed(states["optimizer"]), strict=True):
-            load_optimizer(optimizer, state)
+        for number, (optimizer, state) in enumerate(zip(replica.optimizers, listed(states["optimizer"]), strict=True)):
+            if replica.pieces is None:
+                load_optimizer(optimizer, state)
+            else:
+                replica.pieces.load(number, state)
     if "scheduler" in states:
         for scheduler, state in zip(replica.schedulers, listed(states["scheduler"]), strict=True):
             scheduler.load_state_dict(state)

@@ -39,7 +39,8 @@ from paceline.run.step.learning_rates import LearningRates
 from paceline.run.step.out_of_memory import explain_out_of_memory
 from paceline.run.step.planner import Planner
 from paceline.run.step.record import StepRecord
-from paceline.run.step.replica import Number, Replica, Update
+from paceline.run.step.replica import Number, Replica
+from paceline.run.step.sharding import make_update
 from paceline.run.step.stopwatch import Account, stopwatch_for
 from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.buffers import Buffers
@@ -137,7 +138,7 @@ class Loop:
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         # fp16 needs the norm even if nothing is clipped.
         limit = math.inf if config.max_grad_norm is None and self.loss_scale else config.max_grad_norm
-        self.update = Update(replica, limit)
+        self.update = make_update(replica, limit, exact=config.exact)
         self._has_norm = limit is not None
         # Otherwise a GPU is idle while the host waits to know whether exact sums fit their grids.
         self._may_update_early = config.exact and world.device.type == "cuda"

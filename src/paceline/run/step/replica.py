@@ -27,6 +27,8 @@ from paceline.run.step.build import (
     share_weights,
 )
 from paceline.run.step.fused_optimizers import fuse, step_sgd
+from paceline.run.step.grad_norm import whole_norm
+from paceline.run.step.piece_optimizers import PieceOptimizers
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # An optimizer over the parameters of an existing model, or a function from parameters to an optimizer.
@@ -65,6 +67,7 @@ class Replica:
         refuse_closures(self.optimizers)
         if fused and callable(optimizer):
             fuse(self.optimizers)
+        self.pieces: PieceOptimizers | None = None  # where the optimizers' state is divided among the workers
         self._num_parameters = _count_parameters(self.optimizers)
         self._is_stepping = False
         self._digest, self._digested, self._digested_names = 0, list[Any](), tuple[str, ...]()
@@ -130,6 +133,8 @@ class Replica:
 
     def close(self) -> None:
         """Remove the hooks from the optimizers."""
+        if self.pieces is not None:
+            self.pieces.close()
         for guard in self._guards:
             guard.remove()
 
@@ -171,6 +176,8 @@ class Replica:
         check_optimizers(self.optimizers, [*parameters.values()])
         check_modules(self.model)
         self._note_parameters(parameters)
+        if self.pieces is not None:
+            self.pieces.note_groups()
         self._num_parameters = _count_parameters(self.optimizers)
         self._check_parameters(self._device)
         return [p for p in parameters.values() if id(p) not in known]
@@ -253,11 +260,15 @@ class Number(Protocol):
 
 
 class Update:
-    """Clips the mean gradient and steps the optimizers. max_norm: None disables clipping, inf only measures."""
+    """Clips the mean gradient and steps the optimizers. max_norm: None disables clipping, inf only measures.
 
-    def __init__(self, replica: Replica, max_norm: float | None) -> None:
+    exact: the norm has the bits that it has where the gradient is divided among workers.
+    """
+
+    def __init__(self, replica: Replica, max_norm: float | None, *, exact: bool = False) -> None:
         self._replica = replica
         self._max_norm = max_norm
+        self._is_exact = exact
 
     def clip(self) -> Number | None:
         """Returns the norm before clipping."""
@@ -267,6 +278,10 @@ class Update:
         if self._max_norm is None:
             return None
         parameters = [p for p in self._replica.parameters.values() if p.grad is not None]
+        if self._is_exact:
+            norm = whole_norm([p.grad for p in parameters if p.grad is not None])
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, norm)
+            return norm
         return torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
 
     def step(self) -> None:

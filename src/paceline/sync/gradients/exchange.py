@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,7 +17,7 @@ from paceline.plan.predict import BUCKET_BYTES, GPU_BUCKET_BYTES
 from paceline.plan.shares import Plan, owner
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.grids import Grids
-from paceline.sync.gradients.layout import cut_into_buckets
+from paceline.sync.gradients.layout import BucketLayout, cut_into_buckets, sum_dtype
 from paceline.sync.gradients.sums import ExactSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.numbers import SILENCE, WorkerMessage
@@ -31,6 +30,7 @@ WITHOUT_WEIGHT = 2.0**-10
 # Give up on a step that does not fit its grids after this many repetitions.
 MAX_REPETITIONS = 8
 _gradient = attrgetter("grad")
+Sums: TypeAlias = ExactSums | PlainSums
 
 
 class MeanGradients:
@@ -76,11 +76,9 @@ class MeanGradients:
         is_alone = world.size == 1
         self._pending: list[Pending] = []
         self._was_left_exchanging = False
-        usual_bytes = GPU_BUCKET_BYTES if world.device.type == "cuda" else BUCKET_BYTES
-        bucket_bytes = self._bucket_bytes or (math.inf if is_alone else usual_bytes)
-        layouts = cut_into_buckets(parameters, bucket_bytes)
-        self._names = [name for layout in layouts for name in layout.names]
-        self._parameters = [parameter for layout in layouts for parameter in layout.parameters]
+        layouts = self._cut(parameters)
+        ordered = {name: parameters[name] for layout in layouts for name in layout.names}
+        self._names, self._parameters = list(ordered), list(ordered.values())
         self._grids = Grids([*self._names, *buffers.names_of_statistics] if self._is_exact else [])
         self._grids.load(self._grid_state)
         numbers = Layout(
@@ -91,10 +89,7 @@ class MeanGradients:
             len(self._names),
             buffers.num_unmanaged,
         )
-        tails = [0] * (len(layouts) - 1) + [buffers.numel + numbers.total]
-        kind = ExactSums if self._is_exact else partial(PlainSums, is_one_term=self._is_one_term)
-        self._sums = [kind(layout, self._communicator, tail) for layout, tail in zip(layouts, tails, strict=True)]
-        space = self._sums[-1].tail
+        space = self._make_sums(buffers.numel + numbers.total)
         self._writer = StepNumbersWriter(numbers, space[buffers.numel :], world.rank)
         self._buffers = buffers
         self._has_buffers = bool(buffers.numel or buffers.num_unmanaged)
@@ -103,7 +98,9 @@ class MeanGradients:
         self._watch = GradientWatch(self._names, self._parameters)
         self._fired = [0] * len(self._names)  # gradients that each parameter got in this micro-batch
         self._expected = [0] * len(self._names)  # the largest number in any micro-batch so far
-        self._bucket_of = [number for number, layout in enumerate(layouts) for _ in layout.names]
+        # A parameter may continue in the next bucket.
+        first_of = {name: number for number, layout in reversed([*enumerate(layouts)]) for name in layout.names}
+        self._bucket_of = [first_of[name] for name in self._names]
         if self._overlap and not is_alone and len(layouts) > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._hook(index))
@@ -114,6 +111,33 @@ class MeanGradients:
         self._num_untold = 0
         # By bucket: the micro-batches whose peaks are not in the step's numbers yet.
         self._with_peaks: dict[ExactSums, list[int]] = {}
+
+    def _cut(self, parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
+        world = self._communicator.world
+        usual_bytes = GPU_BUCKET_BYTES if world.device.type == "cuda" else BUCKET_BYTES
+        self._layouts = cut_into_buckets(
+            parameters, self._bucket_bytes or (math.inf if world.size == 1 else usual_bytes)
+        )
+        return self._layouts
+
+    def _make_sums(self, tail_numel: int) -> torch.Tensor:
+        """Make the sums of all buckets. Returns the space for other numbers, at the end of the last one."""
+        tails = [0] * (len(self._layouts) - 1) + [tail_numel]
+        self._sums: list[Sums] = [
+            self._sums_in(layout, self._communicator.empty(layout.numel + tail, self._dtype_of(layout), layout.device))
+            for layout, tail in zip(self._layouts, tails, strict=True)
+        ]
+        return self._sums[-1].flat[self._layouts[-1].numel :]
+
+    def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
+        flat.zero_()
+        return ExactSums(layout, flat) if self._is_exact else PlainSums(layout, flat, is_one_term=self._is_one_term)
+
+    def _all_sums(self) -> Sequence[Sums]:
+        return self._sums
+
+    def _dtype_of(self, layout: BucketLayout) -> torch.dtype:
+        return torch.float64 if self._is_exact else sum_dtype(layout.parameters)
 
     @property
     def hooks_per_parameter(self) -> int:
@@ -199,12 +223,18 @@ class MeanGradients:
         changed = self._buffers.changed_unmanaged() if self._has_buffers else ()
         self._writer.write(message, self._used, changed, num_untold=self._num_untold)
         for sums in self._sums[len(self._pending) :]:
-            self._pending.append(self._communicator.all_reduce(sums.flat))
+            self._pending.append(self._start(sums))
 
-    def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> StepNumbers | None:
+    def _start(self, sums: Sums) -> Pending:
+        return self._communicator.all_reduce(sums.flat)
+
+    def _wait(self) -> None:
         for pending in self._pending:
             pending.wait()
         self._pending = []
+
+    def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> StepNumbers | None:
+        self._wait()
         numbers = self._writer.numbers()
         # Before the peaks are read: a GPU is busy with this while the host waits for them.
         self._publish(numbers)
@@ -253,7 +283,7 @@ class MeanGradients:
 
     # Sums
 
-    def _add(self, sums: ExactSums | PlainSums, gradients: list[torch.Tensor | None]) -> None:
+    def _add(self, sums: Sums, gradients: list[torch.Tensor | None]) -> None:
         sums.add(gradients, self._factor, first=self._is_first)
         if isinstance(sums, ExactSums):
             numbers = [*self._with_peaks.get(sums, ()), self._number]
@@ -291,16 +321,20 @@ class MeanGradients:
         self._used = [used if gradient is None else max(used, use) for used, gradient in pairs]
 
     def _publish(self, numbers: StepNumbers) -> None:
-        # Only for parameters that this worker did not use must the host read the exchanged numbers.
-        used: Sequence[bool] = [True] * len(self._used)
-        if min(self._used) < 1:
-            least = 0.0 if numbers.total_weight else 1 - WITHOUT_WEIGHT
-            used = [count > least for count in numbers.used]
+        used = self._used_by_all(numbers)
         divisor = self._writer.total_weight() if self._must_divide else None
         for sums in self._sums:
             pairs = zip(sums.layout.parameters, sums.means(divisor), used[sums.layout.slice], strict=True)
             for parameter, mean, is_used in pairs:
                 parameter.grad = mean if is_used else None
+
+    def _used_by_all(self, numbers: StepNumbers) -> Sequence[bool]:
+        """By parameter: whether any micro-batch of the step used it."""
+        # Only for parameters that this worker did not use must the host read the exchanged numbers.
+        if min(self._used) == 1:
+            return [True] * len(self._used)
+        least = 0.0 if numbers.total_weight else 1 - WITHOUT_WEIGHT
+        return [count > least for count in numbers.used]
 
     # Buckets that leave during backward
 
@@ -333,11 +367,11 @@ class MeanGradients:
             own = sums.layout.slice
             if not all(0 < n <= fired for n, fired in zip(self._expected[own], self._fired[own], strict=True)):
                 return
-            gradients = list(map(_gradient, sums.layout.parameters))
+            gradients = list(map(_gradient, self._parameters[own]))
             self._refuse(sums.layout.first, gradients)
             self._add(sums, gradients)
             try:
-                self._pending.append(self._communicator.all_reduce(sums.flat))
+                self._pending.append(self._start(sums))
             except (CommunicationError, GenerationEnded) as error:
                 # Not inside the user's backward(): raised by `finish`, where the loop can go on without a lost worker.
                 self._pending.append(Failed(error))
@@ -351,12 +385,16 @@ class MeanGradients:
         if gradients and self._number == 0 and self._factor:
             for sums in self._sums:
                 assert isinstance(sums, ExactSums)
-                peaks[sums.layout.slice] = sums.peaks_of(gradients[sums.layout.slice], self._factor)
+                own = peaks[sums.layout.slice]
+                torch.maximum(own, self._peaks_of(sums, gradients[sums.layout.slice]), out=own)
             if change is not None:
                 peaks[len(self._names) :] = self._buffers.peaks_of(change)
         self._communicator.all_reduce(peaks).wait()
         self._grids.calibrate(peaks.cpu().numpy(), self._plan[-1].stop)
         self._set_anchors()
+
+    def _peaks_of(self, sums: ExactSums, gradients: list[torch.Tensor | None]) -> torch.Tensor:
+        return sums.peaks_of(gradients, self._factor)
 
     def _misfit(self) -> torch.Tensor:
         """On the device: 1.0 if some sum left its grid, as `Grids.fit` judges on the host."""
@@ -389,7 +427,7 @@ class MeanGradients:
         if not self._is_exact:
             return
         anchors = self._grids.anchors
-        for sums in self._sums:
+        for sums in self._all_sums():
             assert isinstance(sums, ExactSums)
             sums.set_anchors(anchors[sums.layout.slice])
         self._buffers.set_anchors(anchors[len(self._names) :])

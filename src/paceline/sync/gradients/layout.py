@@ -49,6 +49,12 @@ class BucketLayout:
             for p, offset in zip(self.parameters, self._offsets, strict=True)
         ]
 
+    def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a flat buffer between the parameters."""
+        ends = [*self._offsets[1:], self.numel]
+        starts = [offset + p.numel() for offset, p in zip(self._offsets, self.parameters, strict=True)]
+        return [flat[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
+
     def peaks(self, peak_of_part: np.ndarray, first_parts: np.ndarray | None = None) -> np.ndarray:
         """Each parameter's maximum over its parts, which are the last dimension; NaN if there is a NaN.
 

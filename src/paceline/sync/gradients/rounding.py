@@ -24,6 +24,21 @@ CPU_PEAKS = 8
 _GPU_ROWS = 32  # blocks per program of the kernel
 
 
+def _scratch() -> torch.Tensor:
+    return torch.empty(CPU_BLOCKS, BLOCK_NUMEL, dtype=torch.float64)
+
+
+class Workspace:
+    """Memory that the sums of several buckets share, if only one of them is added to at a time.
+
+    gradients: room for the gradients of the largest of these buckets.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.gradients = torch.zeros(numel, dtype=dtype, device=device)
+        self.scratch = _scratch() if device.type == "cpu" else torch.empty(0, dtype=torch.float64)
+
+
 class RoundedAddition:
     """total += round(weight * gradient) over the flat buffers of one bucket, each block on its parameter's grid.
 
@@ -31,7 +46,9 @@ class RoundedAddition:
     be called after `capacity` of them.
     """
 
-    def __init__(self, layout: BucketLayout, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    def __init__(
+        self, layout: BucketLayout, gradient: torch.Tensor, total: torch.Tensor, workspace: Workspace | None = None
+    ) -> None:
         self._layout = layout
         self._gradient = gradient.view(-1, BLOCK_NUMEL)
         self._total = total.view(-1, BLOCK_NUMEL)
@@ -40,10 +57,10 @@ class RoundedAddition:
         self._weights: list[float] = []  # of the calls whose peaks were not taken yet
         self._kernel = _kernel_on(layout.device)
         self._owners = torch.from_numpy(layout.owner_of_block.astype(np.int32)).to(layout.device)
-        self.capacity = CPU_PEAKS if layout.device.type == "cpu" else 1
+        self.capacity = CPU_PEAKS if layout.device.type == "cpu" and workspace is None else 1
         if layout.device.type == "cpu":
             self._anchor_of_block = torch.ones(layout.num_blocks, 1, dtype=torch.float64)
-            scratch = torch.empty(CPU_BLOCKS, BLOCK_NUMEL, dtype=torch.float64)
+            scratch = _scratch() if workspace is None else workspace.scratch
             whole = self._gradient, self._total, self._anchor_of_block
             chunks = zip(*(each.split(CPU_BLOCKS) for each in whole), strict=True)
             self._chunks = [(*chunk, scratch[: len(chunk[0])]) for chunk in chunks]

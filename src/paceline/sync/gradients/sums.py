@@ -13,9 +13,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from paceline.comm.base import Communicator
-from paceline.sync.gradients.layout import BucketLayout, sum_dtype
-from paceline.sync.gradients.rounding import RoundedAddition
+from paceline.sync.gradients.layout import BucketLayout
+from paceline.sync.gradients.rounding import RoundedAddition, Workspace
 
 SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
 
@@ -23,17 +22,16 @@ SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
 class PlainSums:
     """Sums in the parameters' own precision, float32 at least. `flat` is exchanged; its end, `tail`, has other numbers.
 
-    is_one_term: exact mode with one micro-batch per step. Turns -0.0 into 0.0, as adding the zeros of other workers
-    does.
+    flat: zeros, of `sum_dtype`. is_one_term: exact mode with one micro-batch per step. Turns -0.0 into 0.0, as adding
+    the zeros of other workers does.
     """
 
-    def __init__(
-        self, layout: BucketLayout, communicator: Communicator, tail_numel: int, *, is_one_term: bool = False
-    ) -> None:
+    def __init__(self, layout: BucketLayout, flat: torch.Tensor, *, is_one_term: bool = False) -> None:
         self._is_one_term = is_one_term
         self.layout = layout
-        self.flat = communicator.empty(layout.numel + tail_numel, sum_dtype(layout.parameters), layout.device).zero_()
+        self.flat = flat
         self.tail = self.flat[layout.numel :]
+        self.gaps: list[torch.Tensor] = []  # between parameters, if something else may be left there
         self._payload = self.flat[: layout.numel]
         self._views = layout.views(self.flat)
         # The same memory: NumPy multiplies small arrays in a quarter of torch's time.
@@ -49,6 +47,8 @@ class PlainSums:
             torch._foreach_add_(views, present, alpha=weight)
             return
         torch._foreach_copy_(views, present)
+        if self.gaps:
+            torch._foreach_zero_(self.gaps)
         if weight == 1.0:
             return
         if self._small is None:
@@ -75,17 +75,25 @@ class PlainSums:
 
 
 class ExactSums:
-    """Float64 sums on grids, independent of the order of the additions and of their division among workers."""
+    """Float64 sums on grids, independent of the order of the additions and of their division among workers.
 
-    def __init__(self, layout: BucketLayout, communicator: Communicator, tail_numel: int) -> None:
+    flat: float64 zeros. workspace: shared with other sums; without one, the sums have their own.
+    """
+
+    def __init__(self, layout: BucketLayout, flat: torch.Tensor, workspace: Workspace | None = None) -> None:
         self.layout = layout
-        self.flat = communicator.empty(layout.numel + tail_numel, torch.float64, layout.device).zero_()
+        self.flat = flat
         self.tail = self.flat[layout.numel :]
         self._payload = self.flat[: layout.numel]
         # In the parameters' dtype: the gradients of a micro-batch while they are added, and finally the means.
-        self._own = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+        self._own = (
+            torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+            if workspace is None
+            else workspace.gradients[: layout.numel]
+        )
+        self._gaps = [] if workspace is None else layout.gaps(self._own)
         self._views = layout.views(self._own)
-        self._rounded = RoundedAddition(layout, self._own, self._payload)
+        self._rounded = RoundedAddition(layout, self._own, self._payload, workspace)
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The anchors of the grids, one per parameter of the bucket."""
@@ -118,6 +126,8 @@ class ExactSums:
         return self._views
 
     def _collect(self, gradients: list[torch.Tensor | None]) -> None:
+        if self._gaps:  # they have what another bucket left there
+            torch._foreach_zero_(self._gaps)
         views, present = _present(self._views, gradients, clear_missing=True)
         if present:
             torch._foreach_copy_(views, present)

@@ -1,0 +1,245 @@
+"""Mean gradients of which each worker gets its own pieces only.
+
+A bucket is added up on its owner as soon as it is complete. Beside its own sums a worker needs memory for the buckets
+in flight; with several micro-batches per step also for its own sum of them, unless each micro-batch is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.comm.base import Pending
+from paceline.plan.memory import NUM_SLOTS
+from paceline.plan.shares import Plan
+from paceline.sync.gradients.exchange import MeanGradients, Sums
+from paceline.sync.gradients.layout import BucketLayout
+from paceline.sync.gradients.rounding import Workspace
+from paceline.sync.gradients.shards import Bucket, Shards
+from paceline.sync.gradients.sums import ExactSums, PlainSums
+from paceline.sync.numbers import SILENCE, WorkerMessage
+from paceline.sync.step_numbers import StepNumbers
+
+
+class _InFlight(NamedTuple):
+    bucket: Bucket
+    pending: Pending
+    is_first: bool  # of the step's exchanges of this bucket
+
+
+class ShardedGradients(MeanGradients):
+    """After `finish`, the pieces that this worker owns have their mean gradient as `.grad`. Parameters have none.
+
+    every_micro_batch: exchange each micro-batch, instead of adding up a worker's own ones first. It needs less memory
+    and exchanges more.
+    """
+
+    def __init__(self, *args: Any, shards: Shards, every_micro_batch: bool = False, **settings: Any) -> None:
+        self._shards = shards
+        self._every_micro_batch = every_micro_batch
+        self._in_flight: deque[_InFlight] = deque()
+        self._sent: list[int] = []  # parameters whose gradient was sent and dropped during backward
+        super().__init__(*args, **settings)
+
+    # The layout
+
+    def _cut(self, parameters: Mapping[str, torch.Tensor]) -> list[BucketLayout]:
+        self._shards.train(parameters)
+        return [bucket.layout for bucket in self._shards.buckets]
+
+    def _make_sums(self, tail_numel: int) -> torch.Tensor:
+        buckets, rank = self._shards.buckets, self._communicator.world.rank
+        self._bucket_by_layout = {id(bucket.layout): bucket for bucket in buckets}
+        largest = max(bucket.layout.numel for bucket in buckets)
+        dtypes = {bucket.layout.dtype for bucket in buckets}
+        device = self._communicator.world.device
+        self._workspaces = {dtype: Workspace(largest, dtype, device) for dtype in dtypes} if self._is_exact else {}
+        self._sums = [
+            self._sums_in(bucket.layout, self._shards.slot(bucket, self._dtype_of(bucket.layout))) for bucket in buckets
+        ]
+        self._local: dict[int, Sums] = {}  # this worker's own sums of several micro-batches, by bucket
+        own = [bucket for bucket in buckets if bucket.owner == rank]
+        self._owned = {
+            bucket.number: _OwnSums(
+                bucket.layout, self._dtype_of(bucket.layout), self._shards.update_dtype(bucket.layout.dtype)
+            )
+            for bucket in own
+        }
+        self._numbers_space = self._communicator.empty(tail_numel, self._dtype_of(buckets[-1].layout), device).zero_()
+        return self._numbers_space
+
+    def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
+        if self._is_exact:
+            return ExactSums(layout, flat.zero_(), self._workspaces[layout.dtype])
+        sums = PlainSums(layout, flat.zero_(), is_one_term=self._is_one_term)
+        if self._is_one_term:  # whose largest number is looked for
+            sums.gaps = layout.gaps(flat)
+        return sums
+
+    # A step
+
+    def begin_step(self, plan: Plan, **weights: Any) -> None:
+        super().begin_step(plan, **weights)
+        self._num_rounds = max(len(share) for share in plan) if self._every_micro_batch else 1
+        self._num_done = 0  # rounds
+
+    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
+        self._is_sent_now = is_last or self._every_micro_batch
+        super().begin_micro_batch(number, weight, is_last=self._is_sent_now)
+
+        self._sent = []
+
+    def _send_complete(self) -> None:
+        before = len(self._pending)
+        super()._send_complete()
+        # A gradient that is gone before the others are computed costs no memory. After a bare loss.backward() it stays:
+        # there is a check that nobody has changed it.
+        if len(self._pending) > before and not self._watch.hooks_per_parameter:
+            next_bucket = self._sums[len(self._pending)].layout.slice
+            for index in range(self._sums[before].layout.slice.start, next_bucket.start):
+                self._parameters[index].grad = None
+                self._sent.append(index)
+
+    def has_gradient(self) -> bool:
+        return bool(self._sent) or super().has_gradient()
+
+    def end_micro_batch(self, loss: torch.Tensor | None) -> None:
+        super().end_micro_batch(loss)
+        for index in self._sent:
+            self._used[index] = 1.0
+        if self._every_micro_batch:
+            self._end_round()
+
+    def send(self, message: WorkerMessage = SILENCE) -> None:
+        if not self._is_calibrated:
+            self._calibrate([], None)
+        while self._num_done < self._num_rounds:  # other workers have more micro-batches, or this one has no weight
+            self._end_round()
+        changed = self._buffers.changed_unmanaged() if self._has_buffers else ()
+        self._writer.write(message, self._used, changed, num_untold=self._num_untold)
+        self._sent_numbers = self._communicator.all_reduce(self._numbers_space)
+
+    def _end_round(self) -> None:
+        """Send what was not sent yet."""
+        for sums in self._sums[len(self._pending) :]:
+            bucket = self._bucket_of_sums(sums)
+            self._free_slot(bucket)
+            local = self._local.get(bucket.number)
+            if local is None or self._is_first or self._every_micro_batch:
+                sums.flat.zero_()
+            else:
+                sums.flat.copy_(local.flat)
+            self._pending.append(self._start(sums))
+        self._pending.clear()
+        self._num_done += 1
+
+    def _wait(self) -> None:
+        while self._in_flight:
+            self._land(self._in_flight.popleft())
+        self._sent_numbers.wait()
+
+    def abandon(self) -> None:
+        is_exchanging = bool(self._in_flight)
+        super().abandon()
+        self._was_left_exchanging |= is_exchanging
+
+    def complete(self) -> None:
+        super().complete()
+        for bucket in self._shards.buckets:
+            if bucket.number in self._owned:
+                for piece in bucket.layout.parameters:
+                    self._shards.updated(piece).grad = None
+
+    def _publish(self, numbers: StepNumbers) -> None:
+        used = self._used_by_all(numbers)
+        self._shards.used = {id(p) for p, is_used in zip(self._parameters, used, strict=True) if is_used}
+        divisor = self._writer.total_weight() if self._must_divide else None
+        super().complete()
+        for bucket in self._shards.buckets:
+            if (owned := self._owned.get(bucket.number)) is not None:
+                means = owned.means(divisor, is_one_term=self._is_one_term)
+                for piece, mean, is_used in zip(
+                    bucket.layout.parameters, means, used[bucket.layout.slice], strict=True
+                ):
+                    self._shards.updated(piece).grad = mean if is_used else None
+
+    # Buckets
+
+    def _bucket_of_sums(self, sums: Sums) -> Bucket:
+        return self._bucket_by_layout[id(sums.layout)]
+
+    def _add(self, sums: Sums, gradients: list[torch.Tensor | None]) -> None:
+        bucket = self._bucket_of_sums(sums)
+        pieces = bucket.pieces_of(gradients, self._parameters[bucket.layout.slice])
+        is_direct = self._every_micro_batch or (self._is_sent_now and self._is_first)
+        if is_direct:
+            self._free_slot(bucket)
+            target, is_first = sums, True
+        else:
+            target, is_first = self._local_sums(bucket), self._is_first
+        was_first, self._is_first = self._is_first, is_first
+        try:
+            super()._add(target, pieces)
+        finally:
+            self._is_first = was_first
+        if self._is_sent_now:
+            if target is not sums:
+                self._free_slot(bucket)
+                sums.flat.copy_(target.flat)
+            if not self._may_send:  # else the caller does it
+                self._pending.append(self._start(sums))
+
+    def _local_sums(self, bucket: Bucket) -> Sums:
+        if bucket.number not in self._local:
+            layout = bucket.layout
+            flat = torch.zeros(layout.numel, dtype=self._dtype_of(layout), device=layout.device)
+            self._local[bucket.number] = self._sums_in(layout, flat)
+            self._set_anchors()
+        return self._local[bucket.number]
+
+    def _peaks_of(self, sums: ExactSums, gradients: list[torch.Tensor | None]) -> torch.Tensor:
+        bucket = self._bucket_of_sums(sums)
+        return super()._peaks_of(sums, bucket.pieces_of(gradients, self._parameters[bucket.layout.slice]))
+
+    def _all_sums(self) -> list[Sums]:
+        return [*self._sums, *self._local.values()]
+
+    def _start(self, sums: Sums) -> Pending:
+        bucket = self._bucket_of_sums(sums)
+        pending = self._communicator.reduce(sums.flat, bucket.owner)
+        self._in_flight.append(_InFlight(bucket, pending, self._num_done == 0))
+        return pending
+
+    def _free_slot(self, bucket: Bucket) -> None:
+        """Wait until the bucket's slot is free. Slots are used in turns, so the oldest exchange has it."""
+        slot = bucket.number % NUM_SLOTS
+        while any(each.bucket.number % NUM_SLOTS == slot for each in self._in_flight):
+            self._land(self._in_flight.popleft())
+
+    def _land(self, arrived: _InFlight) -> None:
+        arrived.pending.wait()
+        if (owned := self._owned.get(arrived.bucket.number)) is not None:
+            sums = self._sums[arrived.bucket.number].flat
+            owned.total.copy_(sums) if arrived.is_first else owned.total.add_(sums)
+
+
+class _OwnSums:
+    """The sums over all workers of a bucket that this worker owns, and their means in `mean_dtype`."""
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, mean_dtype: torch.dtype) -> None:
+        self.total = torch.zeros(layout.numel, dtype=dtype, device=layout.device)
+        is_same = mean_dtype == dtype
+        self._means = self.total if is_same else torch.zeros(layout.numel, dtype=mean_dtype, device=layout.device)
+        self._views = layout.views(self._means)
+
+    def means(self, divisor: torch.Tensor | None, *, is_one_term: bool) -> list[torch.Tensor]:
+        if divisor is not None:
+            self.total.div_(divisor)
+        if is_one_term:
+            self.total.add_(0.0)  # turns -0.0 into 0.0
+        if self._means is not self.total:
+            self._means.copy_(self.total)
+        return self._views

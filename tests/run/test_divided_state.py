@@ -1,0 +1,433 @@
+"""The optimizer's state divided among the workers: the same bits as undivided, in exact mode."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grouping import grouped
+from models import digest, mlp, tokens, vectors
+from scenarios import SCENARIOS
+from torch import nn
+from torch.nn import functional
+from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.checkpoint.reader import checkpoint_at
+from paceline.errors import MisuseError
+from paceline.plan import sharding
+
+SEGMENT_NUMEL = 256  # small, so that the parameters of small models are cut too
+
+
+def train(name: str, *, shard: str | None = None, **settings: Any) -> tuple[str, list[float]]:
+    """A digest of the weights after one epoch, and the losses."""
+    scenario = SCENARIOS[name]
+    settings = {"exact": True, "global_batch": 32, "micro_batch": 4, **settings}
+    before, sharding.SEGMENT_NUMEL = sharding.SEGMENT_NUMEL, SEGMENT_NUMEL
+    try:
+        with pl.Trainer.setup(
+            scenario.build,
+            scenario.optimizer,
+            data=scenario.data,
+            scheduler=scenario.scheduler,
+            max_grad_norm=scenario.max_grad_norm,
+            seed=7,
+            **grouped(**{"shard": shard, **settings} if shard else settings),
+        ) as trainer:
+            losses: list[float] = []
+            trainer.every(1, lambda record: losses.append(record.loss))
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    with trainer.autocast():
+                        loss = scenario.loss(trainer.model, batch)
+                    trainer.backward(loss)
+                    trainer.step()
+            return digest(trainer.model.state_dict()), losses
+    finally:
+        sharding.SEGMENT_NUMEL = before
+
+
+@cache
+def whole(name: str) -> tuple[str, list[float]]:
+    return train(name)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_same_bits_on_any_number_of_workers(name: str, shard: str, pool: WorkerPool) -> None:
+    reference = whole(name)
+    for shares, shard_by in [([4, 4], "equal"), ([1, 5, 2], (1, 3, 0)), ([2, 2, 2, 2], (4, 3, 2, 1))]:
+
+        def divided(shares: Any = shares, shard_by: Any = shard_by) -> Any:
+            return train(name, shard=shard, shard_by=shard_by, shares=shares)
+
+        assert pool.run(divided, len(shares)) == [reference] * len(shares), shares
+
+
+class Odd(nn.Module):
+    """Tied, frozen, empty, scalar, unused and channels-last parameters, in two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 24)
+        self.conv = nn.Conv2d(3, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.first = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(()))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.unused = nn.Parameter(torch.ones(300))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        picture = self.conv(x[:, :3, :].unflatten(2, (4, 6)))
+        x = self.frozen(torch.tanh(self.first(x))) * self.scale + picture.mean() + self.empty.sum()
+        return functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def in_groups(optimizer: Any) -> Any:
+    """Vectors without weight decay, and a rate of their own."""
+
+    def make(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        matrices = [p for p in parameters if p.ndim > 1]
+        vectors = [p for p in parameters if p.ndim <= 1]
+        return optimizer([{"params": matrices}, {"params": vectors, "lr": 3e-3}])
+
+    return make
+
+
+def muon_and_adam(parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in parameters if p.ndim == 2 and p.numel()]
+    others = [p for p in parameters if p.ndim != 2 or not p.numel()]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-3)]
+
+
+OPTIMIZERS = {
+    "SGD": in_groups(lambda groups: torch.optim.SGD(groups, lr=1e-2)),
+    "momentum": in_groups(lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9, nesterov=True)),
+    "Adam": in_groups(lambda groups: torch.optim.Adam(groups, lr=1e-2, amsgrad=True)),
+    "AdamW": in_groups(lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)),
+    "RMSprop": in_groups(lambda groups: torch.optim.RMSprop(groups, lr=1e-3, momentum=0.5, centered=True)),
+    "Adagrad": in_groups(lambda groups: torch.optim.Adagrad(groups, lr=1e-2, initial_accumulator_value=0.1)),
+    "Adadelta": in_groups(lambda groups: torch.optim.Adadelta(groups, lr=0.5)),
+    "Adamax": in_groups(lambda groups: torch.optim.Adamax(groups, lr=1e-2)),
+    "NAdam": in_groups(lambda groups: torch.optim.NAdam(groups, lr=1e-2)),
+    "RAdam": in_groups(lambda groups: torch.optim.RAdam(groups, lr=1e-2)),
+    "ASGD": in_groups(lambda groups: torch.optim.ASGD(groups, lr=1e-2)),
+    "Rprop": in_groups(lambda groups: torch.optim.Rprop(groups, lr=1e-3)),
+    "Adafactor": in_groups(lambda groups: torch.optim.Adafactor(groups, lr=1e-2)),
+    "Muon": muon_and_adam,
+}
+
+
+def train_odd(optimizer: Any, steps: int = 6, folder: Any = None, **settings: Any) -> str:
+    """A digest of the weights and of the averaged weights."""
+    before, sharding.SEGMENT_NUMEL = sharding.SEGMENT_NUMEL, SEGMENT_NUMEL
+    settings = {"max_grad_norm": 0.5, "exact": True, "ema": 0.9, **settings}
+    if folder is not None:
+        settings["checkpoints"] = pl.Checkpoints(folder, every_steps=3)
+    try:
+        with pl.Trainer.setup(
+            Odd, optimizer, data=tokens(64, vocabulary=40), global_batch=8, micro_batch=2, **grouped(**settings)
+        ) as trainer:
+            for epoch in trainer.epochs(max_steps=steps):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch))
+                    trainer.step()
+            with trainer.ema_weights():
+                averages = digest(trainer.model.state_dict())
+            return digest(trainer.model.state_dict()) + averages
+    finally:
+        sharding.SEGMENT_NUMEL = before
+
+
+def test_every_optimizer_has_the_bits_of_the_whole_one(pool: WorkerPool) -> None:
+    def all_of_them(**settings: Any) -> dict[str, str]:
+        return {name: train_odd(optimizer, **settings) for name, optimizer in OPTIMIZERS.items()}
+
+    reference = all_of_them()
+    assert len(set(reference.values())) == len(reference)
+    for size, shard_by in ((2, "auto"), (3, (2, 0, 1))):
+
+        def divided(shard_by: Any = shard_by) -> dict[str, str]:
+            return all_of_them(shard="optimizer", shard_by=shard_by)
+
+        for found in pool.run(divided, size):
+            assert found == reference
+
+
+def test_one_term_sums_and_token_weights_have_the_same_bits(pool: WorkerPool) -> None:
+    def both(**settings: Any) -> list[str]:
+        make = OPTIMIZERS["AdamW"]
+        weighted = train_odd(make, weight_fn=lambda batch: int((batch > 20).sum()), **settings)
+        return [train_odd(make, micro_batch=8, **settings), weighted]
+
+    def train_odd(make: Any, micro_batch: int = 2, **settings: Any) -> str:
+        before, sharding.SEGMENT_NUMEL = sharding.SEGMENT_NUMEL, SEGMENT_NUMEL
+        try:
+            with pl.Trainer.setup(
+                Odd,
+                make,
+                data=tokens(40, vocabulary=40),
+                global_batch=8,
+                micro_batch=micro_batch,
+                exact=True,
+                **grouped(**settings),
+            ) as trainer:
+                for epoch in trainer.epochs(1):
+                    for batch in epoch:
+                        trainer.backward(trainer.model(batch))
+                        trainer.step()
+                return digest(trainer.model.state_dict())
+        finally:
+            sharding.SEGMENT_NUMEL = before
+
+    reference = both()
+    for shard in ("optimizer", "gradients"):
+        assert pool.run(lambda shard=shard: both(shard=shard), 2) == [reference] * 2
+
+
+def test_saved_and_resumed_on_other_numbers_of_workers_divided_and_whole(pool: WorkerPool, tmp_path: Path) -> None:
+    for name in ("AdamW", "Muon", "Adagrad"):
+        make, folder = OPTIMIZERS[name], str(tmp_path / name)
+
+        def go_on(steps: int, make: Any = make, folder: str = folder, **settings: Any) -> str:
+            return train_odd(make, steps, folder, **settings)
+
+        reference = train_odd(make, 15)
+        pool.run(lambda go_on=go_on: go_on(3, shard="optimizer", shard_by=(1, 3)), 2)
+        pool.run(lambda go_on=go_on: go_on(6, shard="gradients"), 3)
+        go_on(9)
+        pool.run(lambda go_on=go_on: go_on(12, shard="optimizer"), 2)
+        assert pool.run(lambda go_on=go_on: go_on(15), 2) == [reference] * 2, name
+
+
+def test_the_files_of_a_divided_state_are_those_of_a_whole_one(pool: WorkerPool, tmp_path: Path) -> None:
+    make = OPTIMIZERS["AdamW"]
+    train_odd(make, 3, str(tmp_path / "whole"))
+    pool.run(lambda: train_odd(make, 3, str(tmp_path / "divided"), shard="optimizer"), 2)
+    saved = [checkpoint_at(tmp_path / name).load("optimizer") for name in ("whole", "divided")]
+    assert digest(saved[0]) == digest(saved[1])
+
+
+def grow(**settings: Any) -> str:
+    """Unfreezes, freezes and adds parameters between steps."""
+    before, sharding.SEGMENT_NUMEL = sharding.SEGMENT_NUMEL, SEGMENT_NUMEL
+    try:
+        with pl.Trainer.setup(
+            Odd,
+            lambda p: torch.optim.AdamW([each for each in p if each.shape != (300,)], lr=1e-2),
+            data=tokens(64, vocabulary=40),
+            global_batch=8,
+            micro_batch=2,
+            exact=True,
+            **grouped(**settings),
+        ) as trainer:
+
+            def change(record: Any) -> None:
+                model: Any = trainer.model
+                if record.step == 2:
+                    model.frozen.requires_grad_(True)
+                    trainer.optimizer.add_param_group({"params": list(model.frozen.parameters())})
+                if record.step == 4:
+                    model.first.requires_grad_(False)
+                if record.step == 6:
+                    model.first.requires_grad_(True)
+
+            trainer.every(1, change)
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch))
+                    trainer.step()
+            return digest(trainer.model.state_dict())
+    finally:
+        sharding.SEGMENT_NUMEL = before
+
+
+def test_parameters_that_are_added_frozen_and_unfrozen(pool: WorkerPool) -> None:
+    reference = grow()
+    assert pool.run(lambda: grow(shard="optimizer"), 3) == [reference] * 3
+
+
+def test_fp16_and_plain_mode(pool: WorkerPool) -> None:
+    """To rounding: plain sums depend on who adds them up."""
+
+    def plain(**settings: Any) -> list[float]:
+        losses: list[float] = []
+        with pl.Trainer.setup(
+            mlp,
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            data=vectors(64),
+            global_batch=16,
+            micro_batch=2,
+            max_grad_norm=1.0,
+            **grouped(**settings),
+        ) as trainer:
+            trainer.every(1, lambda record: losses.append(record.loss))
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    with trainer.autocast():
+                        loss = functional.cross_entropy(trainer.model(batch.x).float(), batch.y)
+                    trainer.backward(loss)
+                    trainer.step()
+        return losses
+
+    for precision in ("fp32", "fp16"):
+        reference = plain(precision=precision)
+        for shard in ("optimizer", "gradients"):
+            for losses in pool.run(lambda shard=shard, p=precision: plain(shard=shard, precision=p), 2):
+                assert losses == pytest.approx(reference, rel=1e-3), (precision, shard)
+
+
+def refusals() -> list[str]:
+    """What a divided run does not do, by the messages that say so."""
+
+    class Custom(torch.optim.SGD):
+        pass
+
+    def setup(optimizer: Any = torch.optim.AdamW, model: Any = mlp, **settings: Any) -> pl.Trainer:
+        return pl.Trainer.setup(
+            model, optimizer, data=vectors(16), global_batch=8, **grouped(**{"shard": "optimizer", **settings})
+        )
+
+    texts = []
+    for attempt in (
+        lambda: setup(lambda p: Custom(p, lr=0.1)),
+        lambda: setup(lambda p: torch.optim.LBFGS(p)),
+        lambda: setup(shard_by=(1, 2, 3)),
+        lambda: setup(strategy=pl.Averaging(every=2)),
+        lambda: setup(model=lambda: nn.Sequential(Gapped(), mlp())),
+    ):
+        with pytest.raises((ValueError, TypeError, MisuseError)) as caught:
+            attempt()
+        texts.append(str(caught.value))
+    with setup() as trainer:
+        for call in (
+            trainer.optimizer.state_dict,
+            lambda: trainer.optimizer.load_state_dict({}),
+            lambda: trainer.on_gradients(print),
+        ):
+            with pytest.raises(MisuseError) as refused:
+                call()
+            texts.append(str(refused.value))
+        trainer.model[0].weight.data = trainer.model[0].weight.data.clone()
+        with pytest.raises(MisuseError) as refused:
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
+        texts.append(str(refused.value))
+    return texts
+
+
+class Gapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(12, 2)[:, 0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_refusals_name_the_reason(pool: WorkerPool) -> None:
+    for texts in pool.run(refusals, 2):
+        expected = (
+            "the state of Custom cannot be divided among the workers: it is not known whether",
+            "closure",
+            "shard_by=[1.0, 2.0, 3.0] names 3 workers, the world has 2",
+            "shard='optimizer' needs strategy='gradients'",
+            "parameter '0.weight' has gaps or overlaps in memory",
+            "optimizer.state_dict() has no state: it is divided",
+            "optimizer.load_state_dict() cannot be used while",
+            "on_gradients() needs whole gradients",
+            "the memory of parameter '0.weight' was replaced",
+        )
+        assert len(texts) == len(expected)
+        for text, part in zip(texts, expected, strict=True):
+            assert part in text
+
+
+def test_settings_without_effect_are_refused() -> None:
+    with pytest.raises(ValueError, match="shard_by='equal' would be ignored"):
+        pl.Optimization(shard_by="equal")
+    with pytest.raises(ValueError, match="at least one worker must get a part"):
+        pl.Optimization(shard="optimizer", shard_by=(0, 0))
+
+
+def test_the_report_is_what_a_worker_holds(pool: WorkerPool) -> None:
+    """The optimizer's state, counted on both workers, is the reported one."""
+
+    def held() -> tuple[int, int, int]:
+        with pl.Trainer.setup(
+            lambda: nn.Sequential(nn.Linear(12, 400), nn.Linear(400, 400), nn.Linear(400, 4)),
+            torch.optim.AdamW,
+            data=vectors(16),
+            global_batch=8,
+            micro_batch=4,
+            optimization=pl.Optimization(shard="optimizer", shard_by=(3, 1)),
+        ) as trainer:
+            report = trainer.memory_report()
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
+            pieces: Any = trainer.run.loop.replica.pieces
+            state = [value for state in pieces._states for values in state.values() for value in values.values()]
+            return report.optimizer, sum(value.nbytes for value in state if value.ndim), report.weights
+
+    for reported, found, weights in pool.run(held, 2):
+        assert reported == found
+        assert weights == 4 * (13 * 400 + 401 * 400 + 401 * 4)
+
+
+def train_bf16(steps: int = 6, folder: Any = None, **settings: Any) -> tuple[str, list[float]]:
+    losses: list[float] = []
+    if folder is not None:
+        settings["checkpoints"] = pl.Checkpoints(folder, every_steps=3)
+    with pl.Trainer.setup(
+        lambda: mlp().bfloat16(),
+        lambda p: torch.optim.AdamW(p, lr=1e-4),
+        data=vectors(64),
+        global_batch=8,
+        micro_batch=2,
+        exact=True,
+        max_grad_norm=1.0,
+        **grouped(**{"shard": "optimizer", "master_weights": True, **settings}),
+    ) as trainer:
+        trainer.every(1, lambda record: losses.append(record.loss))
+        for epoch in trainer.epochs(max_steps=steps):
+            for batch in epoch:
+                loss = functional.cross_entropy(trainer.model(batch.x.bfloat16()).float(), batch.y)
+                trainer.backward(loss)
+                trainer.step()
+        return digest(trainer.model.state_dict()), losses
+
+
+def test_master_weights_keep_what_bf16_rounds_away(pool: WorkerPool, tmp_path: Path) -> None:
+    """A rate of 1e-4 changes no bf16 weight near 0.2 by itself: its spacing there is 1e-3."""
+    reference, losses = train_bf16(24)
+    _, without = train_bf16(24, shard=None, master_weights=False)
+    assert losses[-1] != without[-1]
+    for size in (2, 3):
+        assert pool.run(lambda: train_bf16(24), size) == [(reference, losses)] * size
+    folder = str(tmp_path)
+    pool.run(lambda: train_bf16(12, folder), 2)
+    assert train_bf16(24, folder)[0] == reference
+
+
+def test_master_weights_need_weights_of_half_precision() -> None:
+    with pytest.raises(ValueError, match="the model has none: build it in bf16"):
+        pl.Trainer.setup(
+            mlp,
+            torch.optim.AdamW,
+            data=vectors(8),
+            global_batch=8,
+            optimization=pl.Optimization(shard="optimizer", master_weights=True),
+        )
+    with pytest.raises(ValueError, match="master_weights=True needs shard='optimizer'"):
+        pl.Optimization(master_weights=True)
