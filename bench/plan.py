@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -32,15 +33,17 @@ if TYPE_CHECKING:
     from paceline.plan.predict import Device, Hardware, Prediction, Workload
     from paceline.plan.profile import Profile, StepTimes
 
+T = TypeVar("T")
+
 VOCABULARY, LENGTH = 1000, 64
 MICRO_BATCH = 4
 MODELS = {"small": (64, 2), "medium": (128, 4), "large": (256, 4)}  # width and layers of a transformer
 AVERAGE_EVERY = 8
 PROFILE_MICRO_BATCHES = 8  # per worker
-SETTLING_STEPS = {"gradients": 6, "averaging": 2 * AVERAGE_EVERY, "cadence": 6}
-LEAST_STEPS = {"gradients": 2, "averaging": AVERAGE_EVERY, "cadence": 1}
+SETTLING_STEPS = {"gradients": 5, "averaging": AVERAGE_EVERY, "cadence": 4}
+LEAST_STEPS = {"gradients": 1, "averaging": AVERAGE_EVERY, "cadence": 1}
 SIMULATED_S = 600.0
-NUM_TURNS = 5  # of a measurement, of which the median counts: a burst of other work spoils one of them
+NUM_TURNS = 4  # of a measurement, of which the median counts: a burst of other work spoils one of them
 
 
 @dataclass(frozen=True)
@@ -64,19 +67,24 @@ class Case:
     def subject(self) -> tuple[str, bool]:
         return self.model, self.exact
 
+    @property
+    def place(self) -> tuple[tuple[float, ...], float | None]:
+        """Cases of one place are run by the same processes, one after the other."""
+        return self.quotas, self.mbit
+
 
 CASES = (
     Case("small", (1, 1)),
-    Case("large"),
-    Case("large", (1, 1)),
+    Case("large", (1,), 16),
+    Case("large", (1, 1), 16),
     Case("medium", (1, 1)),
     Case("medium", (1, 1, 1)),
     Case("medium", (1, 1, 1, 1)),
-    Case("medium", (1, 0.4)),
-    Case("medium", (1, 0.7, 0.4)),
+    Case("medium", (1, 0.4), 64),  # longer steps: a quota is enforced in periods of 100 ms
+    Case("medium", (1, 0.7, 0.4), 64),
     Case("medium", (1, 1), exact=True),
     Case("medium", (1, 1), mbit=1000),
-    Case("large", (1, 1), mbit=1000),
+    Case("large", (1, 1), 16, mbit=1000),
     Case("medium", (1, 1), mbit=100),
     Case("medium", (1, 1), 8, mbit=100, strategy="averaging"),
     Case("medium", (1, 1), mbit=100, strategy="cadence"),
@@ -129,17 +137,15 @@ def places_of(case: Case) -> Iterator[Places]:
         yield Places(quotas, None if case.mbit is None else stack.enter_context(slow_link(case.mbit)))
 
 
-def profile_worker(case: Case, places: Places, num_steps: int) -> tuple[Profile, StepTimes]:
+def profile_case(case: Case, num_steps: int) -> tuple[Profile, StepTimes]:
     from paceline.run import probe
 
-    places.join()
     with trainer_of(case) as trainer:
         return probe.profile(trainer.run, trainer.step_with(trainer.model), num_steps)
 
 
-def measure_worker(case: Case, places: Places, seconds: float) -> float:
+def measure_case(case: Case, seconds: float) -> float:
     """Samples per second of all workers, once shares and cadence have settled."""
-    places.join()
     with trainer_of(case) as trainer:
         step = trainer.step_with(trainer.model)
         num_samples = 0
@@ -169,10 +175,40 @@ def measure_worker(case: Case, places: Places, seconds: float) -> float:
         return statistics.median(trained / took_s for took_s, trained in turns)
 
 
-def run_case(worker: Any, case: Case, *arguments: Any) -> Any:
-    """Rank 0's result."""
-    with places_of(case) as places:
-        return run_workers(worker, len(case.quotas), case, places, *arguments)[0]
+def work(function: Callable[[Case, Any], T], cases: Sequence[Case], places: Places, argument: Any) -> list[T]:
+    """In a worker."""
+    places.join()
+    return [function(case, argument) for case in cases]
+
+
+def run_cases(function: Callable[[Case, Any], T], cases: Sequence[Case], argument: Any) -> dict[Case, T]:
+    """Rank 0's results."""
+    results: dict[Case, T] = {}
+    for place in dict.fromkeys(case.place for case in cases):
+        own = [case for case in cases if case.place == place]
+        with places_of(own[0]) as places:
+            found = run_workers(work, len(own[0].quotas), function, own, places, argument)[0]
+        results |= dict(zip(own, found, strict=True))
+    return results
+
+
+def profiles_of(cases: Sequence[Case], num_steps: int) -> dict[tuple[str, bool], Known]:
+    """What is measured before anything is predicted, by subject."""
+    alone, pairs = dict[Case, None](), dict[Case, None]()
+    for case in cases:
+        model, exact = case.subject
+        for quota in {*case.quotas, 1.0}:
+            alone[Case(model, (quota,), PROFILE_MICRO_BATCHES, exact=exact)] = None
+        pairs[Case(model, (1.0, 1.0), 2 * PROFILE_MICRO_BATCHES, exact=exact)] = None
+    singles = run_cases(profile_case, list(alone), num_steps)
+    together = run_cases(profile_case, list(pairs), num_steps)
+    known = {}
+    for pair, (_, times) in together.items():
+        own = {case.quotas[0]: profile for case, (profile, _) in singles.items() if case.subject == pair.subject}
+        devices = {quota: replace(profile.devices[0], name=f"{quota:g}") for quota, profile in own.items()}
+        profile = replace(own[1.0], devices=tuple(devices.values()), counts=(1,) * len(devices))
+        known[pair.subject] = Known(profile.with_company(times, [devices[1.0]] * 2))
+    return known
 
 
 @dataclass(frozen=True)
@@ -180,20 +216,6 @@ class Known:
     """A subject's profile of this machine, with a device for each quota."""
 
     profile: Profile
-
-    @classmethod
-    def measured(cls, subject: tuple[str, bool], quotas: Sequence[float], num_steps: int) -> Known:
-        model, exact = subject
-        alone = []
-        for quota in quotas:
-            case = Case(model, (quota,), PROFILE_MICRO_BATCHES, exact=exact)
-            profile, _ = run_case(profile_worker, case, num_steps)
-            alone.append(replace(profile.devices[0], name=f"{quota:g}"))
-        profile = replace(profile, devices=tuple(alone))
-        pair = Case(model, (1.0, 1.0), 2 * PROFILE_MICRO_BATCHES, exact=exact)
-        _, together = run_case(profile_worker, pair, num_steps)
-        free = profile.device("1")
-        return cls(profile.with_company(together, [free, free]))
 
     def predict(self, case: Case) -> Prediction:
         from paceline.plan.predict import predict
@@ -238,22 +260,15 @@ def run(options: argparse.Namespace) -> Result:
         if reason:
             raise Unavailable(reason)
     cases = [case for case in CASES if not options.only or any(word in case.name for word in options.only)]
-    known: dict[tuple[str, bool], Known] = {}
-    for subject in dict.fromkeys(case.subject for case in cases):
-        quotas = sorted({quota for case in cases if case.subject == subject for quota in case.quotas} | {1.0})
-        known[subject] = Known.measured(subject, quotas, options.steps)
+    known = profiles_of(cases, options.steps)
     predicted = {case: known[case.subject].predict(case) for case in cases}
     measured: dict[Case, float] = {}
-    for case in cases:
-        measured[case] = run_case(measure_worker, case, options.seconds)
-        if options.verbose:
-            print(row(case, predicted[case], measured[case]), flush=True)
+    for place in dict.fromkeys(case.place for case in cases):
+        measured |= run_cases(measure_case, [case for case in cases if case.place == place], options.seconds)
+        for case, rate in measured.items():
+            if case.place == place:
+                print(f"{case.name}: {predicted[case].samples_per_s / rate:.3f}", file=sys.stderr, flush=True)
     return summary(known, predicted, measured, options)
-
-
-def row(case: Case, predicted: Prediction, measured: float) -> str:
-    ratio = predicted.samples_per_s / measured
-    return f"{case.name:<44} {predicted.samples_per_s:>9.1f} {measured:>9.1f} {ratio:>7.3f} {predicted.limit}"
 
 
 def summary(
@@ -307,4 +322,3 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured for a profile (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a measurement (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="combinations whose name has a word")
-    parser.add_argument("--verbose", action="store_true", help="print every combination when it is measured")

@@ -26,7 +26,7 @@ def trainer(global_batch: int = 8) -> pl.Trainer:
 def test_a_profile_describes_the_worker_and_predicts() -> None:
     with trainer() as trained:
         profile = trained.profile(lambda batch: trained.model(batch).square().mean(), steps=5)
-        assert trained.position.step == 5 + probe.WARMUP_STEPS
+        assert trained.position.step == probe.WARMUP_STEPS + 1 + probe.MAX_STEPS  # they are short
     (device,) = profile.devices
     subject = profile.subject
     assert (subject.model, subject.num_parameters, subject.gradient_bytes, subject.micro_batch) == ("Linear", 5, 20, 2)

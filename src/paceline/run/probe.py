@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from paceline.core.errors import MisuseError
 from paceline.observe.environment import processor_name
 from paceline.plan.predict import Device
 from paceline.plan.profile import Profile, StepTimes, Subject
+from paceline.run.evaluation.collect import gather
 from paceline.run.run import Run
 from paceline.run.saving.state import plain_model
 
 # Before the measured steps: allocations, compilation, reading ahead, the first shares.
 WARMUP_STEPS = 5
+# Steps are measured for about so long at least, but at most so many: a burst of other work must not fill all of them.
+LEAST_S, MAX_STEPS = 1.5, 30
 # A GPU's times arrive some steps late.
 GPU_LATE_STEPS = 8
 _CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -38,7 +42,7 @@ def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Pr
     readings: list[list[tuple[float, float, float, float]]] = []
     num_late = GPU_LATE_STEPS if device.type == "cuda" else 0
     _train(run, step, WARMUP_STEPS)
-    for _ in range(num_steps + num_late):
+    for _ in range(_enough(run, step, num_steps) + num_late):
         _train(run, step, 1)
         record = loop.last_record
         assert record is not None
@@ -47,6 +51,14 @@ def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Pr
     times = StepTimes.of(measured)
     cores = min(float(torch.get_num_threads()), cpu_quota()) if device.type == "cpu" else 0.0
     return _described(run, times, cores), times
+
+
+def _enough(run: Run, step: Callable[[Any], object], num_steps: int) -> int:
+    """As many steps as were asked for, and more if they are short; the same on all workers."""
+    start = perf_counter()
+    _train(run, step, 1)
+    step_s = max(gather(perf_counter() - start, run.communicator))
+    return max(num_steps, min(MAX_STEPS, round(LEAST_S / step_s)))
 
 
 def cpu_quota() -> float:

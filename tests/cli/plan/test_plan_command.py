@@ -59,7 +59,7 @@ def test_the_answer_as_json() -> None:
     assert alone["epoch_s"] == pytest.approx(6400 / alone["samples_per_s"])
     assert alone["run_cost"] == pytest.approx(10 * alone["epoch_s"] / 3600 * 2.10)
     assert alone["interval"][0] < alone["samples_per_s"] < alone["interval"][1]
-    assert usual[0]["shares"] == [10, 9, 5]
+    assert usual[0]["shares"] == [10, 10, 4]
     assert found["advice"].startswith("Use 2xA,1xB with gradients: ")
 
 
