@@ -15,6 +15,8 @@ from train_project import write_project
 from paceline.checkpoint.folders import step_folder
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
 from paceline.cli import main as command
+from paceline.plan.predict import Device
+from paceline.plan.profile import Profile, Subject
 
 # Runs commands in a process that cannot import torch; prints their exit codes.
 WITHOUT_TORCH = """
@@ -41,10 +43,14 @@ def test_commands_that_look_at_files_do_not_import_torch(runs: Path, tmp_path: P
     folder.mkdir()
     (folder / MANIFEST_NAME).write_bytes(Manifest(step=3, metrics={"loss": 0.5}).render())
     config = write_project(tmp_path / "project", "light_parts")
+    subject = Subject("Net", 10, 40, 8)
+    (tmp_path / "a.json").write_text(Profile(subject, "A", 2.0, (Device("A", 0.1),), global_batch=64).to_json())
     expected = {
         "--help": 0,
         "train --help": 0,
         "devices --help": 0,
+        "plan --help": 0,
+        f"plan --profile {tmp_path / 'a.json'} --workers 2xA": 0,
         f"config show {config} trainer.seed=3": 0,
         "completion bash": 0,
         "completion zsh": 0,

@@ -76,7 +76,7 @@ def test_the_answer_as_a_table() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workers", "2xC"], "unknown device 'C': the profiles have 'A'; did you mean"),
+        (["--workers", "2xAA"], "unknown device 'AA': the profiles have 'A' (did you mean 'A'?). Add a profile with"),
         (["--price", "C=1/h"], "unknown device 'C': the profiles have 'A'"),
         (["--add", "other.json"], "the profile of old is of another model: micro_batch 4, not 8"),
         (["--add", "a.json"], "two machines are named 'A': rename one with --add NAME=FILE"),

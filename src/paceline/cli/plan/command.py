@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from paceline.cli import commands as cli
@@ -54,13 +55,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _own_profile(options: argparse.Namespace) -> Profile:
-    from paceline.cli.plan.measure import measure, read_profile
-
     if options.profile is not None:
         if options.config is not None:
             raise CommandError("CONFIG is measured and --profile was: leave one of them out", 2)
-        profile = read_profile(str(options.profile))
+        profile = _read_profile(str(options.profile))
     else:
+        from paceline.cli.plan.measure import measure
+
         profile = measure(_project(options), options.steps)
     return profile.renamed(options.name) if options.name else profile
 
@@ -96,9 +97,7 @@ def _find(options: argparse.Namespace) -> int:
 
 
 def _situation(options: argparse.Namespace, own: Profile) -> Situation:
-    from paceline.cli.plan.measure import read_profile
-
-    others = [read_profile(text) for text in options.add]
+    others = [_read_profile(text) for text in options.add]
     check_combinable(own, others)
     known: dict[str, tuple[predict.Device, int]] = {}
     for profile in (own, *others):
@@ -113,9 +112,9 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
     for name in [*wanted, *options.price]:
         if name not in known:
             near = get_close_matches(name, known, n=1, cutoff=0.3)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise ValueError(
-                f"unknown device {name!r}: the profiles have {', '.join(map(repr, known))}{hint} Add a profile with "
+                f"unknown device {name!r}: the profiles have {', '.join(map(repr, known))}{hint}. Add a profile with "
                 "--add NAME=FILE, or give its speed with --device NAME=FACTOR"
             )
     kinds = []
@@ -125,6 +124,20 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
     hosts = {profile.host: profile.as_host for profile in (own, *others)}
     link = None if options.link is None else predict.Link.sold_as(options.link)
     return Situation(_workload(own, options.global_batch), kinds, predict.Hardware(hosts, link))
+
+
+def _read_profile(text: str) -> Profile:
+    """The profile in `[NAME=]FILE`."""
+    name, found, path = text.rpartition("=")
+    try:
+        profile = Profile.from_json(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CommandError(
+            f"there is no profile {path}: make one with `paceline plan CONFIG --out {path}`", 2
+        ) from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CommandError(f"{path}: {error}", 2) from error
+    return profile.renamed(name) if found else profile
 
 
 def _workload(own: Profile, wanted: int | None) -> predict.Workload:

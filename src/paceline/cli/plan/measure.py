@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -123,17 +122,3 @@ def _launch(work: Callable[..., T], num_workers: int, *arguments: Any) -> T:
     except (WorkerError, UserFacingError) as error:
         reason = user_facing(error)
         raise CommandError(str(reason or error), 2 if reason else 1) from error
-
-
-def read_profile(text: str) -> Profile:
-    """The profile in `[NAME=]FILE`."""
-    name, found, path = text.rpartition("=")
-    try:
-        profile = Profile.from_json(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CommandError(
-            f"there is no profile {path}: make one with `paceline plan CONFIG --out {path}`", 2
-        ) from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise CommandError(f"{path}: {error}", 2) from error
-    return profile.renamed(name) if found else profile
