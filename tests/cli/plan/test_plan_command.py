@@ -81,7 +81,7 @@ def test_the_answer_as_a_table() -> None:
         (["--add", "other.json"], "the profile of old is of another model: micro_batch 4, not 8"),
         (["--add", "a.json"], "two machines are named 'A': rename one with --add NAME=FILE"),
         (["--add", "b.json"], "hosts 'A', 'old' need a link: give its speed, such as --link 1Gbit"),
-        (["--add", "nowhere.json"], "there is no profile nowhere.json: `paceline plan CONFIG --out nowhere.json`"),
+        (["--add", "nowhere.json"], "there is no profile nowhere.json: make one with `paceline plan CONFIG --out"),
         (["--add", "broken.json"], "broken.json: it is not JSON"),
         (["--link", "fast"], "'fast': choose a speed such as 1Gbit or 100Mbit"),
         (["--workers", "0xA"], "'0xA': choose a number and a device, such as 2xA"),

@@ -26,7 +26,7 @@ _EXAMPLES = (
     "--profile a.json --add B=b.json --link 1Gbit --workers 2xA,1xB",
     '--profile a.json --device "RTX 3060"=0.4 --price A=2.10/h',
     "2workers.yaml --find micro_batch",
-    "--profile a.json --workers 99xA --link 10Gbit --simulate 1h --failures 0.1",
+    "--profile a.json --workers 99xA --link 10Gbit --simulate 1h",
 )
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
