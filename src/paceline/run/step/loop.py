@@ -124,7 +124,7 @@ class Loop:
         self.exchange = exchange
         self._feed = feed
         self._generators = generators_of(world.device)
-        self._step_to_seed: int | None = None  # the step whose seed for all workers was not used yet
+        self.step_to_seed: int | None = None  # the step whose seed for all workers was not used yet
         self._watch = FiniteWatch()
         # One worker needs no times for its plan.
         is_planned = not isinstance(communicator, SingleCommunicator) or config.strategy != "gradients"
@@ -479,7 +479,7 @@ class Loop:
         if not numbers.is_ordinary:
             self._checkpointer.observe(numbers)
         # From here on every worker does the same. Code that may draw random numbers draws the same ones.
-        self._step_to_seed = position.step
+        self.step_to_seed = position.step
         if self.replica.may_draw:
             self._seed_for_all()
         if self.world.size == 1:
@@ -625,9 +625,9 @@ class Loop:
 
     def _seed_for_all(self) -> None:
         """Seed for what all workers do after the exchange, once per step."""
-        if self._step_to_seed is not None:
-            self._seed(Purpose.AFTER_STEP, self._step_to_seed)
-            self._step_to_seed = None
+        if self.step_to_seed is not None:
+            self._seed(Purpose.AFTER_STEP, self.step_to_seed)
+            self.step_to_seed = None
 
     def _run_hook(self, hook: Callable[[Any], object], subject: Any) -> None:
         self._seed_for_all()

@@ -66,6 +66,7 @@ def take_over(loop: Loop, state: Mapping[str, Any], *, is_joining: bool) -> None
             loop.ended_epoch = state["ended_epoch"]
         else:
             loop.hooks.queue_step(record)
+            loop.step_to_seed = record.step - 1  # its hooks draw the same random numbers as those of the others
 
 
 def _load_position(loop: Loop, state: Mapping[str, Any]) -> None:
