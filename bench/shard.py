@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import itertools
 import re
 import threading
@@ -166,6 +167,9 @@ def measure_speed(task: Task) -> dict[str, list[float]]:
 
 def measure_memory(task: Task, names: Sequence[str]) -> dict[str, dict[str, float]]:
     """In each worker: the peaks of the bare model's forward and backward, and of training, in bytes by contestant."""
+    # Modules take memory too: everybody's are loaded before the first peak.
+    for module in ("paceline.api.trainer", "torch.distributed.fsdp", "torch.distributed.optim"):
+        importlib.import_module(module)
     found = {}
     with gloo_group():
         rank = distributed.get_rank()

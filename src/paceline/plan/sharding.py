@@ -86,4 +86,4 @@ def _fitting(size: Size, start: int, room: int) -> int | None:
     """How many elements from `start` on fit; None if not even a segment does."""
     if (rest := size.numel - start) <= room:
         return rest
-    return None if size.is_whole else room // SEGMENT_NUMEL * SEGMENT_NUMEL or None
+    return None if size.is_whole else max(room, 0) // SEGMENT_NUMEL * SEGMENT_NUMEL or None
