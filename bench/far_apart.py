@@ -1,20 +1,22 @@
-"""Two workers far apart: what they learn, and the ways in which they may train together."""
+"""Workers far apart: what they learn, and the ways in which they may train together."""
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bench.models import LanguageModel
-from bench.namespaces import NUM_HOSTS
+from bench.namespaces import ADDRESSES
 
 if TYPE_CHECKING:
     from paceline import StepRecord, Trainer
@@ -25,14 +27,20 @@ NUM_HELD_OUT = 512
 LEARNING_RATE = 1e-3
 OVERHEAD_TARGET = 0.1
 # The timed runs go several times over the samples in one epoch: at its end replicas would meet out of turn.
-SPEED_REPEATS = 8
+SPEED_REPEATS = 16
 ENDLESS = 1_000_000
+LIGHTHOUSE_PORT = 29510
 
-NO_TALK, DDP, GRADIENTS, CADENCE = "no talk", "torch DDP", "gradients", "cadence"
-AVERAGING, BF16, OUTER_BF16 = "averaging", "averaging, bf16", "averaging, outer, bf16"
-OVERLAPPED, OVERLAPPED_BF16 = "overlapped averaging", "overlapped averaging, bf16"
-BARE, SYNCHRONOUS = (NO_TALK, DDP), (DDP, GRADIENTS)
-CONTESTANTS = (NO_TALK, *SYNCHRONOUS, CADENCE, AVERAGING, BF16, OUTER_BF16, OVERLAPPED, OVERLAPPED_BF16)
+NO_TALK, NO_TALK_OURS = "no talk", "no talk, paceline"
+DDP, FP16, POWER_SGD = "torch DDP", "DDP, fp16 hook", "DDP, PowerSGD"
+POST_LOCAL, DILOCO = "torch post-local SGD", "torchft DiLoCo"
+GRADIENTS, CADENCE = "gradients", "cadence"
+AVERAGING, OVERLAPPED_BF16 = "averaging", "overlapped averaging, bf16"
+INT8, INT4, SPARSE = "averaging, int8", "averaging, int4", "averaging, sparse"
+SLOW_LINK = "slow link"
+PEERS = (DDP, FP16, POWER_SGD, POST_LOCAL, DILOCO)
+SYNCHRONOUS = (DDP, FP16, POWER_SGD, GRADIENTS)
+WAYS = (NO_TALK, NO_TALK_OURS, *PEERS, GRADIENTS, CADENCE, AVERAGING, OVERLAPPED_BF16, INT8, INT4, SPARSE, SLOW_LINK)
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,14 @@ class Task:
     every: int
     num_samples: int
     num_turns: int
+    num_hosts: int = 2
+    seed: int = 0  # of weights and order
 
     def __post_init__(self) -> None:
         if not self.mbit > 0:
             raise ValueError(f"mbit={self.mbit} lets nothing pass: choose mbit > 0")
+        if self.num_hosts < 2:
+            raise ValueError(f"hosts={self.num_hosts} have no link: choose hosts >= 2")
         if self.num_turns < 2:  # a step of the cadence tells what the exchange before it took
             raise ValueError(f"turns={self.num_turns} cannot tell what a cadence costs: choose turns >= 2")
         if self.num_samples < self.global_batch or self.num_samples % self.global_batch:
@@ -66,12 +78,12 @@ class Task:
 
     @property
     def global_batch(self) -> int:
-        return NUM_HOSTS * self.micro_batch
+        return self.num_hosts * self.micro_batch
 
     def make_model(self) -> nn.Module:
         """The same weights every time."""
         with torch.random.fork_rng([]):
-            torch.manual_seed(0)
+            torch.manual_seed(self.seed)
             return LanguageModel(vocabulary=VOCABULARY, length=LENGTH, width=self.width, num_layers=self.num_layers)
 
     @property
@@ -81,7 +93,6 @@ class Task:
     def settings(self) -> dict[str, Any]:
         """What a result says about how it came about."""
         return {
-            "workers": NUM_HOSTS,
             **asdict(self),
             "global_batch": self.global_batch,
             "parameters": self.num_parameters,
@@ -133,36 +144,116 @@ def loss_of(model: nn.Module) -> float:
     return statistics.fmean(model(batch).item() for batch in held_out_tokens().split(64))
 
 
-def bare(task: Task, model: nn.Module, tokens: Tensor) -> Iterator[None]:
-    """Once over this worker's half of the samples; yields after each step."""
-    optimizer = make_optimizer(model.parameters())
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(1))
-    for mine in order[distributed.get_rank() :: NUM_HOSTS].split(task.micro_batch):
-        optimizer.zero_grad(set_to_none=True)
-        model(tokens[mine]).backward()
-        optimizer.step()
-        yield
+# Ways of torch's own and of torchft
 
 
-def bare_model(task: Task, name: str) -> nn.Module:
-    model = task.make_model()
+def bare(task: Task, name: str, model: nn.Module, tokens: Tensor) -> Iterator[None]:
+    """Once over this worker's part of the samples; yields after each step."""
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(task.seed + 1))
+    with ExitStack() as stack:
+        trained, optimizer = _peer(task, name, model, stack)
+        for mine in order[distributed.get_rank() :: task.num_hosts].split(task.micro_batch):
+            optimizer.zero_grad(set_to_none=True)
+            trained(tokens[mine]).backward()
+            optimizer.step()
+            yield
+
+
+def _peer(task: Task, name: str, model: nn.Module, stack: ExitStack) -> tuple[nn.Module, Any]:
+    """What is trained in place of the model, and the optimizer."""
     if name == NO_TALK:
-        return model
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+        return model, make_optimizer(model.parameters())
+    if name == DILOCO:
+        return model, _diloco(task, model, stack)
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=name != POWER_SGD, static_graph=name == DDP)
+    optimizer = make_optimizer(ddp.parameters())
+    if name == FP16:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name == POWER_SGD:
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    elif name == POST_LOCAL:
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
+        local = post_localSGD_hook.PostLocalSGDState(None, distributed.new_subgroups(1)[0], start_localSGD_iter=0)
+        ddp.register_comm_hook(local, post_localSGD_hook.post_localSGD_hook)
+        return ddp, PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period=task.every, warmup_steps=0))
+    return ddp, optimizer
+
+
+def _diloco(task: Task, model: nn.Module, stack: ExitStack) -> torch.optim.Optimizer:
+    """torchft's streaming DiLoCo in fp32, which is what it has for Gloo; two fragments, as it cuts between modules."""
+    from datetime import timedelta
+
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    rank = distributed.get_rank()
+    host = ADDRESSES[rank]
+    if rank == 0:
+        lighthouse = LighthouseServer(bind=f"0.0.0.0:{LIGHTHOUSE_PORT}", min_replicas=task.num_hosts)
+        stack.callback(lighthouse.shutdown)
+    distributed.barrier()
+    store = distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    optimizer = make_optimizer(model.parameters())
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=120)),
+        min_replica_size=task.num_hosts,
+        load_state_dict=lambda state: model.load_state_dict(state["model"]),
+        state_dict=lambda: {"model": model.state_dict()},
+        use_async_quorum=False,
+        init_sync=False,  # its transport of states uses the machine's name, which hosts in namespaces cannot reach
+        replica_id=f"bench_{rank}",
+        store_addr=host,
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        lighthouse_addr=f"http://{ADDRESSES[0]}:{LIGHTHOUSE_PORT}",
+        timeout=timedelta(seconds=120),
+        hostname=host,
+    )
+    stack.callback(lambda: store)  # which must live as long as the manager
+    stack.callback(manager.shutdown)
+    stack.callback(distributed.barrier)
+    parts = [nn.ModuleList(part) for part in _halves(model)]
+    outer = [outer_optimizer(part.parameters()) for part in parts]
+    stack.enter_context(
+        DiLoCo(
+            manager, parts, optimizer, outer, sync_every=task.every, pin_memory=False,
+            fragment_sync_delay=task.every // 2 - 1,
+        )
+    )  # fmt: skip
+    return optimizer
+
+
+def _halves(model: nn.Module) -> list[list[nn.Module]]:
+    children = [each for child in model.children() for each in (child if isinstance(child, nn.Sequential) else [child])]
+    return [children[: len(children) // 2], children[len(children) // 2 :]]
+
+
+# Ours
 
 
 def trainer_of(task: Task, name: str, tokens: Tensor) -> Trainer:
     import paceline as pl
 
     averaging = partial(pl.Averaging, every=task.every)
+    streaming = partial(averaging, overlap=True, fragments=max(1, task.every // 8), outer=outer_optimizer)
     strategies: dict[str, Callable[[], Any]] = {
         GRADIENTS: lambda: "gradients",
         CADENCE: lambda: pl.Cadence(overhead_target=OVERHEAD_TARGET),
+        NO_TALK_OURS: lambda: pl.Averaging(every=ENDLESS, divergence_threshold=None),
         AVERAGING: averaging,
-        BF16: partial(averaging, transfer="bf16"),
-        OUTER_BF16: partial(averaging, transfer="bf16", outer=outer_optimizer),
-        OVERLAPPED: partial(averaging, overlap=True),
-        OVERLAPPED_BF16: partial(averaging, overlap=True, transfer="bf16"),
+        OVERLAPPED_BF16: partial(averaging, overlap=True, compress="bf16"),
+        INT8: partial(streaming, compress="int8"),
+        INT4: partial(streaming, compress="int4"),
+        SPARSE: partial(streaming, compress="sparse"),
+        SLOW_LINK: lambda: "slow link",
     }
     equal = pl.Balancing(shares="equal")
     division: dict[str, Any] = {} if name == CADENCE else {"global_batch": task.global_batch, "balancing": equal}
@@ -172,7 +263,8 @@ def trainer_of(task: Task, name: str, tokens: Tensor) -> Trainer:
         data=tokens,
         micro_batch=task.micro_batch,
         strategy=strategies[name](),
-        runtime=pl.Runtime(threads=1),
+        seed=task.seed,
+        runtime=pl.Runtime(threads=1, quiet=True),
         **division,
     )
 
@@ -185,32 +277,55 @@ def steps_of(trainer: Trainer, num_epochs: int) -> Iterator[StepRecord]:
                 yield record
 
 
-def timed_loop(task: Task, name: str, see: Callable[[StepRecord], object]) -> Iterator[int]:
+def timed_loop(task: Task, name: str, see: Callable[[Any], object]) -> Iterator[int]:
     """Trains on and on. Yields after each step the samples it took: of all workers, unless they never talk.
 
-    `see` is called with the record of every step, where there is one.
+    `see` is called with the record of every step and with the events, where there are any.
     """
     tokens = training_tokens(task).repeat(SPEED_REPEATS, 1)
-    if name in BARE:
-        for _ in bare(task, bare_model(task, name), tokens):
+    if name in (NO_TALK, *PEERS):
+        for _ in bare(task, name, task.make_model(), tokens):
             yield task.micro_batch if name == NO_TALK else task.global_batch
         return
     with trainer_of(task, name, tokens) as trainer:
+        trainer.listen(see)
         for record in steps_of(trainer, ENDLESS):
             see(record)
             yield sum(record.shares) * task.micro_batch
 
 
-def final_loss(task: Task, name: str) -> float:
+def final_loss(task: Task, name: str, see: Callable[[Any], object] = lambda _: None) -> tuple[float, float]:
+    """The loss on samples held out after one pass over the training samples, and bytes that this host sent for each."""
     tokens = training_tokens(task)
-    if name in BARE:
-        model = bare_model(task, name)
-        for _ in bare(task, model, tokens):
+    distributed.barrier()
+    before = sent_bytes()
+    if name in (NO_TALK, *PEERS):
+        model = task.make_model()
+        for _ in bare(task, name, model, tokens):
             pass
-        return loss_of(model)
-    with trainer_of(task, name, tokens) as trainer:
-        for _ in steps_of(trainer, num_epochs=1):
-            pass
-        loss = trainer.evaluate(held_out_tokens(), lambda model, batch: model(batch))
-        assert isinstance(loss, float)
-        return loss
+        loss, sent = loss_of(model), sent_bytes() - before
+    else:
+        with trainer_of(task, name, tokens) as trainer:
+            trainer.listen(see)
+            for _ in steps_of(trainer, num_epochs=1):
+                pass
+            sent = sent_bytes() - before
+            loss = trainer.evaluate(held_out_tokens(), lambda model, batch: model(batch))
+            assert isinstance(loss, float)
+    return loss, sent / task.num_samples
+
+
+def sent_bytes() -> int:
+    """By the interfaces of this host so far, headers included, except to itself."""
+    lines = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines() if ":" in line]
+    return sum(int(counts.split()[8]) for name, counts in lines if name.strip() != "lo")
+
+
+def missing_torchft() -> str | None:
+    from importlib.util import find_spec
+
+    return None if find_spec("torchft") else "torchft is not installed"
+
+
+def rank_of_environment() -> int:
+    return int(os.environ["RANK"])

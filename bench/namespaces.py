@@ -1,4 +1,7 @@
-"""Two hosts on one machine: network namespaces joined by a link of limited speed, for as long as a `with` block."""
+"""Hosts on one machine: network namespaces joined by links of limited speed, for as long as a `with` block.
+
+Two hosts have one link. More of them have a link each to a switch, which is one more namespace.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import secrets
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +20,8 @@ NUM_HOSTS = 2
 
 FOLDER = Path("/run/netns")  # where `ip netns` keeps its names
 INTERFACE = "paceline0"
-ADDRESSES = ("10.0.0.1", "10.0.0.2")
+ADDRESSES = tuple(f"10.0.0.{number + 1}" for number in range(16))
+BRIDGE = "switch"
 PORT = 29500  # nobody else can have it: the namespaces are new
 BURST_BYTES = 128 * 1024  # may pass at once: two of TCP's largest packets
 LATENCY_MS = 400  # may wait: more than TCP has on its way, so that nothing is dropped and sent again
@@ -27,9 +31,10 @@ CLONE_NEWNET = 0x40000000
 
 @dataclass(frozen=True)
 class Link:
-    """Two namespaces and the link between them. A value: whoever knows it may join a host or change the limit."""
+    """Namespaces and the links between them. A value: whoever knows it may join a host or change the limit."""
 
-    namespaces: tuple[str, str]
+    namespaces: tuple[str, ...]
+    switch: str | None = None
 
     def join(self, host: int, local_rank: int = 0, local_size: int = 1) -> None:
         """Move this process to a host, as one of its workers: the environment is what torchrun would give it there.
@@ -40,7 +45,7 @@ class Link:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # a store that was out there; rank 0 opens one in here
         os.environ.update(
             RANK=str(host * local_size + local_rank),
-            WORLD_SIZE=str(NUM_HOSTS * local_size),
+            WORLD_SIZE=str(len(self.namespaces) * local_size),
             LOCAL_RANK=str(local_rank),
             LOCAL_WORLD_SIZE=str(local_size),
             MASTER_ADDR=ADDRESSES[0],
@@ -50,8 +55,11 @@ class Link:
 
     def limit(self, mbit_per_s: float | None) -> None:
         """Let so much pass in each direction, from now on; None: as much as the machine can move."""
-        for name in self.namespaces:
-            at_root = ("dev", INTERFACE, "root")
+        ends = [(name, INTERFACE) for name in self.namespaces]
+        if self.switch is not None:
+            ends += [(self.switch, f"port{number}") for number in range(len(self.namespaces))]
+        for name, interface in ends:
+            at_root = ("dev", interface, "root")
             if mbit_per_s is None:
                 _run("tc", "-netns", name, "qdisc", "delete", *at_root)
             else:
@@ -60,27 +68,43 @@ class Link:
 
 
 @contextmanager
-def slow_link(mbit_per_s: float) -> Iterator[Link]:
-    """Two new hosts with this limit between them. At the end both are gone, once the last process in them has ended."""
+def slow_link(mbit_per_s: float, num_hosts: int = NUM_HOSTS) -> Iterator[Link]:
+    """New hosts with this limit between them. At the end all are gone, once the last process in them has ended."""
     suffix = f"{os.getpid()}-{secrets.token_hex(4)}"
-    first, second = (f"paceline-bench-{suffix}-{rank}" for rank in range(NUM_HOSTS))
+    hosts = tuple(f"paceline-bench-{suffix}-{rank}" for rank in range(num_hosts))
+    switch = f"paceline-bench-{suffix}-switch" if num_hosts > NUM_HOSTS else None
+    names = (*hosts, *([] if switch is None else [switch]))
     try:
-        for name in (first, second):
+        for name in names:
             _run("ip", "netns", "add", name)
-        peer = ("peer", "name", INTERFACE, "netns", second)
-        _run("ip", "link", "add", "name", INTERFACE, "netns", first, "type", "veth", *peer)
-        for name, address in zip((first, second), ADDRESSES, strict=True):
+        _connect(hosts, switch)
+        for name, address in zip(hosts, ADDRESSES, strict=False):
             _run("ip", "-netns", name, "address", "add", f"{address}/24", "dev", INTERFACE)
             for interface in ("lo", INTERFACE):
                 _run("ip", "-netns", name, "link", "set", interface, "up")
-        link = Link((first, second))
+        link = Link(hosts, switch)
         link.limit(mbit_per_s)
         yield link
     finally:
         with _signals_deferred():
-            for name in (first, second):
+            for name in names:
                 if (FOLDER / name).exists():
                     _run("ip", "netns", "delete", name)
+
+
+def _connect(hosts: Sequence[str], switch: str | None) -> None:
+    if switch is None:
+        first, second = hosts
+        peer = ("peer", "name", INTERFACE, "netns", second)
+        _run("ip", "link", "add", "name", INTERFACE, "netns", first, "type", "veth", *peer)
+        return
+    _run("ip", "-netns", switch, "link", "add", BRIDGE, "type", "bridge")
+    _run("ip", "-netns", switch, "link", "set", BRIDGE, "up")
+    for number, host in enumerate(hosts):
+        port = f"port{number}"
+        peer = ("peer", "name", port, "netns", switch)
+        _run("ip", "link", "add", "name", INTERFACE, "netns", host, "type", "veth", *peer)
+        _run("ip", "-netns", switch, "link", "set", port, "master", BRIDGE, "up")
 
 
 def missing_slow_link() -> str | None:

@@ -20,6 +20,7 @@ _HOMES = {
     "Checkpoints": "paceline.run.saving.options",
     "Ddp": "paceline.api.ddp",
     "EarlyStopping": "paceline.api.early_stopping",
+    "Gradients": "paceline.sync.compression.settings",
     "Loading": "paceline.run.settings",
     "Optimization": "paceline.run.settings",
     "PacelineError": "paceline.core.errors",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from paceline.run.settings import Runtime as Runtime
     from paceline.run.step.record import StepRecord as StepRecord
     from paceline.sync.averaging.strategy import Averaging as Averaging
+    from paceline.sync.compression.settings import Gradients as Gradients
 else:
     __getattr__ = lazy_names(__name__, _HOMES, ("compat", "data", "errors", "reports"), _MOVED)
 

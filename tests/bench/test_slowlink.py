@@ -37,7 +37,8 @@ def task_of(**changes: Any) -> Task:
         ({"num_samples": 18}, "samples=18 are no whole steps of 4: choose a multiple of 4"),
         ({"num_samples": 0}, "samples=0 are no whole steps of 4"),
         ({"num_turns": 1}, "turns=1 .* choose turns >= 2"),
-        ({"num_turns": 7}, "samples=16 are too few for turns=7 of 4 steps: choose at least 18, or fewer turns"),
+        ({"num_turns": 15}, "samples=16 are too few for turns=15 of 4 steps: choose at least 17, or fewer turns"),
+        ({"num_hosts": 1}, "hosts=1 have no link: choose hosts >= 2"),
         ({"mbit": 0.0}, "mbit=0.0 lets nothing pass: choose mbit > 0"),
     ],
 )
@@ -70,12 +71,13 @@ def test_every_model_starts_with_the_same_weights_whatever_was_drawn_before() ->
 
 def test_who_never_talks_adds_up_and_a_common_turn_takes_as_long_as_its_slowest_worker() -> None:
     assert slowlink.samples_per_s(far_apart.NO_TALK, (30.0, 12.0)) == 42.0
+    assert slowlink.samples_per_s(far_apart.NO_TALK_OURS, (60.0, 24.0)) == 42.0
     assert slowlink.samples_per_s(far_apart.AVERAGING, (30.0, 12.0)) == 12.0
 
 
 @pytest.mark.parametrize(
     ("name", "untimed", "timed"),
-    [(far_apart.DDP, 2, 4), (far_apart.CADENCE, 3, 1), (far_apart.AVERAGING, 48, 32), (far_apart.NO_TALK, 48, 32)],
+    [(far_apart.DDP, 3, 2), (far_apart.CADENCE, 3, 1), (far_apart.AVERAGING, 48, 32), (far_apart.NO_TALK, 48, 32)],
 )
 def test_rounds_of_averaging_are_timed_whole_from_the_middle_of_one_to_the_middle_of_the_next(
     name: str, untimed: int, timed: int
@@ -83,13 +85,44 @@ def test_rounds_of_averaging_are_timed_whole_from_the_middle_of_one_to_the_middl
     assert slowlink.turns_of(task_of(every=32, num_samples=1024), name) == (untimed, timed)
 
 
-def test_the_link_bounds_who_waits_for_it_every_round() -> None:
-    task = task_of(micro_batch=8, every=32, num_samples=1024)
-    num_parameters = task.num_parameters
-    exchange_s = 32 * num_parameters / 100e6
-    # Workers that never talk need four times as long for a round.
-    no_talk = 32 * 16 / (4 * exchange_s)
-    assert slowlink.link_bound(task, no_talk) == pytest.approx((exchange_s, 0.8))
+def test_ways_that_would_wait_minutes_for_the_link_are_not_run() -> None:
+    task = task_of(mbit=1.0, num_hosts=2)
+    assert slowlink.step_s_of_link(task, far_apart.DDP) == pytest.approx(32 * task.num_parameters / 1e6)
+    assert slowlink.step_s_of_link(task, far_apart.FP16) == pytest.approx(16 * task.num_parameters / 1e6)
+    assert slowlink.step_s_of_link(task_of(mbit=1.0, num_hosts=3, num_samples=24), far_apart.DDP) == pytest.approx(
+        32 * 4 / 3 * task.num_parameters / 1e6
+    )
+    assert slowlink.step_s_of_link(task, far_apart.INT4) == slowlink.step_s_of_link(task, far_apart.POWER_SGD) == 0
+
+
+def test_a_table_compares_turn_by_turn_and_seed_by_seed() -> None:
+    scenario = {
+        "settings": {"mbit": 8.0, "num_hosts": 2, "parameters": 1e6},
+        "link_mbit_per_s": [7.9, 7.8],
+        "turns": {
+            far_apart.NO_TALK: [100.0, 49.0, 80.0],
+            far_apart.NO_TALK_OURS: [90.0, 50.0, 70.0],
+            far_apart.INT4: [98.0, 47.0, 60.0],
+        },
+        "losses": {
+            far_apart.NO_TALK: [2.2, 2.4],
+            far_apart.GRADIENTS: [2.0, 4.0],
+            far_apart.INT4: [2.02, 3.96],
+            far_apart.DDP: [2.0, 4.0],
+        },
+        "bytes_per_sample": {far_apart.DDP: [50_000.0], far_apart.INT4: [250.0], far_apart.NO_TALK: [1.0]},
+        "choice": {},
+        "cadence_overhead": None,
+    }
+    rows = {row.name: row for row in slowlink.rows_of(scenario)}
+    ours = rows[far_apart.INT4]
+    assert (ours.speed, ours.fewer_bytes, ours.is_computed) == (0.94, 200.0, False)
+    assert (ours.loss, ours.least_loss, ours.largest_loss) == pytest.approx((1.0, 0.99, 1.01))
+    # 1e6 bytes/s are 20 samples/s.
+    assert rows[far_apart.DDP].is_computed
+    assert rows[far_apart.DDP].speed == pytest.approx(20 / 80)
+    assert rows[far_apart.NO_TALK].fewer_bytes is None
+    assert "computed" in "".join(slowlink.table_of(scenario))
 
 
 def test_a_cadence_is_charged_with_the_exchange_that_its_next_step_tells_of() -> None:
@@ -176,6 +209,15 @@ def test_hosts_have_nothing_but_their_link_which_is_as_slow_as_asked_until_the_l
 
 
 @needs_link
+def test_three_hosts_have_a_link_each_to_a_switch() -> None:
+    with slow_link(200, 3) as link:
+        by_rank = run_workers(probe, 3, link)
+        assert len(hosts_of(os.getpid())) == 4
+    assert hosts_of(os.getpid()) == []
+    assert all(limited < 200 < lifted for _, limited, lifted in by_rank)
+
+
+@needs_link
 def test_no_host_is_left_when_the_benchmark_is_terminated() -> None:
     process = subprocess.Popen([sys.executable, "-m", "bench", "slowlink"], cwd=Path(__file__).parents[2])
     try:
@@ -195,14 +237,17 @@ def test_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     main(["slowlink", "--quick", "--json"])
     table, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n")
     fields = json.loads(line)
-    detail = fields["detail"]
     assert fields["bench"] == "slowlink"
-    assert set(fields["peers"]) == {"torch DDP"}
-    assert set(detail["speed_ratios"]) == set(detail["losses"]) == set(far_apart.CONTESTANTS)
-    assert all(ratio > 0 for ratio in detail["speed_ratios"].values())
-    assert all(0 < speed < 100 for speed in detail["link_mbit_per_s"])
-    assert detail["cadence"]["overhead"] > 0
-    # Both exchange the same mean gradients; only the order of their samples differs.
-    assert detail["loss_ratios"]["torch DDP"] == pytest.approx(1, abs=0.02)
-    assert max(detail["losses"].values()) < detail["loss_before"]
-    assert "/ synchronous" in table
+    assert {"torch DDP", "DDP, PowerSGD", "torch post-local SGD"} <= set(fields["peers"])
+    two, three = fields["detail"]["scenarios"]
+    assert (two["settings"]["num_hosts"], three["settings"]["num_hosts"]) == (2, 3)
+    for scenario in (two, three):
+        rows = {row["name"]: row for row in scenario["rows"]}
+        assert set(rows) == {*far_apart.WAYS} - set(fields["detail"]["skipped"])
+        assert all(row["speed"] > 0 for row in rows.values())
+        assert all(0 < speed < 100 for speed in scenario["link_mbit_per_s"])
+        # Both exchange the same mean gradients; only the order of their samples differs.
+        assert rows["torch DDP"]["loss"] == pytest.approx(1, abs=0.02)
+        assert rows["averaging, int4"]["fewer_bytes"] > rows["averaging, int8"]["fewer_bytes"] > 10
+        assert scenario["choice"]["compress"] == "int8"
+    assert "loss / synchronous" in table

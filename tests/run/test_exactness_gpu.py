@@ -45,7 +45,7 @@ def test_measured_shares_keep_the_promise(pool: WorkerPool) -> None:
 
 def test_replicas_on_a_gpu_are_averaged(pool: WorkerPool) -> None:
     def averaged() -> Outcome:
-        strategy = pl.Averaging(every=4, overlap=True, transfer="bf16")
+        strategy = pl.Averaging(every=4, overlap=True, compress="bf16")
         return train("mlp", device="cuda", exact=False, strategy=strategy)
 
     first, second = pool.run(averaged, 2)

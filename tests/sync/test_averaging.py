@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -132,7 +133,7 @@ def test_an_outer_optimizer_of_rate_1_takes_the_mean_and_momentum_does_more(pool
 @pytest.mark.parametrize("transfer", ["bf16", "fp16"])
 def test_changes_may_travel_in_half_precision(transfer: Any, pool: WorkerPool) -> None:
     def both() -> list[dict[str, torch.Tensor]]:
-        return [run(pl.Averaging(every=4)), run(pl.Averaging(every=4, transfer=transfer))]
+        return [run(pl.Averaging(every=4)), run(pl.Averaging(every=4, compress=transfer))]
 
     for full, half in pool.run(both, 2):
         assert_close(half, full, 2e-2)
@@ -356,9 +357,11 @@ def test_a_cadence_finds_how_often_to_meet(pool: WorkerPool) -> None:
         ),
         (lambda: pl.Averaging(every=0), "every=0: choose the number of steps"),
         (lambda: pl.Averaging(first_step=-1), "first_step=-1: choose a number of steps >= 0"),
-        (lambda: pl.Averaging(transfer="int8"), "transfer='int8' is unknown: choose one of fp32, bf16, fp16"),
+        (lambda: pl.Averaging(compress="int3"), "compress='int3' is unknown: choose one of fp32, bf16, fp16"),
+        (lambda: pl.Averaging(fragments=0), "fragments=0: choose a number of parts >= 1"),
+        (lambda: pl.Averaging(every=4, fragments=5), "fragments=5 is larger than every=4: .* choose fragments <= 4"),
         (lambda: pl.Averaging(divergence_threshold=0), "divergence_threshold=0: choose a relative drift > 0"),
-        (lambda: run("averaging"), "strategy='averaging' is unknown: choose 'gradients', Cadence"),
+        (lambda: run("averaging"), "strategy='averaging' is unknown: choose 'gradients', 'slow link', Gradients"),
         (lambda: run(pl.Averaging(), exact=True), "exact=True needs strategy='gradients'"),
     ],
 )
@@ -508,3 +511,162 @@ def test_the_epochs_loss_counts_every_sample_once(first_step: int, pool: WorkerP
 
     for loss, own in pool.run(metrics, 2):
         assert loss == pytest.approx(own, rel=1e-6)
+
+
+# Compression and fragments.
+
+ENCODINGS = ("int8", "int4", "sparse")
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("compress", ENCODINGS)
+@pytest.mark.parametrize(("overlap", "fragments", "size"), [(False, 1, 2), (True, 3, 3)])
+def test_compressed_replicas_agree_and_repeat_to_the_bit(
+    compress: Any, overlap: bool, fragments: int, size: int, pool: WorkerPool
+) -> None:
+    def twice() -> list[str]:
+        averaging = pl.Averaging(every=4, compress=compress, fragments=fragments, overlap=overlap, outer=nesterov)
+        return [digest(run(averaging, seed=seed)) for seed in (0, 0, 1)]
+
+    outcomes = pool.run(twice, size)
+    first, again, other_seed = outcomes[0]
+    assert outcomes == [outcomes[0]] * size
+    assert first == again != other_seed
+
+
+@pytest.mark.parametrize(("compress", "tolerance"), [("int8", 5e-3), ("int4", 5e-2)])
+def test_changes_may_travel_as_integers(compress: Any, tolerance: float, pool: WorkerPool) -> None:
+    def both() -> list[dict[str, torch.Tensor]]:
+        return [run(pl.Averaging(every=4)), run(pl.Averaging(every=4, compress=compress))]
+
+    for full, integers in pool.run(both, 2):
+        assert_close(integers, full, tolerance)
+        assert digest(integers) != digest(full)
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 5])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_fragments_no_step_is_lost_or_taken_twice(fragments: int, overlap: bool, pool: WorkerPool) -> None:
+    def constant() -> nn.Module:
+        return nn.Linear(12, 1, bias=False)
+
+    def run_it() -> dict[str, torch.Tensor]:
+        return run(
+            pl.Averaging(every=5, overlap=overlap, fragments=fragments, divergence_threshold=None),
+            build=constant,
+            loss=lambda model, _: model.weight.sum(),
+        )
+
+    start = run("gradients", build=constant, loss=lambda model, _: model.weight.sum(), epochs=0)["weight"]
+    for outcome in pool.run(run_it, 2):
+        torch.testing.assert_close(outcome["weight"], start - 16 * 0.1, rtol=1e-5, atol=1e-5)
+
+
+def test_what_sparse_averages_have_not_sent_is_in_the_residuals(pool: WorkerPool) -> None:
+    """A gradient that is always the same: the common change and the mean of the residuals are all steps' changes."""
+    factors = torch.linspace(0.01, 1.0, 9000)
+
+    def run_it() -> tuple[torch.Tensor, torch.Tensor]:
+        with pl.Trainer.setup(
+            lambda: nn.Linear(9000, 1, bias=False), sgd, data=X, global_batch=4, micro_batch=2,
+            strategy=pl.Averaging(every=2, compress="sparse", fragments=2, divergence_threshold=None),
+            balancing=pl.Balancing(shares="equal"),
+        ) as trainer:  # fmt: skip
+            before = trainer.model.weight.detach().clone()
+            for epoch in trainer.epochs(1):
+                for _ in epoch:
+                    trainer.backward((trainer.model.weight * factors).sum())
+                    trainer.step()
+            residuals = trainer.run.loop.exchange._average.residuals()  # type: ignore[attr-defined]
+            return (trainer.model.weight.detach() - before).view(-1), residuals
+
+    for change, residual in pool.run(run_it, 2):
+        assert residual.count_nonzero() > 4000  # most of the values
+        torch.testing.assert_close(change + residual, -0.1 * 16 * factors, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits"),
+    [({}, 32), ({"compress": "bf16"}, 16), ({"compress": "int8"}, 8.125), ({"compress": "int4", "fragments": 4}, 4.125),
+     ({"compress": "sparse"}, 0.508)],
+)  # fmt: skip
+def test_packed_bytes_travel(settings: dict[str, Any], bits: float, pool: WorkerPool) -> None:
+    """Every worker hands so many bits per weight and average to the communicator, for all it sends."""
+
+    def num_bytes() -> list[int]:
+        from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
+
+        sent = [0]
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_reduce", "broadcast"):
+                original = getattr(SharedMemoryCommunicator, name)
+
+                def counted(self: Any, tensor: torch.Tensor, source: Any = None, *, call: Any = original) -> Any:
+                    if source in (None, self.world.rank):
+                        sent[0] += tensor.nbytes
+                    return call(self, tensor) if source is None else call(self, tensor, source)
+
+                patch.setattr(SharedMemoryCommunicator, name, counted)
+            with pl.Trainer.setup(
+                lambda: nn.Linear(512, 512, bias=False), sgd, data=torch.randn(64, 512), global_batch=4, micro_batch=2,
+                strategy=pl.Averaging(every=4, **settings),
+            ) as trainer:  # fmt: skip
+                sent[0] = 0
+                for epoch in trainer.epochs(1):
+                    for batch in epoch:
+                        trainer.backward(trainer.model(batch).square().mean())
+                        trainer.step()
+                return sent
+
+    # At the end of the epoch all fragments are averaged that have changed since their turn: all but the last one.
+    num_averages = 4 + 1 - 1 / settings.get("fragments", 1)
+    for (total,) in pool.run(num_bytes, 2):
+        assert total == pytest.approx(num_averages * 512 * 512 * bits / 8, rel=0.02)
+
+
+def test_a_slow_link_is_measured_and_the_choice_is_the_same_on_all_workers(
+    pool: WorkerPool,
+) -> None:
+    def chosen() -> tuple[list[dict[str, Any]], str]:
+        events: list[pl.reports.Event] = []
+        weights = run("slow link", epochs=6, listener=events.append)
+        return [{**event.details} for event in events if event.name == "averaging"], digest(weights)
+
+    first, second = pool.run(chosen, 2)
+    assert first == second
+    [choice] = first[0]
+    assert (choice["every"], choice["compress"], choice["fragments"]) == (32, "int8", 4)  # nothing is slow here
+    assert re.match("averaging every 32 steps in int8, in 4 parts: a step takes .* Mbit/s per worker", choice["reason"])
+
+
+def test_the_guard_shortens_the_rounds_of_fragments_too(pool: WorkerPool) -> None:
+    """As above, with two fragments: each half of the weights is averaged every 8, then 4, 2 and 2 steps."""
+
+    def intervals() -> list[int]:
+        events: list[pl.reports.Event] = []
+
+        def nearly_right() -> nn.Module:
+            model = nn.Linear(2, 1, bias=False)
+            nn.init.constant_(model.weight, 1.02)
+            return model
+
+        run(
+            pl.Averaging(every=8, fragments=2, compress="int8", divergence_threshold=0.03),
+            build=nearly_right,
+            data=(torch.eye(2).repeat(120, 1), torch.ones(240, 1)),
+            loss=lambda model, batch: functional.mse_loss(model(batch.x), batch.y),
+            optimizer=lambda p: torch.optim.SGD(p, lr=1.075),
+            micro_batch=1,
+            global_batch=2,
+            shuffle=False,
+            epochs=1,
+            listener=events.append,
+        )
+        return [event.details["every"] for event in events if event.name == "drift"]
+
+    first, second = pool.run(intervals, 2)
+    assert first == second
+    assert first[:2] == [4, 2]

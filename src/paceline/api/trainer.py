@@ -120,7 +120,8 @@ class Trainer:
         precision: "fp32", "bf16" or "fp16", what `trainer.autocast()` casts to; fp16 adds loss scaling.
         strategy: "gradients" exchanges gradients in every step. For slow links, where the result then depends on the
             workers: `paceline.Cadence(...)` makes steps of as many micro-batches as keep the exchange cheap (give
-            micro_batch and no global_batch); `paceline.Averaging(...)` averages the replicas' weights.
+            micro_batch and no global_batch); `paceline.Averaging(...)` averages the replicas' weights; "slow link" does
+            so in a way that it chooses by the link's measured speed.
         device: default, this worker's GPU, or the CPU.
         init_from: weights to start from unless a checkpoint is resumed: a checkpoint, a safetensors file, or a
             state_dict.

@@ -51,6 +51,7 @@ class Purpose(enum.IntEnum):
     SAMPLE_BLOCK = 6
     SHUFFLE_BUFFER = 7
     ORDER = 8
+    COMPRESSION = 9
 
 
 def derive_seed(seed: int, purpose: Purpose, *numbers: int) -> int:

@@ -12,6 +12,7 @@ from paceline.observe import formats
 def event_text(name: str, details: Mapping[str, Any]) -> str:
     """One line. Events that are not known here are shown with their details."""
     known = {"plan": _plan, "save": _save, "world": _world, "drift": _drift, "capture": _capture}
+    known["averaging"] = lambda details: str(details["reason"])
     try:
         text = known[name](details) if name in known else _other(name, details)
     except (KeyError, TypeError, ValueError):  # written by another version
@@ -35,6 +36,7 @@ def _world(details: Mapping[str, Any]) -> str:
     text = " and ".join(parts) or "the workers changed"
     text += f" ({details['reason']})" if details.get("reason") else ""
     text += f"; {size} worker{'s go' if size != 1 else ' goes'} on"
+    text += f" without {details['lost_steps']} steps that were in no average" if details.get("lost_steps") else ""
     return text + (f" after {formats.duration(details['seconds'])}" if details.get("seconds") is not None else "")
 
 

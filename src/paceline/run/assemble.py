@@ -46,6 +46,9 @@ from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactor
 from paceline.run.step.sharding import divide
 from paceline.sync.averaging.strategy import AveragedReplicas, Averaging, GradientsFirst
 from paceline.sync.buffers import Buffers, statistics_of
+from paceline.sync.compression.gradients import CompressedGradients
+from paceline.sync.compression.residuals import Residuals
+from paceline.sync.compression.settings import Gradients
 from paceline.sync.gradients.direct import DirectGradients
 from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.gradients.sharded import ShardedGradients
@@ -78,9 +81,6 @@ def assemble(
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
     membership = Membership.from_environment()
-    if membership is not None and isinstance(config.strategy, Averaging):
-        logger.info("with Averaging, the loss of a worker restarts all of them from the newest checkpoint")
-        membership = None
     if membership is not None and config.optimization.shard is not None:
         logger.info("with shard=, the loss of a worker restarts all of them from the newest checkpoint")
         membership = None
@@ -120,19 +120,25 @@ def assemble(
         events = Events()
         facts = None if checkpoints is None else data_facts(data, communicator)
         own = identity(config, steps, data, replica, world.device, is_weighted=weight_fn is not None, facts=facts)
-        has_own_optimizers = isinstance(config.strategy, Averaging) and world.size > 1
+        is_averaging = isinstance(config.strategy, Averaging) and (world.size > 1 or can_change)
         timeline, ema = config.runtime.timeline, config.optimization.ema
         lane = _lane(world, membership)
         recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), lane, events)
         stack.callback(recorder.close)
-        parts = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
+        parts = RunParts(replica, own, communicator, events, is_averaging, recorder)
         # Loads the weights, before the exchange reads them.
         checkpointer = Checkpointer(checkpoints, init_from, parts)
         stack.callback(checkpointer.close)
         average = None if ema is None else WeightAverage(replica, ema)
         if average is not None and checkpoints is not None:
             checkpointer.register("ema", average, Pattern.REPLICATED)
-        exchange = _exchange(config, replica, communicator, events, max_micro_batches, shards)
+        residuals = Residuals()
+        if is_averaging:
+            exchange = _averaging(config, replica, communicator, events, max_micro_batches, residuals)
+        else:
+            exchange = _gradients(config, replica, communicator, max_micro_batches, shards)
+        if isinstance(exchange, CompressedGradients):
+            residuals.owner = exchange
         stack.callback(exchange.close)
         planner = planner_for(config, world, max_micro_batches, can_change=can_change)
         settings = _data_settings(config, world, weight_fn)
@@ -145,6 +151,8 @@ def assemble(
             config, communicator, replica, exchange, feed, planner, events, checkpointer, average, recorder, gc_policy
         )
         checkpointer.load_loop(loop)
+        if checkpoints is not None and getattr(config.strategy, "compress", None) == "sparse":
+            checkpointer.register("residuals", residuals, Pattern.PER_RANK)
         rejoining = None
         if isinstance(communicator, ElasticCommunicator):
             rejoining = Rejoining(communicator, loop, checkpointer, average, events)
@@ -218,33 +226,25 @@ def _data_settings(config: RunConfig, world: World, weight_fn: Callable[[Any], i
     )
 
 
-def _exchange(
+def _averaging(
     config: RunConfig,
     replica: Replica,
     communicator: Communicator,
     events: Events,
     max_micro_batches: int,
-    shards: Shards | None,
+    residuals: Residuals,
 ) -> GradientExchange:
     strategy = config.strategy
-    if shards is not None:
-        every_micro_batch = config.optimization.shard == "gradients"
-        return _mean_gradients(
-            config,
-            replica,
-            communicator,
-            max_micro_batches,
-            partial(ShardedGradients, shards=shards, every_micro_batch=every_micro_batch),
-        )
-    if communicator.world.size == 1 or not isinstance(strategy, Averaging):
-        return _gradients(config, replica, communicator, max_micro_batches)
+    assert isinstance(strategy, Averaging)
 
     def averaging() -> GradientExchange:
         alone = SingleCommunicator(World(device=communicator.world.device))
         many = _mean_gradients(config, replica, alone, config.max_micro_batches(1))
         one = None if config.precision == "fp16" else DirectGradients(replica.parameters)
         parameters, statistics = list(replica.parameters.values()), statistics_of(replica.model)
-        return AveragedReplicas(strategy, many, one, parameters, statistics, communicator, events)
+        return AveragedReplicas(
+            strategy, many, one, parameters, statistics, communicator, events, config.seed, residuals
+        )
 
     if strategy.first_step == 0:
         return averaging()
@@ -254,12 +254,21 @@ def _exchange(
 
 
 def _gradients(
-    config: RunConfig, replica: Replica, communicator: Communicator, max_micro_batches: int
+    config: RunConfig,
+    replica: Replica,
+    communicator: Communicator,
+    max_micro_batches: int,
+    shards: Shards | None = None,
 ) -> GradientExchange:
     is_alone = isinstance(communicator, SingleCommunicator)
-    if is_alone and config.max_micro_batches(1) == 1 and not config.exact and config.precision != "fp16":
+    kind: Callable[..., MeanGradients] = MeanGradients
+    if shards is not None:
+        kind = partial(ShardedGradients, shards=shards, every_micro_batch=config.optimization.shard == "gradients")
+    elif isinstance(config.strategy, Gradients) and not is_alone:
+        kind = partial(CompressedGradients, compress=config.strategy.compress, seed=config.seed)
+    elif is_alone and config.max_micro_batches(1) == 1 and not config.exact and config.precision != "fp16":
         return DirectGradients(replica.parameters)
-    return _mean_gradients(config, replica, communicator, max_micro_batches)
+    return _mean_gradients(config, replica, communicator, max_micro_batches, kind)
 
 
 def _mean_gradients(

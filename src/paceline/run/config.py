@@ -11,9 +11,10 @@ from paceline.core.settings import check, setting
 from paceline.plan.cadence import Cadence
 from paceline.plan.epoch import Steps
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
-from paceline.sync.averaging.settings import Averaging
+from paceline.sync.averaging.settings import SLOW_LINK, Averaging
+from paceline.sync.compression.settings import Gradients
 
-Strategy: TypeAlias = Literal["gradients"] | Cadence | Averaging
+Strategy: TypeAlias = Literal["gradients", "slow link"] | Gradients | Cadence | Averaging
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,14 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.strategy != "gradients" and not isinstance(self.strategy, Cadence | Averaging):
+        if self.strategy == "slow link":
+            object.__setattr__(self, "strategy", SLOW_LINK)
+        if self.strategy == Gradients():
+            object.__setattr__(self, "strategy", "gradients")
+        if self.strategy != "gradients" and not isinstance(self.strategy, Gradients | Cadence | Averaging):
             raise ValueError(
-                f"strategy={self.strategy!r} is unknown: choose 'gradients', Cadence(...) or Averaging(...)"
+                f"strategy={self.strategy!r} is unknown: choose 'gradients', 'slow link', Gradients(...), Cadence(...) "
+                "or Averaging(...)"
             )
         self._check_strategy()
         self._check_physical_batch()
@@ -58,14 +64,18 @@ class RunConfig:
             why = (
                 "replicas differ between two averages"
                 if isinstance(self.strategy, Averaging)
+                else "compressed sums are rounded by each worker, so the result depends on their number"
+                if isinstance(self.strategy, Gradients)
                 else "with a cadence the size of a step depends on measured times"
             )
             raise ValueError(f"exact=True needs strategy='gradients': {why}")
-        if self.optimization.shard is not None and isinstance(self.strategy, Averaging):
-            raise ValueError(
-                f"shard={self.optimization.shard!r} needs strategy='gradients' or a cadence: with Averaging every "
-                "worker updates its own replica"
+        if self.optimization.shard is not None and isinstance(self.strategy, Averaging | Gradients):
+            why = (
+                "with Averaging every worker updates its own replica"
+                if isinstance(self.strategy, Averaging)
+                else "compressed gradients are summed on every worker"
             )
+            raise ValueError(f"shard={self.optimization.shard!r} needs strategy='gradients' or a cadence: {why}")
         if self.optimization.ema is not None and isinstance(self.strategy, Averaging):
             raise ValueError(
                 f"ema={self.optimization.ema} needs strategy='gradients' or a cadence: with Averaging the workers' "

@@ -94,7 +94,7 @@ class Run:
     def synchronize(self, call: str) -> None:
         """All workers are here. Make their replicas equal where the strategy lets them differ."""
         self.check_between_steps(call)
-        self.loop.synchronize()
+        self.together(self.loop.synchronize)
 
     def enter(self) -> None:
         """Set-up is complete: from now on the run goes on when a worker is lost, and newcomers join it here."""

@@ -22,8 +22,27 @@ Accept: TypeAlias = Callable[[Numbers], bool]
 UpdateUnless: TypeAlias = Callable[[torch.Tensor], None]
 
 
+class Averages(Protocol):
+    """What a strategy that averages replicas says about them. Between two averages they differ."""
+
+    @property
+    def num_completed(self) -> int:
+        """The averages that this worker has completed. Others may have completed one more when a worker is lost."""
+
+    @property
+    def num_unsent_steps(self) -> int:
+        """Steps since the last average: what the loss of a worker costs."""
+
+    def drop(self) -> None:
+        """The workers have changed: give up the average under way. Its steps are part of the next one."""
+
+
 class GradientExchange(Protocol):
     """Exchanges gradients or parameters between workers. See the module's docstring for the order of the calls."""
+
+    @property
+    def averages(self) -> Averages | None:
+        """None if replicas are equal after every step."""
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
         """total_weight: the sum of the step's weights, if known in advance. loss_scale: factor of the losses (fp16)."""

@@ -38,16 +38,18 @@ IN_TRAINER = {
     "shares: [1, -2]": ("trainer.shares[1] is -2: expected a number >= 0"),
     "shares: fast": ("trainer.shares is 'fast': expected a list of numbers >= 0, measured or equal"),
     "strategy: cadance": (
-        "trainer.strategy is 'cadance': expected kind: gradients, kind: cadence or kind: averaging; did "
+        "trainer.strategy is 'cadance': expected kind: gradients, kind: cadence, kind: averaging or kind: slow "
+        "link; did "
         "you mean cadence?"
     ),
     "strategy: {every: 2}": (
-        "trainer.strategy is a mapping of every: expected kind: gradients, kind: cadence or kind: averaging"
+        "trainer.strategy is a mapping of every: expected kind: gradients, kind: cadence, kind: averaging or "
+        "kind: slow link"
     ),
-    "strategy: {kind: 3}": "trainer.strategy.kind is 3: choose from gradients, cadence, averaging",
+    "strategy: {kind: 3}": "trainer.strategy.kind is 3: choose from gradients, cadence, averaging, slow link",
     "strategy: {kind: averaging, evry: 2}": (
         "trainer.strategy.evry is an unknown setting: did you mean every? (choose from every, "
-        "first_step, overlap, transfer, outer, divergence_threshold)"
+        "first_step, overlap, compress, fragments, outer, divergence_threshold)"
     ),
     "strategy: {kind: averaging, outer: {factory: sgd}}": (
         "trainer.strategy.outer.factory is 'sgd': expected package.module:name"

@@ -75,8 +75,9 @@ def test_strategies_are_made() -> None:
     cadence = schema.Cadence(5, 0.2, 50, 3, hint)
     assert trainer_setup.strategy(schema.Gradients()) == "gradients"
     assert trainer_setup.strategy(cadence) == pl.Cadence(5, 0.2, 50, 3, (1, 2.0))
-    assert trainer_setup.strategy(schema.Averaging(4, 3, True, "bf16", None, None)) == pl.Averaging(
-        4, 3, True, "bf16", None, None
+    assert trainer_setup.strategy(schema.SlowLink()) == "slow link"
+    assert trainer_setup.strategy(schema.Averaging(4, 3, True, "int4", 2, None, None)) == pl.Averaging(
+        4, 3, True, "int4", 2, None, None
     )
     averaging = trainer_setup.strategy(schema.Averaging(every=schema.Cadence(5), outer=factory_of(torch.optim.SGD)))
     assert isinstance(averaging, pl.Averaging)

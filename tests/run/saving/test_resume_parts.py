@@ -18,6 +18,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.checkpoint.folders import complete_steps
+from paceline.checkpoint.reader import Checkpoint
 from paceline.core.timing import Timing
 from paceline.plan.cadence import ElChe
 from paceline.run.step.planner import CadencePlanner, FixedPlanner, MeasuringPlanner
@@ -114,7 +115,7 @@ def test_snapshots_in_memory_are_gone_when_the_run_ended_well(tmp_path: Path) ->
 # Averaged replicas
 
 
-def average(root: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> str:
+def average(root: Path, dtype: torch.dtype = torch.float32, how: dict[str, Any] | None = None, **settings: Any) -> str:
     """Local steps, two meetings between saves, an outer optimizer, every worker with an optimizer of its own."""
     with pl.Trainer.setup(
         lambda: torch.nn.Linear(12, 4, dtype=dtype),
@@ -122,7 +123,9 @@ def average(root: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> 
         data=vectors(320),
         global_batch=16,
         micro_batch=4,
-        strategy=pl.Averaging(every=2, outer=lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
+        strategy=pl.Averaging(
+            **{"every": 2, "outer": lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True), **(how or {})}
+        ),
         **grouped(shares="equal", checkpoints=pl.Checkpoints(root, every_steps=5, keep_last=None), **settings),
     ) as trainer:
         for epoch in trainer.epochs(1):
@@ -145,6 +148,32 @@ def test_averaged_replicas_go_on_as_they_were(tmp_path: Path, pool: WorkerPool, 
     assert pool.run(resumed, 2) == ends
     average(tmp_path / "c", dtype, resume=tmp_path / "a" / "step-00000010")  # alone
     pool.run(average, 3, tmp_path / "c", dtype)
+
+
+# Saved while a fragment is under way, with residuals that differ from worker to worker.
+UNDER_WAY = {"every": 6, "fragments": 3, "overlap": True, "outer": None}
+
+
+@pytest.mark.parametrize("compress", ["int4", "sparse"])
+def test_compressed_replicas_go_on_as_they_were(tmp_path: Path, pool: WorkerPool, compress: str) -> None:
+    how = {**UNDER_WAY, "compress": compress}
+    ends = pool.run(average, 2, tmp_path / "a", torch.float32, how)
+
+    def resumed() -> str:
+        return average(tmp_path / "b", torch.float32, how, resume=tmp_path / "a" / "step-00000010")
+
+    assert pool.run(resumed, 2) == ends
+    pool.run(average, 3, tmp_path / "b", torch.float32, {**how, "every": 6})
+
+
+def test_residuals_are_saved_for_each_worker(tmp_path: Path, pool: WorkerPool) -> None:
+    pool.run(average, 2, tmp_path, torch.float32, {"compress": "sparse"})
+    checkpoint = Checkpoint(tmp_path / "step-00000010")
+    first, second = (checkpoint.load("residuals", f"rank-{rank}")["unsent"] for rank in range(2))
+    assert first.shape == second.shape == (52,)
+    assert first.count_nonzero()
+    assert second.count_nonzero()
+    assert not torch.equal(first, second)
 
 
 # Parts that remember

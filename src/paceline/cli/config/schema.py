@@ -20,6 +20,7 @@ from paceline.run.saving import options
 from paceline.run.saving.options import Mode
 from paceline.run.settings import Balancing, Batching, Loading, Optimization, Precision, Runtime
 from paceline.sync.averaging import settings as averaging
+from paceline.sync.compression import settings as gradients
 
 LoggerName = Literal["csv", "tensorboard", "wandb", "mlflow", "trackio"]
 Schedule = Literal["constant", "linear", "cosine"]
@@ -94,8 +95,12 @@ class Data(Section):
     weight: Part | None = setting("weight(batch): number of items that the batch's loss is a mean over", None)
 
 
-class Gradients(Section, kind="gradients"):
+class Gradients(Section, gradients.Gradients, kind="gradients"):
     """Workers exchange gradients in every step."""
+
+
+class SlowLink(Section, kind="slow link"):
+    """Workers take steps independently; how their weights are averaged is chosen by the link's speed."""
 
 
 class SpeedHint(Section):
@@ -112,7 +117,9 @@ class Cadence(Section, cadence.Cadence, kind="cadence"):
 class Averaging(Section, averaging.Averaging, kind="averaging"):
     """Workers take steps independently; their weights are averaged periodically."""
 
-    every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
+    every: int | Cadence | Literal["auto"] = setting(
+        "steps between averages, a cadence that adjusts them, or auto to choose by the link", 32, least=1
+    )
     outer: Part | None = setting("optimizer over the averaged weights, called with the parameters", None)  # type: ignore[assignment]
 
 
@@ -134,7 +141,7 @@ class Training(Section):
     seed: int = setting("seed of weights, order, dropout and augmentation", 0)
     exact: bool = setting("bitwise identical weights on any number of workers", False)
     precision: Precision = setting("data type of forward passes", "fp32")
-    strategy: Gradients | Cadence | Averaging = setting("what workers exchange, and when", Gradients)
+    strategy: Gradients | Cadence | Averaging | SlowLink = setting("what workers exchange, and when", Gradients)
     shuffle: bool | None = setting("a new order in every epoch; if null, true or as in a given DataLoader", None)
     max_grad_norm: float | None = setting("gradient clipping; .inf only measures", None, least=0, finite=False)
     learning_rate: float | None = setting("learning rate of AdamW, instead of an optimizer section", None, above=0)

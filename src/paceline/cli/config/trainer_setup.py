@@ -21,6 +21,7 @@ from paceline.run.config import Strategy
 from paceline.run.saving.options import Checkpoints
 from paceline.run.settings import GROUPS
 from paceline.sync.averaging.settings import Averaging
+from paceline.sync.compression.settings import Gradients
 
 T = TypeVar("T")
 
@@ -53,14 +54,16 @@ def _make(kind: type[T], section: Any, **changes: Any) -> T:
     return kind(**{name: changes[name] if name in changes else getattr(section, name) for name in names})
 
 
-def strategy(settings: schema.Gradients | schema.Cadence | schema.Averaging) -> Strategy:
+def strategy(settings: schema.Gradients | schema.Cadence | schema.Averaging | schema.SlowLink) -> Strategy:
+    if isinstance(settings, schema.SlowLink):
+        return "slow link"
     if isinstance(settings, schema.Averaging):
-        every = settings.every if isinstance(settings.every, int) else strategy(settings.every)
+        every = strategy(settings.every) if isinstance(settings.every, schema.Cadence) else settings.every
         return _make(Averaging, settings, every=every, outer=settings.outer and settings.outer.as_function())
     if isinstance(settings, schema.Cadence):
         hint = settings.speed_hint
         return _make(Cadence, settings, speed_hint=hint and (hint.slow_rank, hint.ratio))
-    return "gradients"
+    return "gradients" if settings.compress == "fp32" else _make(Gradients, settings)
 
 
 def checkpoints(settings: schema.Checkpoints, folder: Path, project_folder: Path) -> Checkpoints:

@@ -19,6 +19,7 @@ from paceline.core.world import World
 from paceline.run.capture.outbox import Outbox
 from paceline.run.config import RunConfig
 from paceline.sync.averaging.strategy import Averaging
+from paceline.sync.compression.settings import Gradients
 
 Made = TypeVar("Made")
 
@@ -99,6 +100,8 @@ def graphs_for(config: RunConfig, world: World) -> CudaGraphs | str:
         obstacle = "Averaging exchanges weights, not gradients"
     elif config.optimization.shard is not None and (world.size > 1 or config.optimization.master_weights):
         obstacle = "the optimizer's state is divided among the workers (shard=)"
+    elif isinstance(config.strategy, Gradients) and world.size > 1:
+        obstacle = "compressed gradients are encoded with new random numbers in every step"
     else:
         return CudaGraphs(world.device)
     if config.runtime.capture == "on":

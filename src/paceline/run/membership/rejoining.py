@@ -22,10 +22,11 @@ from paceline.run.membership.board import Activity
 from paceline.run.membership.communicator import ElasticCommunicator
 from paceline.run.membership.generation import Generation
 from paceline.run.saving.checkpointer import Checkpointer
-from paceline.run.saving.state import load_random_state, load_replica, random_state, replica_states
+from paceline.run.saving.state import HasState, load_random_state, load_replica, random_state, replica_states
 from paceline.run.step import loop_state
 from paceline.run.step.ema import WeightAverage
 from paceline.run.step.loop import Loop
+from paceline.sync.compression.residuals import Residuals
 
 T = TypeVar("T")
 
@@ -35,16 +36,24 @@ _runs_of_process = count()
 
 @dataclass(frozen=True)
 class _Progress:
-    """How far a worker is. Steps and operations are collective, so that two workers differ by at most one of them."""
+    """How far a worker is. Steps and operations are collective, so that two workers differ by at most one of them.
+
+    If replicas are averaged, averages are collective instead of steps: two workers differ by at most one of them, and
+    by the steps in between.
+    """
 
     step: int
     operations: int
+    averages: int
     is_joining: bool
     run: int  # which of the runs that its process has set up
 
     @property
     def total(self) -> int:
-        return self.step + self.operations
+        return self.step + self.operations + self.averages
+
+    def needs_state_of(self, ahead: _Progress) -> bool:
+        return self.is_joining or self.step < ahead.step or self.averages < ahead.averages
 
 
 class Rejoining:
@@ -75,6 +84,7 @@ class Rejoining:
         self._result: Any = None  # of the last operation
         self._is_operating = False
         self._has_entered = False
+        self._num_unsent_steps = 0  # of a worker, when the last generation ended
 
     def enter(self) -> None:
         """Set-up is complete: from now on this worker can go on after a loss. A newcomer joins the others here."""
@@ -167,6 +177,9 @@ class Rejoining:
     def _rejoin(self) -> None:
         communicator = self._communicator
         generation = communicator.rejoin()
+        if (averages := self._loop.exchange.averages) is not None:
+            averages.drop()
+            self._num_unsent_steps = averages.num_unsent_steps
         self._take_over_state(generation)
         self._loop.reconnect()
         self._checkpointer.reconnect(self._loop)
@@ -180,7 +193,8 @@ class Rejoining:
         """Bring all workers to where the most advanced one is, and newcomers too."""
         communicator, loop = self._communicator, self._loop
         rank = communicator.world.rank
-        own = _Progress(loop.position.step, self._num_operations, communicator.is_joining, self._number)
+        num_averages = 0 if loop.exchange.averages is None else loop.exchange.averages.num_completed
+        own = _Progress(loop.position.step, self._num_operations, num_averages, communicator.is_joining, self._number)
         workers = [_Progress(**json.loads(text)) for text in gather(json.dumps(asdict(own)), communicator)]
         holders = [rank for rank, each in enumerate(workers) if not each.is_joining]
         if not holders:
@@ -189,10 +203,10 @@ class Rejoining:
         ahead = workers[source]
         self._check_same_run(own, workers, ahead)
         base, planner = collect.broadcast((self._base.to_json(), loop.planner.handover()), source, communicator)
-        is_state_sent = any(each.step < ahead.step or each.is_joining for each in workers)
+        is_state_sent = any(each.needs_state_of(ahead) for each in workers)
         if is_state_sent:
             state = _shared(self._message() if rank == source else None, source, communicator)
-            if own.step < ahead.step or own.is_joining:
+            if own.needs_state_of(ahead):
                 self._load(state, is_joining=own.is_joining)
         if any(each.operations < ahead.operations and not each.is_joining for each in workers):
             result = collect.broadcast(self._result if rank == source else None, source, communicator)
@@ -224,7 +238,7 @@ class Rejoining:
                 "replica": replica_states(self._loop.replica),
                 "loop": loop_state.handover(self._loop),
                 "average": None if self._average is None else self._average.state_dict(),
-                "registered": {name: thing.state_dict() for name, thing in self._checkpointer.registered.items()},
+                "registered": {name: thing.state_dict() for name, thing in self._handed_over.items()},
                 "random": random_state(self._communicator.world.device),
             }
             return encode(state, "state")
@@ -236,9 +250,15 @@ class Rejoining:
             self._average.load_state_dict(state["average"])
         if not is_joining:
             return  # the step's hooks, and the loop's body, are still to run here: they change the user's own state
-        for name, thing in self._checkpointer.registered.items():
+        for name, thing in self._handed_over.items():
             thing.load_state_dict(state["registered"][name])
         load_random_state(state["random"], self._communicator.world.device)
+
+    @property
+    def _handed_over(self) -> dict[str, HasState]:
+        """The user's own state. Residuals belong to one worker: whoever takes over a state begins without."""
+        registered = self._checkpointer.registered.items()
+        return {name: thing for name, thing in registered if not isinstance(thing, Residuals)}
 
     def _emit(self, before: Generation, seconds: float) -> None:
         now = self._communicator.generation
@@ -255,6 +275,7 @@ class Rejoining:
             joined=joined,
             reason="; ".join(reasons),
             seconds=round(seconds, 3),
+            **({} if self._loop.exchange.averages is None else {"lost_steps": len(left) * self._num_unsent_steps}),
         )
 
 

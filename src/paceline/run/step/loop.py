@@ -217,6 +217,7 @@ class Loop:
         if decision is Decision.CHANGE:
             assert self._recovery is not None, "nobody else asks for it"
             self._checkpointer.complete_writing()
+            self.exchange.synchronize()
             self._recovery.rejoin(None)
             self._save_or_stop()
         elif decision is Decision.SAVE:
@@ -267,7 +268,13 @@ class Loop:
     def _complete_epoch(self) -> None:
         self._watch.flush()
         self._stopwatch.flush()
-        self.exchange.synchronize()
+        position = self.position
+        while self.position == position:  # else this worker took over the state of one that has gone on
+            try:
+                return self.exchange.synchronize()
+            except (GenerationEnded, CommunicationError) as error:
+                self._recover(error)
+        return None
 
     def _tell_left(self) -> None:
         """Take part in the others' steps without gradients until all workers know that this one left."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from paceline.comm.base import Communicator, Pending
+from paceline.core.seeding import Purpose, derive_seed
+from paceline.sync.averaging.fragments import Fragment, cut
+from paceline.sync.compression.exchange import WeightedSum, weighted_sum
+from paceline.sync.compression.names import Compression
 
 
 @dataclass
@@ -21,23 +25,45 @@ class WorkerRound:
     loss_sum: float = 0.0  # weighted; the weights add up to loss_weight
     loss_weight: float = 0.0
     num_steps: float = 0.0
-    num_micro_batches: float = 0.0  # of all workers
     micro_batch_s: float = 0.0  # mean, of this worker
     rest_s: float = 0.0  # per step
     data_s: float = 0.0  # per micro-batch
     feed_s: float = 0.0
     request: float = 0.0
     # Set by `ReplicaAverage`:
-    weighted_square: float = 0.0  # of its change's length
+    fragment_weight: float = 0.0  # since the last average of this fragment
+    weighted_square: float = 0.0  # of the length of the fragment's change
     round_s: float = 0.0  # spent on the steps
     sync_s: float = 0.0  # spent on the previous average, including the wait for others
 
+    def add(self, other: WorkerRound) -> None:
+        """Count the steps of another round too, whose average failed."""
+        for name in ("weight", "loss_sum", "loss_weight", "num_steps"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+@dataclass
+class FragmentSteps:
+    """Steps since the last average of a fragment."""
+
+    weight: float = 0.0  # of this worker
+    num_micro_batches: int = 0  # of all workers
+    num_steps: int = 0
+
+    def add(self, other: FragmentSteps) -> None:
+        self.weight += other.weight
+        self.num_micro_batches += other.num_micro_batches
+        self.num_steps += other.num_steps
+
 
 class ReplicaAverage:
-    """Averages the replicas' weights.
+    """Averages the replicas' weights, one fragment after the other.
 
-    Each replica sends its change since the last average, which tolerates a coarse dtype better than the weights do.
-    Changes are weighted by samples. The drift is computed from their lengths and the length of their mean.
+    Each replica sends its change since the fragment's last average, which tolerates a coarse encoding better than the
+    weights do. Changes are weighted by samples. Statistics of BatchNorm are sent as they are, with the last fragment.
+
+    The drift is computed from the lengths of the changes and of their mean, over all fragments. An average that fails
+    has changed nothing: its steps count for the next one.
     """
 
     def __init__(
@@ -45,94 +71,200 @@ class ReplicaAverage:
         parameters: Sequence[torch.Tensor],
         statistics: Sequence[torch.Tensor],
         communicator: Communicator,
-        transfer: torch.dtype,
-        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
+        seed: int,
+        compress: Compression = "fp32",
+        num_fragments: int = 1,
+        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = None,
     ) -> None:
-        self._tensors = [*(p.detach() for p in parameters), *statistics]
-        self._sizes = [tensor.numel() for tensor in self._tensors]
-        self._communicator = communicator
-        self._common = self._read()
-        self._device = self._common.device
-        self._sent = communicator.empty(self._common.numel(), transfer, self._device)
-        size, width = communicator.world.size, len(fields(WorkerRound))
-        self._table = communicator.empty(size * width, torch.float64, self._device).view(size, width)
-        self._pending: list[Pending] = []
-        # A view: the outer optimizer updates the common weights in place, and no statistics.
-        self._trained = torch.nn.Parameter(self._common[: sum(p.numel() for p in parameters)])
-        self._outer = None if outer is None else outer([self._trained])
+        self._device = communicator.world.device
+        self._seed = seed
+        self._parameters = [p.detach() for p in parameters]
+        self._statistics = [Fragment(statistics)] if statistics else []
+        self._trained: list[Fragment] = []
+        self._steps: list[FragmentSteps] = []
+        self.num_completed = 0
+        self._next = 0  # the fragment to be averaged next
+        self._pending: Pending | None = None
+        self._square_distance = self._square_length = 0.0  # of the fragments before that one
         self._round_begun_s = perf_counter()
         self._sync_s = 0.0  # spent on averaging since then
+        self.connect(communicator)
+        self.change(compress, num_fragments, outer)
+
+    def connect(self, communicator: Communicator) -> None:
+        """Exchange with these workers from now on, while no average is under way."""
+        self._communicator = communicator
+        self._sums: list[WeightedSum] = []  # allocated by all workers together, in the next average
+
+    @torch.no_grad()
+    def change(
+        self,
+        compress: Compression,
+        num_fragments: int,
+        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
+    ) -> None:
+        """Average in another way from now on. num_fragments: a multiple of the number so far."""
+        before, steps = self._trained, self._steps
+        self._compress: Compression = compress
+        self._trained = cut(self._parameters, num_fragments)
+        if before:  # else the common values are those that all replicas have now
+            values = torch.cat([fragment.common for fragment in before])
+            for fragment, part in zip(self._trained, torch.split(values, self._sizes), strict=True):
+                fragment.common.copy_(part)
+        self._outer = None if outer is None else outer([fragment.common for fragment in self._trained])
+        count = len(self._trained)
+        self._steps = [
+            replace(steps[number * len(before) // count]) if before else FragmentSteps() for number in range(count)
+        ]
+        self._next = self._next * count // max(len(before), 1)
+        self._sums = []
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [fragment.numel for fragment in self._trained]
+
+    def _allocate(self) -> None:
+        communicator = self._communicator
+        size, width = communicator.world.size, len(fields(WorkerRound))
+        self._table = communicator.empty(size * width, torch.float64, self._device).view(size, width)
+        # One for all fragments of the parameters, which are averaged in turn, and one for the statistics.
+        sums = [weighted_sum(self._compress, max(self._sizes), communicator)]
+        self._sums = sums + [weighted_sum("fp32", each.numel, communicator) for each in self._statistics]
+
+    @property
+    def num_fragments(self) -> int:
+        return len(self._trained)
+
+    @property
+    def num_values(self) -> int:
+        return sum(self._sizes)
 
     @property
     def is_under_way(self) -> bool:
-        return bool(self._pending)
+        return self._pending is not None
+
+    @property
+    def num_unsent_steps(self) -> int:
+        """Steps of which some fragment is in no completed average: what the loss of a worker would cost."""
+        counts = [steps.num_steps for steps in self._steps]
+        if self.is_under_way:
+            counts[self._next] += self._taken.num_steps
+        return max(counts)
+
+    def add_step(self, weight: float, num_micro_batches: int) -> None:
+        step = FragmentSteps(weight, num_micro_batches, 1)
+        for steps in self._steps:
+            steps.add(step)
 
     @torch.no_grad()
     def start(self, own: WorkerRound) -> None:
         begun_s = self._now_s()
+        self._own = own
         own.round_s, own.sync_s = begun_s - self._round_begun_s - self._sync_s, self._sync_s
         self._round_begun_s = begun_s
-        self._change = self._read().sub_(self._common)
+        self._taken, self._steps[self._next] = self._steps[self._next], FragmentSteps()
+        if not self._sums:
+            self._allocate()
+        rank = self._communicator.world.rank
         # Scaled by a number that all workers know, so that the sum stays in the range of fp16.
-        self._scale = 1.0 / max(own.num_micro_batches, 1.0)
-        torch.mul(self._change, own.weight * self._scale, out=self._sent)
-        own.weighted_square = own.weight * self._change.norm(dtype=torch.float64).square().item()
+        own.fragment_weight = self._taken.weight / max(self._taken.num_micro_batches, 1)
+        seed = derive_seed(self._seed, Purpose.COMPRESSION, self.num_completed, rank)
+        pairs = zip(self._fragments(), self._sums, strict=False)
+        squares = [fragment.send(total, own.fragment_weight, seed) for fragment, total in pairs]
+        own.weighted_square = own.fragment_weight * squares[0]
         self._table.zero_()
-        self._table[self._communicator.world.rank] = torch.tensor(astuple(own), dtype=torch.float64)
-        self._pending = [self._communicator.all_reduce(tensor) for tensor in (self._table, self._sent)]
+        self._table[rank] = torch.tensor(astuple(own), dtype=torch.float64)
+        self._pending = self._communicator.all_reduce(self._table)
         self._sync_s = self._now_s() - begun_s
 
     @torch.no_grad()
-    def finish(self, *, has_moved_on: bool) -> tuple[list[WorkerRound], float]:
-        """Set the replica to the common weights. If it took steps since `start`, add the difference instead.
+    def finish(self, *, has_moved_on: bool) -> tuple[list[WorkerRound], float | None]:
+        """Set the fragment to the common values. If the replica took steps since `start`, add the difference instead.
 
-        Returns what the workers report, by rank, and the drift.
+        Returns what the workers report, by rank, and after the last fragment the drift.
         """
         begun_s = self._now_s()
-        for pending in self._pending:
-            pending.wait()
-        self._pending = []
+        assert self._pending is not None
+        self._pending.wait()
         rounds = [WorkerRound(*row) for row in self._table.tolist()]
-        total = max(sum(each.weight for each in rounds), 1.0)  # no worker saw a sample
-        mean = self._sent.to(torch.float32).div_(total * self._scale)
-        before = self._common.clone() if has_moved_on else None
-        self._advance(mean)
-        if before is None:
-            self._write(self._common)
-        else:
-            self._write(self._read().add_(self._common).sub_(before).sub_(self._change))
-        length = mean.norm(dtype=torch.float64).item()
-        square_distance = max(0.0, sum(each.weighted_square for each in rounds) / total - length**2)
-        drift = math.sqrt(square_distance) / max(self._common.norm(dtype=torch.float64).item(), 1e-12)
+        weights = [each.fragment_weight for each in rounds]
+        fragments = self._fragments()
+        pairs = zip(fragments, self._sums, strict=False)
+        squares = [fragment.receive(total, weights) for fragment, total in pairs]
+        # All has arrived. From here on nothing can fail.
+        for fragment in fragments:
+            fragment.apply(self._advance, has_moved_on=has_moved_on)
+        self._pending = None
+        total = max(sum(weights), 1e-30)
+        self._square_distance += max(0.0, sum(each.weighted_square for each in rounds) / total - squares[0])
+        self._square_length += fragments[0].common.norm(dtype=torch.float64).square().item()
+        self.num_completed += 1
+        self._next = (self._next + 1) % len(self._trained)
+        drift = None
+        if self._next == 0:
+            drift = math.sqrt(self._square_distance) / max(math.sqrt(self._square_length), 1e-12)
+            self._square_distance = self._square_length = 0.0
         self._sync_s += self._now_s() - begun_s
         return rounds, drift
 
+    def drop(self) -> WorkerRound:
+        """Give up the average that has failed. Returns this worker's round: its steps count for the next average."""
+        self._steps[self._next].add(self._taken)
+        self._pending = None
+        return self._own
+
     def state_dict(self) -> dict[str, Any]:
-        """Only valid while no average is under way and no worker has taken a step since the last one."""
-        return {"common": self._common, "outer": None if self._outer is None else self._outer.state_dict()}
+        """Equal on all workers after an average of all fragments, when the replica has the common values."""
+        return {
+            "common": torch.cat([fragment.common.detach() for fragment in (*self._trained, *self._statistics)]),
+            "outer": None if self._outer is None else self._outer.state_dict(),
+            "num_averages": self.num_completed,
+            "next_fragment": self._next,
+            "steps": [astuple(steps) for steps in self._steps],
+            "squares": (self._square_distance, self._square_length),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._common.copy_(state["common"])
+        """Residuals begin with zeros."""
+        fragments = (*self._trained, *self._statistics)
+        sizes = [fragment.numel for fragment in fragments]
+        for fragment, values in zip(fragments, torch.split(state["common"], sizes), strict=True):
+            fragment.common.copy_(values)
         if self._outer is not None and state["outer"] is not None:
             self._outer.load_state_dict(state["outer"])
+        self.load_residuals(None)
+        self.num_completed, self._next = state["num_averages"], state["next_fragment"]
+        self._steps = [FragmentSteps(*steps) for steps in state["steps"]]
+        self._square_distance, self._square_length = state["squares"]
 
-    def _advance(self, mean: torch.Tensor) -> None:
-        if self._outer is None:
-            self._common.add_(mean)
+    def residuals(self) -> torch.Tensor | None:
+        """What this worker has not sent so far; None if its encoding leaves nothing."""
+        if all(fragment.residual is None for fragment in self._trained):
+            return None
+        residuals = [(fragment.residual, fragment.common) for fragment in self._trained]
+        return torch.cat([torch.zeros_like(common) if own is None else own for own, common in residuals]).detach()
+
+    @torch.no_grad()
+    def load_residuals(self, saved: torch.Tensor | None) -> None:
+        """What `residuals` returned; None to begin with zeros."""
+        parts: Sequence[torch.Tensor | None] = (None,) * len(self._trained)
+        if saved is not None:
+            parts = torch.split(saved, self._sizes)
+        for fragment, part in zip(self._trained, parts, strict=True):
+            fragment.residual = None if part is None else part.to(self._device, copy=True)
+
+    def _fragments(self) -> list[Fragment]:
+        """What is averaged next: a fragment of the parameters, and with the last one the statistics."""
+        return [self._trained[self._next], *(self._statistics if self._next == len(self._trained) - 1 else ())]
+
+    def _advance(self, fragment: Fragment, mean: torch.Tensor) -> None:
+        if self._outer is None or fragment in self._statistics:
+            fragment.common.add_(mean)
             return
-        num_trained = self._trained.numel()
-        self._trained.grad = -mean[:num_trained]
-        self._outer.step()
-        self._common[num_trained:].add_(mean[num_trained:])
-
-    def _read(self) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in self._tensors])
-
-    def _write(self, values: torch.Tensor) -> None:
-        for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
-            part = part.view_as(tensor)
-            tensor.copy_(part if tensor.is_floating_point() else part.round())
+        fragment.common.grad = -mean
+        self._outer.step()  # skips the other fragments, which have no gradient
+        fragment.common.grad = None
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":  # otherwise work queued before the average would count as averaging

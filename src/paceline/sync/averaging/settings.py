@@ -11,8 +11,7 @@ from typing import Any, Literal
 from paceline.core.settings import setting
 from paceline.plan.cadence import Cadence
 from paceline.sync.averaging.guard import DivergenceGuard
-
-TRANSFERS = ("fp32", "bf16", "fp16")
+from paceline.sync.compression.names import COMPRESSIONS, Compression
 
 
 @dataclass(frozen=True)
@@ -20,36 +19,69 @@ class Averaging:
     """Settings of the strategy.
 
     every: steps between two averages, or a `Cadence` that finds the number: its overhead_target bounds the cost of
-        averaging, its anchor is the initial number of steps.
+        averaging, its anchor is the initial number of steps. "auto" measures link and steps in the first averages and
+        chooses `every`, `compress` and `fragments`; the log and an event "averaging" say what and why.
     first_step: gradients are exchanged in every step until this many steps are done (post-local SGD).
     overlap: replicas train on while their mean is computed, and apply the difference at the next average. No step is
         lost.
-    transfer: the dtype in which changes are sent.
+    compress: how changes are sent. "bf16" and "fp16" halve the bytes, "int8" and "int4" send integers with a scale per
+        256 values, rounded at random without bias. "sparse" sends the largest 1 in 32 values, 64 times fewer bytes than
+        fp32, and keeps the rest for the following averages.
+    fragments: the weights are averaged in so many parts, one after the other, each every `every` steps. With `overlap`
+        the mean of a part is applied `every / fragments` steps later instead of `every`.
     outer: an optimizer over the common weights that uses the mean change as its gradient, for example
         `lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)`; None uses the mean itself.
     divergence_threshold: relative drift above which three rises in a row halve the steps between averages; None
         disables the guard.
     """
 
-    every: int | Cadence = setting("steps between averages, or a cadence that adjusts them", 32, least=1)
+    every: int | Cadence | Literal["auto"] = setting(
+        "steps between averages, a cadence that adjusts them, or auto to choose by the link", 32, least=1
+    )
     first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
     overlap: bool = setting("continue training while the average is computed", False)
-    transfer: Literal["fp32", "bf16", "fp16"] = setting("data type of the transfer", "fp32")
+    compress: Compression = setting("encoding of what is sent", "fp32")
+    fragments: int = setting("number of parts of the model that are averaged in turn", 1, least=1)
     outer: Callable[[list[Any]], Any] | None = setting(
         "optimizer over the averaged weights, called with the parameters", None
     )
     divergence_threshold: float | None = setting("drift above which averaging becomes more frequent", 0.05, above=0)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.every, Cadence) and (type(self.every) is not int or self.every < 1):
+        is_number = type(self.every) is int and self.every >= 1
+        if not is_number and self.every != "auto" and not isinstance(self.every, Cadence):
             raise ValueError(
-                f"every={self.every!r}: choose the number of steps between two averages, at least 1, or a Cadence(...)"
+                f"every={self.every!r}: choose the number of steps between two averages, at least 1, a Cadence(...) or "
+                "'auto'"
+            )
+        if self.every == "auto" and (self.compress, self.fragments) != ("fp32", 1):
+            raise ValueError(
+                f"compress={self.compress!r} and fragments={self.fragments} would be ignored: every='auto' chooses "
+                "them; leave them out, or give every as a number"
             )
         if isinstance(self.every, Cadence) and self.every.speed_hint is not None:
             raise ValueError("Averaging ignores Cadence(speed_hint=): give speed_hints to the run instead")
         if type(self.first_step) is not int or self.first_step < 0:
             raise ValueError(f"first_step={self.first_step!r}: choose a number of steps >= 0")
-        if self.transfer not in TRANSFERS:
-            raise ValueError(f"transfer={self.transfer!r} is unknown: choose one of {', '.join(TRANSFERS)}")
+        if self.compress not in COMPRESSIONS:
+            raise ValueError(f"compress={self.compress!r} is unknown: choose one of {', '.join(COMPRESSIONS)}")
+        if type(self.fragments) is not int or self.fragments < 1:
+            raise ValueError(f"fragments={self.fragments!r}: choose a number of parts >= 1")
+        if isinstance(self.every, int) and self.fragments > self.every:
+            raise ValueError(
+                f"fragments={self.fragments} is larger than every={self.every}: each part is averaged every "
+                f"{self.every} steps, at most one part per step; choose fragments <= {self.every}"
+            )
         if self.divergence_threshold is not None:
             DivergenceGuard(self.divergence_threshold)
+
+
+def nesterov(parameters: list[Any]) -> Any:
+    """The outer optimizer of DiLoCo."""
+    import torch
+
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+# What strategy="slow link" stands for.
+SLOW_LINK = Averaging(every="auto", overlap=True, outer=nesterov)

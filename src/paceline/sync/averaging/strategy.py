@@ -9,28 +9,30 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import astuple
+from typing import Any, cast
 
 import torch
 
 from paceline.comm.base import Communicator
 from paceline.core.deferred import DeferredReader
-from paceline.core.errors import MisuseError
+from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
 from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
 from paceline.sync.averaging.guard import DivergenceGuard
+from paceline.sync.averaging.measuring import LinkMeasurement
 from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
 from paceline.sync.averaging.settings import Averaging as Averaging
 from paceline.sync.buffers import Buffers
+from paceline.sync.compression.names import Compression
+from paceline.sync.compression.residuals import Residuals
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
 from paceline.sync.step_numbers import StepNumbers
 from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 
 logger = logging.getLogger("paceline")
-
-TRANSFER_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class AveragedReplicas:
@@ -49,32 +51,46 @@ class AveragedReplicas:
         statistics: Sequence[torch.Tensor],
         communicator: Communicator,
         events: Events,
+        seed: int,
+        residuals: Residuals,
     ) -> None:
         self._local = self._local_of_many = local
         self._local_of_one = local_single or local
+        self._communicator = communicator
         self._world = communicator.world
-        self._is_overlapping = settings.overlap
-        every, threshold = settings.every, settings.divergence_threshold
+        self._parameters = list(parameters)
+        self._settings = settings
+        self._choice: tuple[int, Compression, int] | None = None  # every, compress and fragments, if chosen here
+        threshold = settings.divergence_threshold
+        self._measurement = LinkMeasurement(communicator.world.device)
+        every = 1 if isinstance(settings.every, str) else settings.every
         self._is_cadence = isinstance(every, Cadence)
-        # The number of steps between two averages. All workers take the same: shares follow their speeds.
+        # The number of steps between two averages of a fragment. All workers take the same: shares follow their speeds.
         self._interval = (every if isinstance(every, Cadence) else Cadence(every, max_anchor=every)).for_workers(1)
         self._max_lead = self._interval.max_batch_diff or math.inf
         self._counts = [0] * self._world.size  # micro-batches of the round, by rank
         self._guard = DivergenceGuard(math.inf if threshold is None else threshold)
         self._events = events
-        transfer = TRANSFER_TYPES[settings.transfer]
-        self._average = ReplicaAverage(parameters, statistics, communicator, transfer, settings.outer)
+        self._average = ReplicaAverage(
+            parameters, statistics, communicator, seed, settings.compress, settings.fragments, settings.outer
+        )
         self._round = WorkerRound()
+        residuals.owner = self._average
         self._mean = RoundMean()
         self._newest: LocalNumbers | None = None  # of the last finished step
         self._losses = DeferredReader(self._add_loss, is_ready=lambda numbers: numbers.has_arrived)  # of this round
         self._times = _RoundTimes()
         self._request = 0.0
+        self._failure: BaseException | None = None  # of an average after a step, raised before the next
         # Timings and requests by rank, reported in the step after an average.
-        self._nothing_reported = ((NOT_MEASURED,) * self._world.size, (0.0,) * self._world.size)
-        self._reported: tuple[Sequence[Timing], Sequence[float]] = self._nothing_reported
+        self._reported = self._nothing_reported
+
+    @property
+    def _nothing_reported(self) -> tuple[Sequence[Timing], Sequence[float]]:
+        return (NOT_MEASURED,) * self._world.size, (0.0,) * self._world.size
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:
+        self._raise_failure()
         self._plan = plan
         self._mine = plan[self._world.rank]
         self._weight = 0
@@ -104,10 +120,17 @@ class AveragedReplicas:
         return self._local.hooks_per_parameter
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
-        raise MisuseError(
-            "the set of trained parameters changed, which Averaging does not support: change it before the set-up, or "
-            "choose strategy='gradients'"
-        )
+        """Called with the same parameters when the workers have changed."""
+        if list(map(id, parameters.values())) != list(map(id, self._parameters)):
+            raise MisuseError(
+                "the set of trained parameters changed, which Averaging does not support: change it before the set-up, "
+                "or choose strategy='gradients'"
+            )
+        self._world = self._communicator.world
+        self._average.connect(self._communicator)
+        self._counts = [0] * self._world.size
+        self._request = 0.0
+        self._reported = self._nothing_reported
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
         self._request = message.request
@@ -129,11 +152,24 @@ class AveragedReplicas:
         self._losses.add(self._newest)
         self._round.weight += self._weight
         self._round.num_steps += 1
-        self._round.num_micro_batches += self._plan[-1].stop
+        self._average.add_step(self._weight, self._plan[-1].stop)
         self._counts = [count + len(own) for count, own in zip(self._counts, self._plan, strict=True)]
+        try:
+            self._after_step()
+        except (GenerationEnded, CommunicationError) as error:
+            # This step is done and must not be repeated: raised where the next one begins.
+            self._failure = error
+
+    def _after_step(self) -> None:
+        if self._settings.every == "auto" and self._choice is None:
+            self._measurement.add_step()
+            if self._measurement.is_due:
+                self._choose()
+            return
         # Another step like this one would exceed it.
         is_lead_reached = max(self._counts) - min(self._counts) + self._lead_of_step() > self._max_lead
-        if self._round.num_steps >= self._interval.total_batches or is_lead_reached:
+        interval = -(-self._interval.total_batches // self._average.num_fragments)
+        if self._round.num_steps >= interval or is_lead_reached:
             self._start_average(is_final=False)
 
     def _lead_of_step(self) -> int:
@@ -141,24 +177,63 @@ class AveragedReplicas:
         return max(counts) - min(counts)
 
     def synchronize(self) -> None:
-        if self._round.num_steps or self._average.is_under_way:
+        self._raise_failure()
+        if not self._average.num_unsent_steps:
+            return
+        if self._average.is_under_way:
+            self._finish_average()
+        while self._average.num_unsent_steps:
             self._start_average(is_final=True)
+
+    def _raise_failure(self) -> None:
+        if (error := self._failure) is not None:
+            self._failure = None
+            raise error
+
+    @property
+    def averages(self) -> AveragedReplicas:
+        return self
+
+    @property
+    def num_completed(self) -> int:
+        return self._average.num_completed
+
+    @property
+    def num_unsent_steps(self) -> int:
+        return self._average.num_unsent_steps
+
+    def drop(self) -> None:
+        self._failure = None
+        if self._average.is_under_way:
+            self._drop_average()
 
     def abandon(self) -> None:
         self._local.abandon()
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"interval": self._interval.to_dict(), "drifts": list(self._guard.drifts)}
+        self._losses.flush()
+        own = {
+            "interval": self._interval.to_dict(),
+            "drifts": list(self._guard.drifts),
+            "round": astuple(self._round),
+            "choice": self._choice,
+            "num_measured_steps": self._measurement.num_steps,
+        }
         return {"averaging": {**own, **self._average.state_dict()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         saved = state.get("averaging")
         if saved is None:
             return  # saved by a world of one, which averages nothing
+        self._measurement.num_steps = saved["num_measured_steps"]
+        if saved["choice"] is not None:
+            self._use(*saved["choice"])
         self._interval = ElChe.from_dict(saved["interval"])
         self._guard.drifts.clear()
         self._guard.drifts.extend(saved["drifts"])
         self._average.load_state_dict(saved)
+        self._losses.clear()
+        self._round = WorkerRound(*saved["round"])
 
     def close(self) -> None:
         self._local_of_one.close()
@@ -177,28 +252,42 @@ class AveragedReplicas:
         own, self._times = self._times.mean, _RoundTimes()
         self._round.micro_batch_s, _, self._round.rest_s, self._round.data_s, self._round.feed_s = own
         self._round.request = self._request
-        self._average.start(self._round)
-        self._round = WorkerRound()
+        sent, self._round = self._round, WorkerRound()
         self._counts = [0] * self._world.size
-        if is_final or not self._is_overlapping:
+        try:
+            self._average.start(sent)
+        except BaseException:
+            self._drop_average()
+            raise
+        if is_final or not self._settings.overlap:
             self._finish_average()
 
+    def _drop_average(self) -> None:
+        """The average under way has failed: its steps are part of the next one."""
+        self._round.add(self._average.drop())
+
     def _finish_average(self) -> None:
-        rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
+        try:
+            rounds, drift = self._average.finish(has_moved_on=self._round.num_steps > 0)
+        except BaseException:
+            self._drop_average()
+            raise
         requests, num_steps = [each.request for each in rounds], int(rounds[0].num_steps)
         check_nobody_left(requests)
         timings = [Timing(each.micro_batch_s, each.sync_s, each.rest_s, each.data_s, each.feed_s) for each in rounds]
-        self._reported = timings, requests
-        loss_weight = sum(each.loss_weight for each in rounds)
-        loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
-        self._mean = RoundMean(loss, sum(each.weight for each in rounds) / max(num_steps, 1))
-        if self._newest is not None:  # its record was not handed out yet, or the epoch is over
-            self._newest.mean = self._mean
+        if num_steps:
+            self._reported = timings, requests
+            loss_weight = sum(each.loss_weight for each in rounds)
+            loss = sum(each.loss_sum for each in rounds) / loss_weight if loss_weight else math.nan
+            self._mean = RoundMean(loss, sum(each.weight for each in rounds) / num_steps)
+            if self._newest is not None:  # its record was not handed out yet, or the epoch is over
+                self._newest.mean = self._mean
         # The slowest worker's steps, and the average of the worker that arrived last, which did not wait for others.
         round_s, sync_s = max(each.round_s for each in rounds), min(each.sync_s for each in rounds)
         if self._is_cadence and num_steps and round_s > 0:
-            self._interval.report_timing([1e3 * round_s], [num_steps], 1e3 * sync_s or None)
-        if self._guard.is_alarmed_by(drift) and self._interval.total_batches > 1:
+            cycle_ms = 1e3 * sync_s * self._average.num_fragments
+            self._interval.report_timing([1e3 * round_s], [num_steps], cycle_ms or None)
+        if drift is not None and self._guard.is_alarmed_by(drift) and self._interval.total_batches > 1:
             self._interval.nudge_anchor_down(0.5)
             every = self._interval.total_batches
             self._events.emit("drift", drift=drift, every=every)
@@ -207,6 +296,26 @@ class AveragedReplicas:
                 drift,
                 every,
             )
+
+    def _choose(self) -> None:
+        choice = self._measurement.choose(self._average.num_values, self._communicator)
+        exchange = choice.exchange
+        self._use(exchange.every, cast("Compression", exchange.compress), exchange.fragments)
+        self._average.num_completed += 1  # done by all together: a worker that has missed it takes over the choice
+        self._events.emit(
+            "averaging",
+            every=exchange.every,
+            compress=exchange.compress,
+            fragments=exchange.fragments,
+            reason=choice.reason,
+        )
+        if self._world.is_main:
+            logger.info("%s", choice.reason)
+
+    def _use(self, every: int, compress: Compression, fragments: int) -> None:
+        self._choice = every, compress, fragments
+        self._interval = Cadence(every, max_anchor=every).for_workers(1)
+        self._average.change(compress, fragments, self._settings.outer)
 
 
 class _RoundTimes:

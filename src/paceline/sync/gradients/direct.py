@@ -17,6 +17,8 @@ from paceline.sync.strategy import Accept, UpdateUnless
 class DirectGradients:
     """Autograd's gradient is the mean: nothing is summed, copied or exchanged."""
 
+    averages = None
+
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._replayed: Arriving | None = None
         self._take(parameters)

@@ -43,6 +43,8 @@ class MeanGradients:
     bucket is complete.
     """
 
+    averages = None
+
     def __init__(
         self,
         parameters: Mapping[str, torch.Tensor],

@@ -1,0 +1,71 @@
+"""Which exchange fits a slow link: how often, in how many bits and in how many parts replicas are averaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# An exchange that overlaps with training may take this part of the time until the next one: links and steps vary.
+MAX_BUSY = 0.7
+# The mean of a part is applied after this many steps: the fewer, the less replicas have moved on meanwhile.
+STEPS_UNDER_WAY = 8
+# What the loss may be above that of synchronous training, by all that was measured (docs/slow-links.md).
+LOSS_BUDGET = 0.01
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A way to average replicas."""
+
+    every: int
+    compress: str
+    bits_per_value: float
+
+    @property
+    def fragments(self) -> int:
+        return max(1, self.every // STEPS_UNDER_WAY)
+
+
+# From the one closest to synchronous training to the one with the fewest bytes. All of them are within LOSS_BUDGET.
+OPTIONS = (
+    Exchange(32, "int8", 8.125),
+    Exchange(32, "int4", 4.125),
+    Exchange(64, "int4", 4.125),
+    Exchange(128, "int4", 4.125),
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An exchange, and the measurements that led to it. busy: the part of the time in which the link is used."""
+
+    exchange: Exchange
+    busy: float
+    bytes_per_s: float
+    step_s: float
+
+    @property
+    def reason(self) -> str:
+        exchange, mbit_per_s = self.exchange, 8e-6 * self.bytes_per_s
+        text = (
+            f"averaging every {exchange.every} steps in {exchange.compress}, in {exchange.fragments} parts: a step "
+            f"takes {1e3 * self.step_s:.3g} ms and the link carries {mbit_per_s:.3g} Mbit/s per worker, so that it is "
+            f"used {min(self.busy, 1.0):.0%} of the time"
+        )
+        if self.busy > 1.0:
+            return f"{text}; workers wait for it, as nothing coarser keeps the loss within {LOSS_BUDGET:.0%}"
+        return text
+
+
+def choose(num_values: int, num_workers: int, bytes_per_s: float, step_s: float) -> Choice:
+    """The first option that the link carries while training goes on, or else the last one.
+
+    bytes_per_s: that a worker sends to all others. Every worker sends what it has to each of the others.
+    """
+    choice = None
+    for exchange in OPTIONS:
+        num_bytes = (num_workers - 1) * num_values * exchange.bits_per_value / 8
+        choice = Choice(exchange, num_bytes / bytes_per_s / (exchange.every * step_s), bytes_per_s, step_s)
+        if choice.busy <= MAX_BUSY:
+            break
+    assert choice is not None
+    return choice

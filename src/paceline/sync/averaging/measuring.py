@@ -1,0 +1,56 @@
+"""Measures, once, how long a step takes and what the link carries: every="auto" chooses by it."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.plan.slow_link import Choice, choose
+
+# Longer than what a link lets pass at once, which says nothing about its speed.
+PROBE_BYTES = 512 << 10
+# The first steps allocate and connect.
+FIRST_STEP, LAST_STEP = 3, 8
+
+
+class LinkMeasurement:
+    """Counts steps. After the last one of them `choose` is called by all workers together, and gives all the same."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.num_steps = 0
+        self._begun_s: float | None = None
+
+    @property
+    def is_due(self) -> bool:
+        return self.num_steps >= LAST_STEP
+
+    def add_step(self) -> None:
+        self.num_steps += 1
+        if self.num_steps == FIRST_STEP:
+            self._begun_s = self._now_s()
+
+    def choose(self, num_values: int, communicator: Communicator) -> Choice:
+        world, steps_s = communicator.world, 0.0
+        if self._begun_s is not None:  # else this worker has joined meanwhile
+            steps_s = self._now_s() - self._begun_s
+        rows = [communicator.empty(PROBE_BYTES, torch.uint8, self._device).zero_() for _ in range(world.size)]
+        times = torch.zeros(world.size, 2, dtype=torch.float64, device=self._device)
+        communicator.all_reduce(times).wait()  # until all are here
+        begun_s = self._now_s()
+        for pending in [communicator.broadcast(row, rank) for rank, row in enumerate(rows)]:
+            pending.wait()
+        link_s = self._now_s() - begun_s
+        times.zero_()
+        times[world.rank] = torch.tensor([steps_s / (self.num_steps - FIRST_STEP), link_s], dtype=torch.float64)
+        communicator.all_reduce(times).wait()
+        step_s, link_s = times.amax(dim=0).tolist()
+        bytes_per_s = max(world.size - 1, 1) * PROBE_BYTES / max(link_s, 1e-9)
+        return choose(num_values, world.size, bytes_per_s, max(step_s, 1e-9))
+
+    def _now_s(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()

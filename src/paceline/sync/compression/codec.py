@@ -1,0 +1,41 @@
+"""The interface of an encoding, and the encodings by name.
+
+An encoding turns a flat float32 tensor into bytes of a known number. Decoding is a function of the bytes alone, so all
+workers that decode the same bytes get the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from paceline.sync.compression.names import Compression
+from paceline.sync.compression.quantize import BlockQuantizer
+from paceline.sync.compression.sparse import TopK
+
+
+class Codec(Protocol):
+    """An encoding. `keeps_residual`: it is biased, so what was not sent must be added to what is sent next."""
+
+    keeps_residual: bool
+
+    def num_bytes(self, numel: int) -> int:
+        """The size of an encoded tensor with `numel` elements."""
+
+    def encode(self, values: torch.Tensor, seed: int) -> torch.Tensor:
+        """The bytes for a flat float32 tensor. `seed` determines how values are rounded."""
+
+    def decode(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
+        """The flat float32 tensor that these bytes stand for. A block with an inf or NaN is decoded as NaN."""
+
+
+def codec_for(compression: Compression) -> Codec | None:
+    """None for encodings that can be added up as they are: fp32, bf16 and fp16."""
+    codecs: dict[str, Codec] = {"int8": BlockQuantizer(8), "int4": BlockQuantizer(4), "sparse": TopK()}
+    return codecs.get(compression)
+
+
+def summed_dtype(compression: Compression) -> torch.dtype:
+    """The dtype of an encoding without a codec."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compression, torch.float32)

@@ -1,0 +1,90 @@
+"""Gradients that are exchanged in every step, in fewer bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.comm.base import DONE, Pending
+from paceline.core.seeding import Purpose, derive_seed
+from paceline.sync.buffers import Buffers
+from paceline.sync.compression.exchange import WeightedSum, weighted_sum
+from paceline.sync.compression.names import Compression
+from paceline.sync.gradients.exchange import MeanGradients
+from paceline.sync.gradients.sums import ExactSums, PlainSums
+from paceline.sync.step_numbers import StepNumbers
+from paceline.sync.strategy import Accept, UpdateUnless
+
+
+class CompressedGradients(MeanGradients):
+    """Encodes each worker's sums. Losses, weights and buffers travel as they are.
+
+    The result depends on the number of workers: each of them rounds its own sums.
+    """
+
+    def __init__(self, *arguments: Any, compress: Compression, seed: int, **settings: Any) -> None:
+        self._compress: Compression = compress
+        self._seed = seed
+        self._num_exchanged = 0
+        self._residuals: dict[tuple[str, ...], torch.Tensor] = {}  # by the parameters of a bucket
+        super().__init__(*arguments, **settings)
+
+    def _lay_out(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+        super()._lay_out(parameters, buffers)
+        self._totals = [weighted_sum(self._compress, sums.layout.numel, self._communicator) for sums in self._sums]
+        self._next_residuals: dict[tuple[str, ...], torch.Tensor] = {}
+
+    def _start(self, sums: ExactSums | PlainSums) -> Pending:
+        number, numel, names = len(self._pending), sums.layout.numel, tuple(sums.layout.names)
+        gradients, others, total = sums.flat[:numel], sums.flat[numel:], self._totals[number]
+        residual = None
+        if total.keeps_residual:
+            known = self._residuals.get(names)
+            # A copy: the step may be given up, and begun again.
+            residual = torch.zeros(numel, device=gradients.device) if known is None else known.clone()
+            self._next_residuals[names] = residual
+        rank = self._communicator.world.rank
+        seed = derive_seed(self._seed, Purpose.COMPRESSION, self._num_exchanged, rank, number)
+        total.start(gradients.to(torch.float32), 1.0, seed, residual)
+        pending = self._communicator.all_reduce(others) if len(others) else DONE
+        return _PendingSum(total, gradients, pending, self._communicator.world.size)
+
+    def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> StepNumbers | None:
+        numbers = super().finish(accept, update_unless)
+        if numbers is not None:
+            self._num_exchanged += 1
+            self._residuals |= self._next_residuals
+        return numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_exchanged": self._num_exchanged}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Residuals begin with zeros."""
+        super().load_state_dict(state)
+        self._num_exchanged = state.get("num_exchanged", 0)
+        self._residuals.clear()
+
+    def residuals(self) -> list[torch.Tensor] | None:
+        """What this worker has not sent so far, by bucket; None if there is nothing."""
+        return list(self._residuals.values()) or None
+
+    def load_residuals(self, saved: list[torch.Tensor] | None) -> None:
+        device = self._communicator.world.device
+        names = [tuple(sums.layout.names) for sums in self._sums]
+        self._residuals = dict(zip(names, (each.to(device, copy=True) for each in saved or ()), strict=False))
+
+
+@dataclass(frozen=True)
+class _PendingSum:
+    total: WeightedSum
+    gradients: torch.Tensor
+    others: Pending
+    num_workers: int
+
+    def wait(self) -> None:
+        self.others.wait()
+        self.gradients.copy_(self.total.finish([1.0] * self.num_workers))

@@ -1,0 +1,103 @@
+"""Gradients in fewer bytes: the same bits on all workers and every time, close to those of full precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grouping import grouped
+from models import SmallResNet, digest, images, mlp, vectors
+from torch import nn
+from torch.nn import functional
+from worker_pool import WorkerPool
+
+import paceline as pl
+from paceline.checkpoint.reader import Checkpoint
+
+
+def run(strategy: Any, build: Any = mlp, data: Any = None, *, epochs: int = 2, **settings: Any) -> dict[str, Any]:
+    settings = {"global_batch": 8, "micro_batch": 2, "shares": "equal", **settings}
+    with pl.Trainer.setup(
+        build,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=vectors(64) if data is None else data,
+        strategy=strategy,
+        **grouped(**settings),
+    ) as trainer:
+        for epoch in trainer.epochs(epochs):
+            for batch in epoch:
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        return {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("compress", "tolerance"), [("bf16", 0.02), ("int8", 0.02), ("int4", 0.2), ("sparse", 0.2)])
+def test_replicas_agree_repeat_and_are_close(compress: Any, tolerance: float, pool: WorkerPool) -> None:
+    def outcomes() -> list[dict[str, torch.Tensor]]:
+        compressed = pl.Gradients(compress=compress)
+        return [run("gradients"), *(run(compressed, shares=[3, 1, 2]) for _ in range(2))]
+
+    by_rank = pool.run(outcomes, 3)
+    for full, first, again in by_rank:
+        assert digest(first) == digest(again) == digest(by_rank[0][1]) != digest(full)
+        for name, value in full.items():
+            torch.testing.assert_close(first[name], value, rtol=tolerance, atol=tolerance)
+
+
+def test_buffers_are_not_compressed(pool: WorkerPool) -> None:
+    def counts() -> int:
+        weights = run(pl.Gradients(compress="int4"), SmallResNet, images(32), epochs=1)
+        return int(weights["blocks.0.norm1.num_batches_tracked"])
+
+    assert pool.run(counts, 2) == [16, 16]
+
+
+def test_what_is_not_sent_is_in_the_residuals(pool: WorkerPool) -> None:
+    """A gradient that is always the same: what was applied and the residuals' sum are all gradients."""
+    factors = torch.linspace(0.01, 1.0, 9000)
+
+    def run_it() -> tuple[torch.Tensor, torch.Tensor]:
+        with pl.Trainer.setup(
+            lambda: nn.Linear(9000, 1, bias=False),
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            data=torch.zeros(64),
+            global_batch=4,
+            micro_batch=2,
+            strategy=pl.Gradients(compress="sparse"),
+            balancing=pl.Balancing(shares="equal"),
+        ) as trainer:
+            before = trainer.model.weight.detach().clone()
+            for _ in next(trainer.epochs(1)):
+                trainer.backward((trainer.model.weight * factors).sum())
+                trainer.step()
+            [residual] = trainer.run.loop.exchange.residuals()  # type: ignore[attr-defined]
+            return (trainer.model.weight.detach() - before).view(-1), residual[:9000]
+
+    (change, first), (_, second) = pool.run(run_it, 2)
+    assert first.count_nonzero() > 4000
+    torch.testing.assert_close(change - 0.1 * (first + second), -0.1 * 16 * factors, rtol=1e-4, atol=1e-4)
+
+
+def test_a_resumed_run_goes_on_with_its_residuals(tmp_path: Path, pool: WorkerPool) -> None:
+    def ends(root: Path, resume: Path | None = None) -> str:
+        checkpoints = pl.Checkpoints(root, every_steps=3, keep_last=None, resume=resume or "auto")
+        return digest(run(pl.Gradients(compress="sparse"), checkpoints=checkpoints))
+
+    undisturbed = pool.run(ends, 2, tmp_path / "a")
+    checkpoint = tmp_path / "a" / "step-00000006"
+    saved = [Checkpoint(checkpoint).load("residuals", f"rank-{rank}")["unsent"][0] for rank in range(2)]
+    assert not torch.equal(*saved)
+    assert pool.run(ends, 2, tmp_path / "b", checkpoint) == undisturbed
+
+
+def test_bad_settings() -> None:
+    with pytest.raises(ValueError, match="compress='int3' is unknown: choose 'fp32', 'bf16'"):
+        pl.Gradients(compress="int3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="exact=True needs strategy='gradients': compressed sums are rounded by each"):
+        run(pl.Gradients(compress="int8"), exact=True)
+
+
+def test_without_compression_it_is_the_default_strategy() -> None:
+    assert digest(run(pl.Gradients(), exact=True)) == digest(run("gradients", exact=True))
