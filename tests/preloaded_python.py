@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -241,6 +242,7 @@ def _become(request: _Request, fds: list[int], channel: socket.socket) -> list[s
     os.environ.clear()
     os.environ.update(request.environment)
     _set_path(before, os.environ.get(PATH, ""))
+    tempfile.tempdir = None  # found when something was imported
     channel.send(str(os.getpid()).encode())
     channel.detach()
     _set_fds(dict(zip(request.fds, fds, strict=True)))

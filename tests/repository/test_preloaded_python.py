@@ -15,11 +15,12 @@ import pytest
 from preloaded_python import PreloadedPython
 
 LOOK = """
-import json, os, sys
+import json, os, sys, tempfile
 found = {
     "imported": "torch" in sys.modules, "argv": sys.argv, "path": sys.path[0], "folder": os.getcwd(),
     "parent": os.getppid(), "leads": os.getsid(0) == os.getpid(), "group": os.getpgid(0), "variable": os.environ["ONE"],
     "fds": sorted(map(int, os.listdir("/proc/self/fd")))[:-1], "input": sys.stdin.read(), "main": __name__,
+    "temporary": tempfile.gettempdir(),
 }
 print(json.dumps(found))
 """
@@ -30,7 +31,13 @@ def test_it_is_started_as_asked(kind: str, tmp_path: Path) -> None:
     (tmp_path / "look.py").write_text(LOOK)
     words = {"script": [str(tmp_path / "look.py")], "module": ["-m", "look"], "program": ["-c", LOOK]}[kind]
     first, path = {"program": ("-c", "")}.get(kind, (str(tmp_path / "look.py"), str(tmp_path)))
-    options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "ONE": "1"}, "capture_output": True, "text": True}
+    environment = {**os.environ, "ONE": "1", "TMPDIR": str(tmp_path)}
+    options: dict[str, Any] = {
+        "cwd": tmp_path,
+        "env": environment,
+        "capture_output": True,
+        "text": True,
+    }
     ended = preloaded_python.run([sys.executable, *words, "a b"], input="some", check=True, **options)
     found = json.loads(ended.stdout)
     # Its channel to a seed of its own is the one file descriptor that an ordinary process would not have.
@@ -46,6 +53,7 @@ def test_it_is_started_as_asked(kind: str, tmp_path: Path) -> None:
         "variable": "1",
         "input": "some",
         "main": "__main__",
+        "temporary": str(tmp_path),
     }
 
 
