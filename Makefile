@@ -19,7 +19,7 @@ BENCH_ENVIRONMENT := $(VENV)/.installed-bench
 BENCH_RESULTS := runs/bench
 BENCHMARKS ?= $$($(RUN)/python -c 'from bench.__main__ import BENCHMARKS; print(*BENCHMARKS)')
 
-.PHONY: help train test soak lint docs bench clean
+.PHONY: help train test pytest soak lint docs bench clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -28,9 +28,13 @@ help: ## this list
 train: $(ENVIRONMENT) ## train a small transformer on generated stories, with two workers (about two minutes)
 	$(RUN)/paceline train examples/tiny_stories/2workers.yaml $(ARGS)
 
+# Both at a time: mypy and the start of pytest use one core each.
+test: $(ENVIRONMENT) ## lint, and every test, example and code block of the docs
+	@$(MAKE) --no-print-directory --jobs=2 lint pytest
+
 # A test that fails beside others runs again alone: where other programs keep the cores busy, processes that the tests
 # start may come too late. A file that cannot be imported fails at once.
-test: lint ## lint, then every test, example and code block of the docs
+pytest: $(ENVIRONMENT)
 	$(RUN)/python -m pytest --cache-clear -n $(JOBS) --dist worksteal $(ARGS) || { \
 		[ $$? -eq 1 ] && $(RUN)/python -m pytest --collect-only -q $(ARGS) > /dev/null && \
 		echo "make: running the failed tests again, one at a time" && \

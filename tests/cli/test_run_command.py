@@ -11,6 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import preloaded_python
 import pytest
 from waiting import wait_until
 
@@ -64,7 +65,7 @@ def command(*arguments: object) -> list[str]:
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.run(
+    return preloaded_python.run(
         command(*arguments), env=environment, capture_output=True, text=True, timeout=100, check=False
     )
 
@@ -154,7 +155,7 @@ def test_output_files_per_rank_across_a_restart_and_one_error_message(script: Pa
 
 
 def test_ctrl_c_exits_with_130_without_a_message(script: Path) -> None:
-    launcher = subprocess.Popen(
+    launcher = preloaded_python.PreloadedPython(
         command("run", "--workers", 2, script, "wait"),
         cwd=script.parent,
         stdout=subprocess.DEVNULL,

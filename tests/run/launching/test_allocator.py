@@ -13,6 +13,8 @@ from paceline.run.launching import fork_server
 from paceline.run.launching.allocator import SWITCH, TUNABLES, VARIABLE, allocator_environment
 from paceline.run.launching.launch import launch
 
+pytestmark = pytest.mark.usefixtures("plain_processes")
+
 OURS = ":".join(f"{name}={value}" for name, value in TUNABLES.items())
 THP_MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import preloaded_python
 import pytest
 from test_two_hosts import ADDRESS, Hosts, needs_hosts
 from test_two_hosts import hosts as hosts_fixture
@@ -115,7 +116,7 @@ def victim(tmp_path: Path) -> Path:
 
 def run(words: list[str], folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return preloaded_python.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
 
 
 def weights_of_one_worker(victim: Path, folder: Path) -> str:
@@ -196,7 +197,7 @@ def two_hosts(
     words = ["-m", "paceline", "run", "--nodes", "2", "--address", ADDRESS, "--join-timeout", "60", "--workers", "1"]
 
     def start(host: int) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = preloaded_python.PreloadedPython(
             [
                 *inside(hosts.link.namespaces[host]),
                 sys.executable,

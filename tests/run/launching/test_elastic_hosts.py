@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from disturbed import TESTS, end, wait_until, workers_of
+from preloaded_python import PreloadedPython
 
 from bench.namespaces import ADDRESSES, INTERFACE, PORT, Link, missing_slow_link, slow_link
 
@@ -76,7 +77,7 @@ class ElasticRun:
         return self.command(host, *run, str(self.folder / "script.py"), str(self.folder))
 
     def command(self, host: int, *arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = PreloadedPython(
             ["nsenter", f"--net=/run/netns/{self.link.namespaces[host]}", sys.executable, "-m", "paceline", *arguments],
             env={
                 **os.environ,

@@ -27,6 +27,7 @@ def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "GRACE_S", 1.0)
 
 
+@pytest.mark.usefixtures("plain_processes")
 def test_workers_share_imports_and_nothing_else(tmp_path: Path) -> None:
     def work(folder: Path) -> None:
         import gc

@@ -34,14 +34,7 @@ sys.exit(main(["run", *sys.argv[1:]]))
 PACELINE = ("-c", LAUNCHER, "--nodes", "2", "--address", ADDRESS, "--workers")
 TORCHRUN = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node")
 
-# Moves to a namespace, with a disk of its own mounted where one is given, and becomes python with the rest.
-ENTER = """
-import os, sys
-network, disk, place, *rest = sys.argv[1:]
-mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
-own_disk = ["unshare", "--mount", "sh", "-c", mount, disk, place] if disk else []
-os.execvp("nsenter", ["nsenter", "--net=/run/netns/" + network, *own_disk, sys.executable, *rest])
-"""
+MOUNT = 'mount --bind "$0" "$1" && shift && exec "$@"'
 
 
 @dataclass(frozen=True)
@@ -52,10 +45,12 @@ class Hosts:
     folder: Path
     launchers: list[subprocess.Popen[str]]
 
-    def start(self, host: int, run: Disturbed, *launcher: str, disk: Path | str = "") -> subprocess.Popen[str]:
-        enter = self.folder / "enter.py"
-        enter.write_text(ENTER)
-        process = run.start(str(enter), self.link.namespaces[host], str(disk), str(run.root), *launcher)
+    def start(self, host: int, run: Disturbed, *launcher: str, disk: Path | None = None) -> subprocess.Popen[str]:
+        """disk: what the host has in place of the run's folder."""
+        inside = ["nsenter", f"--net=/run/netns/{self.link.namespaces[host]}"]
+        if disk is not None:
+            inside += ["unshare", "--mount", "sh", "-c", MOUNT, str(disk), str(run.root)]
+        process = run.start(*launcher, inside=inside)
         self.launchers.append(process)
         return process
 

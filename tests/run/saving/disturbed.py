@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+from preloaded_python import PreloadedPython
 
 TESTS = Path(__file__).parents[2]
 
@@ -73,9 +74,10 @@ class Disturbed:
         assert self.digest is not None
         return self.digest
 
-    def start(self, *launcher: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, *launcher, *self._arguments],
+    def start(self, *launcher: str, inside: Sequence[str] = ()) -> subprocess.Popen[str]:
+        """inside: a command to run it with."""
+        return PreloadedPython(
+            [*inside, sys.executable, *launcher, *self._arguments],
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "run" / "saving")]),
