@@ -6,6 +6,7 @@ import argparse
 import getpass
 import os
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from paceline.cli import commands as cli
 from paceline.cli.commands import CommandError
 from paceline.observe.run_files import RunFiles
 
+# The run that a page shows often uses all cores of this machine: it goes first.
+NICENESS = 10
 _NOTE = """\
 RUN is a run's folder, its name, an unambiguous prefix of its name, or a folder
 that holds runs. The page shows them while they train and afterwards. It is
@@ -60,6 +63,8 @@ def _watch(options: argparse.Namespace) -> None:
         print(f"On your own machine, for the address above: {line}", flush=True)
     if options.open:
         webbrowser.open(server.address)
+    with suppress(OSError):
+        os.nice(NICENESS)
     server.run()
 
 

@@ -218,7 +218,7 @@ function partsAt(series, from, to, parts) {
 
 function useOf({speed, gpu, cpu}) {
   const use = gpu != null ? `GPU ${Math.round(gpu)}%` : cpu != null ? `CPU ${Math.round(cpu)}%` : "";
-  return [speed == null ? "" : `${Number(speed.toPrecision(3))} micro-batches/s`, use].filter(Boolean).join(" · ");
+  return [speed == null ? "" : `${speed < 100 ? Number(speed.toPrecision(3)) : count(speed)} micro-batches/s`, use].filter(Boolean).join(" · ");
 }
 
 /** The device's memory where it has its own, otherwise the process's. */
