@@ -136,7 +136,7 @@ def test_a_loss_that_is_not_there_is_named() -> None:
     with (
         pl.Trainer.setup_head(NoLoss, sgd, **grouped(**SETTINGS)) as trainer,
         pytest.raises(
-            pl.errors.MisuseError, match=r"the head, a NoLoss, gave no loss: it needs compute_loss\(batch\), or"
+            pl.errors.MisuseError, match=r"the head, a NoLoss, returned no loss: it needs compute_loss\(batch\), or"
         ),
     ):
         trainer.loss(X)

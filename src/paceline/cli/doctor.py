@@ -25,7 +25,7 @@ exit codes:
   0    nothing wrong, or it is too early to tell
   1    there is no such run
   10   there is something to improve (warning)
-  20   the run has failed, stands still or diverges (error)
+  20   the run has failed, stalls or diverges (error)
 """
 EXIT_CODES = {"ok": 0, "info": 0, "warning": 10, "error": 20}
 

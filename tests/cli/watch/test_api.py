@@ -60,7 +60,7 @@ def test_the_list_has_the_newest_run_first(client: Client, tmp_path: Path) -> No
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").touch()
     found = client.get("/api/runs")
-    assert [run["state"] for run in found["runs"]] == ["live", "broken off", "finished"]
+    assert [run["state"] for run in found["runs"]] == ["live", "crashed", "finished"]
     first = found["runs"][0]
     assert first["id"] == first["name"] == live.root.name
     assert (first["config_name"], first["step"], first["total_steps"], first["loss"]) == ("live", 10, 20, 0.8)
@@ -213,7 +213,7 @@ def test_configurations_and_their_parents(client: Client, tmp_path: Path) -> Non
     assert found["parent"] == {
         "id": first.root.name,
         "name": first.root.name,
-        "why": "the run before it of the same config",
+        "why": "the previous run of this config",
     }
     assert found["difference"] == [{"key": "trainer.seed", "own": 1, "parent": 0}, {"key": "model", "parent": "x"}]
     assert client.get(f"/api/runs/{first.root.name}/config")["parent"] is None

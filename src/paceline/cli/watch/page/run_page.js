@@ -116,7 +116,7 @@ export class RunPage {
   tick() {
     this.summary.tick();
     this.checkpoints.tick();
-    if (this.run) this.lanes.show(this.run);
+    if (this.run) this.lanes.show(this.run, this.#events);
   }
 
   /** The view changed: axis, smoothing, range. */
@@ -166,7 +166,7 @@ export class RunPage {
     this.run = run;
     document.title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
     this.summary.show(run, this.canControl());
-    this.lanes.show(run);
+    this.lanes.show(run, this.#events);
   }
 
   #addEvents(added) {

@@ -10,7 +10,7 @@ export const STATE_CLASSES = new Map([
   ["finished", "good"],
   ["stopped", "calm"],
   ["failed", "bad"],
-  ["broken off", "bad"],
+  ["crashed", "bad"],
   ["unknown", "calm"],
 ]);
 
