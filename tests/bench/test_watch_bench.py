@@ -39,4 +39,4 @@ def test_the_whole_benchmark() -> None:
     assert set(result.detail["spread"]) == {watch.WITHOUT, watch.WITH, watch.AGAIN}
     assert result.ratio > 0
     assert 0 <= result.detail["server_cores"] < 1
-    assert len(result.detail["notes"]) == 6
+    assert len(result.detail["notes"]) == 8
