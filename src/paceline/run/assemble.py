@@ -125,7 +125,7 @@ def assemble(
         lane = _lane(world, membership)
         recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), lane, events)
         stack.callback(recorder.close)
-        parts = RunParts(replica, own, communicator, events, has_own_optimizers, recorder)
+        parts = RunParts(replica, own, communicator, events, has_own_optimizers, recorder, config.runtime.quiet)
         # Loads the weights, before the exchange reads them.
         checkpointer = Checkpointer(checkpoints, init_from, parts)
         stack.callback(checkpointer.close)
