@@ -31,9 +31,7 @@ def add_parser(commands: Any) -> None:
     cli.add_run_argument(parser, "the runs, or a folder that holds runs (default: all in --runs)", nargs="*")
     what = "the port to listen on (default: 8642, or a free one; 0: a free one)"
     parser.add_argument("--port", type=_port, metavar="N", help=what)
-    what = (
-        "the address to listen on (default: %(default)s); with others, other machines can connect, with the token"
-    )
+    what = "the address to listen on (default: %(default)s); with others, other machines can connect, with the token"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=what)
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     what = "write one page with the runs (default: the newest) to FILE and exit; it opens without a server"
