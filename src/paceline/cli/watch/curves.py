@@ -82,7 +82,7 @@ def completed(
             steps, values = steps[kept], values[kept]
         series.append(Series(each.name, steps, values, is_thinned=True))
     # In a small part of a run the index is coarser than the picture.
-    counts = [np.count_nonzero((own >= first) & (own <= last)) for own, _ in known.values()]
+    counts = [int(np.count_nonzero((own >= first) & (own <= last))) for own, _ in known.values()]
     is_part = first > window.first_step or last < window.last_step
     is_coarse = is_part and max(counts, default=0) < points
     is_sampled = is_coarse or any(each.name not in known for each in window.series)
