@@ -136,7 +136,7 @@ def test_a_loss_that_is_not_there_is_named() -> None:
     with (
         pl.Trainer.setup_head(NoLoss, sgd, **grouped(**SETTINGS)) as trainer,
         pytest.raises(
-            pl.errors.MisuseError, match=r"the head, a NoLoss, gave no loss: it needs compute_loss\(batch\), or"
+            pl.errors.MisuseError, match=r"the head, a NoLoss, returned no loss: it needs compute_loss\(batch\), or"
         ),
     ):
         trainer.loss(X)
@@ -246,7 +246,7 @@ def test_batches_without_labels_have_no_loss() -> None:
         build_bert, sgd, data=unlabelled, global_batch=10, runtime=pl.Runtime(quiet=True)
     ) as trainer:
         with pytest.raises(
-            pl.errors.MisuseError, match=r"BertForSequenceClassification, gave no loss: .* must have labels"
+            pl.errors.MisuseError, match=r"BertForSequenceClassification, returned no loss: .* must have labels"
         ):
             train(trainer)
         assert trainer.predict(unlabelled).logits.shape == (20, NUM_CLASSES)

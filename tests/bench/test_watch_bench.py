@@ -16,6 +16,13 @@ def options(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (9, 2, 8), (20, 6, 15), (100, 40, 61)]
+)
+def test_interval_of_a_median(count: int, low: int, high: int) -> None:
+    assert watch.median_interval([float(value) for value in range(count, 0, -1)]) == (low, high)
+
+
 @pytest.mark.slow
 def test_first_pictures(tmp_path: Path) -> None:
     found, peaks = watch._pictures(tmp_path, options("--pictures", "1", "--lines", "300", "--runs", "3"))
@@ -32,4 +39,4 @@ def test_the_whole_benchmark() -> None:
     assert set(result.detail["spread"]) == {watch.WITHOUT, watch.WITH, watch.AGAIN}
     assert result.ratio > 0
     assert 0 <= result.detail["server_cores"] < 1
-    assert len(result.detail["notes"]) == 4
+    assert len(result.detail["notes"]) == 8

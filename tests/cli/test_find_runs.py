@@ -40,7 +40,7 @@ def test_exact_name_wins_over_longer_names(runs: Path) -> None:
         (["summary", "2worker_2026"], "did you mean 2workers_2026-11-15_12-01-00?"),
         (
             ["summary", "2w"],
-            "summary: '2w' matches 2 runs: give more of the name\n  2workers_2026-11-15_12-00",
+            "summary: '2w' matches 2 runs: use a longer prefix\n  2workers_2026-11-15_12-00",
         ),
         (["summary", "./empty"], "summary: empty is not a run: it has neither status.json nor metrics.jsonl"),
         (["summary", "--runs", "empty"], "summary: there is no run in empty: a run's folder has a status.json or"),

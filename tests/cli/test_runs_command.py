@@ -217,10 +217,10 @@ def test_killed_run_with_a_stale_socket(folder: Path) -> None:
         dead.bind(str(path))
     ended = runs("stop", "2workers")
     assert ended.code == 3
-    assert f"{files.root.name} is not running: broken off, last write at 20" in ended.err
+    assert f"{files.root.name} is not running: crashed, last write at 20" in ended.err
     status = runs("status", "2workers")
     assert status.code == 3
-    assert "state  broken off, last write at 20" in status.out
+    assert "state  crashed, last write at 20" in status.out
 
 
 def test_default_is_the_only_live_run(folder: Path) -> None:
@@ -301,3 +301,21 @@ def test_invalid_timeouts(text: str) -> None:
     ended = runs("save", "--timeout", text)
     assert ended.code == 2
     assert f"{text!r}: choose a number of seconds > 0" in ended.err
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("arguments", [[], ["-q"]])
+def test_a_terminated_run_is_saved_and_says_how_to_resume_it(arguments: list[str]) -> None:
+    with training(*arguments) as (process, files, terminal):
+        process.terminate()
+        assert process.wait(60) == 75
+        assert complete_steps(files.checkpoints)
+    assert f"{files.root.name} is not running: stopped" in runs("save", "slow").err
+    lines = terminal.shown.decode().splitlines()
+    if arguments:
+        assert lines == []
+    else:
+        assert any(
+            line.endswith("SIGTERM: stopping after this step; send it again to exit immediately") for line in lines
+        )
+        assert lines[-1].endswith(f"resume it with: paceline train --resume {files.root.name}")

@@ -127,9 +127,9 @@ def test_a_killed_run_is_broken_off_also_before_its_parent_noticed(files: RunFil
         process.kill()
         assert process.pid is not None
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and still in the process table
-        assert state(files) == "broken off"
+        assert state(files) == "crashed"
         process.join()
-    assert state(files) == "broken off"
+    assert state(files) == "crashed"
 
 
 def rewrite(files: RunFiles, **changes: Any) -> None:
@@ -142,7 +142,7 @@ def test_another_process_with_the_same_number_is_not_taken_for_the_run(files: Ru
         assert status is not None
         assert status.process_started is not None
         rewrite(files, process_started=status.process_started - 1)
-        assert state(files) == "broken off"
+        assert state(files) == "crashed"
 
 
 def test_a_run_on_another_host_counts_as_live_while_it_gives_signs(files: RunFiles) -> None:

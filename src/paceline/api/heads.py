@@ -51,7 +51,7 @@ def head_loss(model: Any, batch: Any) -> torch.Tensor:
         loss = getattr(_call(model, batch), "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise MisuseError(
-            f"the head, a {type(model).__name__}, gave no loss: it needs compute_loss(batch), or an output with "
+            f"the head, a {type(model).__name__}, returned no loss: it needs compute_loss(batch), or an output with "
             ".loss, for which batches of a transformers model must have labels"
         )
     return loss
@@ -84,8 +84,8 @@ class CountedLabels:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if labels is None:
             raise ValueError(
-                f"a batch for {self.model_name} has no labels, over which its loss is a mean: put them in, or give "
-                "weight_fn, from a batch to the number its loss is a mean over"
+                f"a batch for {self.model_name} has no labels, which determine its weight: add labels, or pass a "
+                "weight_fn that returns the number of items that a batch's loss is a mean over"
             )
         if self.is_shifted:
             # Where they are given shifted, the model takes these.

@@ -15,7 +15,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.usable_devices import left_out
-from paceline.core.world import World, device_count
+from paceline.core.world import World, devices
 
 QUIET_VARIABLE = "PACELINE_QUIET"
 MEASURED_MB = 4
@@ -29,9 +29,9 @@ def announce(communicator: Communicator, *, quiet: bool, is_device_chosen: bool)
     cost = _cost_without_direct_path(workers, communicator)
     if not world.is_main or quiet or os.environ.get(QUIET_VARIABLE, "") not in ("", "0"):
         return
-    for index, reason in left_out().items() if device_count() > 0 and not is_device_chosen else ():
+    for index, reason in left_out().items() if not is_device_chosen else ():
         print(f"paceline: left out cuda:{index}, which cannot run a kernel: {reason}", file=sys.stderr)
-    if world.size == 1 and not is_device_chosen and (count := device_count()) > 1:
+    if world.size == 1 and not is_device_chosen and (count := len(devices())) > 1:
         print(
             f"paceline: training on 1 of {count} devices; start the script with `paceline run SCRIPT` to use all",
             file=sys.stderr,

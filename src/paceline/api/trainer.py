@@ -361,7 +361,7 @@ class Trainer:
     def epochs(self, count: int | None = None, *, max_steps: int | None = None) -> Iterator[TrainingEpoch]:
         """The epochs from the run's position up to number `count`, or until the run has done `max_steps` steps."""
         if count is None and max_steps is None:
-            raise ValueError("epochs() without an end: give the number of epochs, or max_steps")
+            raise ValueError("epochs() needs an end: give the number of epochs, or max_steps")
         if self._recording is not None and self._recorded is None:
             self._recorded = RecordedRun(self._recording, self, count, max_steps)
         return self.run.epochs(count, max_steps)
@@ -406,7 +406,7 @@ class Trainer:
             self.run.check_open()
         if create_graph:
             raise MisuseError(
-                "backward(create_graph=True) would need the graph of gradients that are exchanged as numbers: for a "
+                "backward(create_graph=True) is not supported, since exchanged gradients have no graph: for a "
                 "gradient penalty call torch.autograd.grad(loss, inputs, create_graph=True), add the penalty to the "
                 "loss and pass the sum to trainer.backward"
             )

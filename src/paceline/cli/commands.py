@@ -23,7 +23,7 @@ from paceline.observe.run_files import RUNS_FOLDER, RunFiles, last_sign, read_st
 RUN_NOTE = "RUN is a run's name, an unambiguous prefix of it, its folder, or a file in it.\n"
 INTERRUPTED_EXIT_CODE = 130  # as after SIGINT
 # How cells with these texts are shown on a terminal with colors.
-_STYLES = {"live": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "broken off": "red"}
+_STYLES = {"live": "cyan", "finished": "green", "stopped": "yellow", "failed": "red", "crashed": "red"}
 _NO_LIMIT = 100_000  # the width of tables
 
 Command = Callable[[argparse.Namespace], int | None]
@@ -129,7 +129,7 @@ def choose_run(named: str | None, folder: Path) -> RunFiles:
         return runs[found[0]]
     if found:
         names = "".join(f"\n  {name}" for name in found)
-        raise CommandError(f"{named!r} matches {len(found)} runs: give more of the name{names}")
+        raise CommandError(f"{named!r} matches {len(found)} runs: use a longer prefix{names}")
     nearest = get_close_matches(named, runs, n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]}?" if nearest else ""
     raise CommandError(f"there is no run {named!r} in {folder}{hint} (`paceline logs list {folder}` lists all runs)")

@@ -25,7 +25,7 @@ exit codes:
   0    nothing wrong, or it is too early to tell
   1    there is no such run
   10   there is something to improve (warning)
-  20   the run has failed, stands still or diverges (error)
+  20   the run has failed, stalls or diverges (error)
 """
 EXIT_CODES = {"ok": 0, "info": 0, "warning": 10, "error": 20}
 
@@ -61,4 +61,4 @@ def _head(files: RunFiles, evidence: Evidence) -> str:
 def _lines(verdict: Verdict) -> list[str]:
     cost = f" (costs {verdict.lost:.0%} of the speed)" if verdict.lost and verdict.lost >= 0.01 else ""
     lines = [f"{verdict.severity:<7}  {formats.one_line(verdict.text)}{cost}"]
-    return lines + [f"         try {change}" if change.setting else f"         {change}" for change in verdict.changes]
+    return lines + [f"         {change.advice}" for change in verdict.changes]

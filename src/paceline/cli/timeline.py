@@ -33,7 +33,7 @@ optim(izer), saving (copying a checkpoint), eval(uation), and other.
 
 def add_parser(commands: Any) -> None:
     examples = ("", "2workers --format html", "2workers --from 100 --to 200 --format chrome -o trace.json")
-    summary = "show what each worker's time went into"
+    summary = "show where each worker's time went"
     parser = cli.add_command(commands, "timeline", summary, _NOTE, examples=examples, run=_timeline)
     cli.add_run_argument(parser, "the run (default: the newest)")
     what = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]} (default: from the suffix of FILE, text without -o)"
@@ -77,7 +77,7 @@ def _text(timeline: Timeline, idle_s: float) -> str:
             f"  rank {gap.rank} after step {gap.step}, at {gap.start:.1f} s: {gap.seconds:.1f} s, mostly {gap.cause}"
             for gap in gaps[:MAX_LISTED]
         ]
-    alarms = [event for event in timeline.events if event.name in ("fault", "broken off", "restart", "stop")]
+    alarms = [event for event in timeline.events if event.name in ("fault", "crashed", "restart", "stop")]
     lines += [""] * bool(alarms)
     for event in alarms[-MAX_LISTED:]:
         error = f" ({event.details['error']}: {event.details.get('text', '')})" if "error" in event.details else ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.core.rank_variables import is_worker
-from paceline.core.usable_devices import left_out
+from paceline.core.usable_devices import left_out, note_broken, try_gpus
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class World:
     @property
     def shares_device(self) -> bool:
         """Whether several local workers use the same GPU, which NCCL does not support."""
-        return self.device.type == "cuda" and self.local_size > device_count()
+        return self.device.type == "cuda" and self.local_size > len(devices())
 
     @classmethod
     def from_environment(
@@ -56,7 +56,7 @@ class World:
         """The world set by torchrun, `paceline run` or `paceline.launch`; without one of them, a world of one."""
         env = os.environ if environment is None else environment
         if not is_worker(env):
-            return cls(host=socket.gethostname(), device=choose_device(0, device))
+            return cls(host=socket.gethostname(), device=first_usable() if device is None else choose_device(0, device))
         rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
         local_rank = _integer(env, "LOCAL_RANK", rank)
         local_size = _integer(env, "LOCAL_WORLD_SIZE", size)
@@ -73,8 +73,29 @@ def devices() -> list[torch.device]:
 
 
 def device_count() -> int:
-    """How many devices `devices()` lists; at least 1."""
+    """How many devices a launch uses; at least 1. Tries the GPUs if there are several."""
+    if torch.cuda.is_available():
+        try_gpus()
     return len(devices())
+
+
+def first_usable() -> torch.device:
+    """The device of a process that is alone: the first GPU that can run a kernel, or the CPU if there is none."""
+    available = devices()
+    for device in available if len(available) > 1 else ():
+        if (problem := why_unusable(device)) is None:
+            return device
+        note_broken(device.index, problem)
+    return available[0]
+
+
+def why_unusable(device: torch.device) -> str | None:
+    """Run a kernel: this build of torch may have none for the GPU, or it may be broken. None if that works."""
+    try:
+        torch.ones(1, device=device).add_(1).item()
+    except RuntimeError as error:
+        return f"{torch.cuda.get_device_name(device)}: {str(error).splitlines()[0]}"
+    return None
 
 
 def choose_device(local_rank: int, requested: torch.device | str | None = None) -> torch.device:

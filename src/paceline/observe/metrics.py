@@ -106,6 +106,12 @@ class Curve:
         self._merge_added()
         return self._steps, self._values
 
+    def drop_after(self, step: int) -> None:
+        """Forget the points of later steps, which a resumed run supersedes. `mean` still counts them."""
+        steps, values = self.points
+        count = int(np.searchsorted(steps, step, side="right"))
+        self._steps, self._values = steps[:count], values[:count]
+
     @property
     def mean(self) -> float | None:
         """Of all finite values, including those that were thinned out; None without one."""

@@ -39,7 +39,7 @@ SILENT_S = 600.0
 
 _NAME = re.compile(r"(?P<config>.+)_(?P<date>\d{4}-\d\d-\d\d)_(?P<time>\d\d-\d\d-\d\d(?:-\d+)?)")
 
-State = Literal["live", "finished", "stopped", "failed", "broken off", "unknown"]
+State = Literal["live", "finished", "stopped", "failed", "crashed", "unknown"]
 
 
 def _path(name: str) -> cached_property[Path]:
@@ -178,13 +178,13 @@ def read_status(files: RunFiles) -> Status | None:
 
 
 def state_of(files: RunFiles, status: Status | None) -> State:
-    """The state of the run now. "broken off": its process died without a report; "unknown": cannot be determined."""
+    """The state of the run now. "crashed": its process died without a report; "unknown": cannot be determined."""
     if status is None:
         return "unknown"
     if status.state != "running":
         return status.state if status.state in ("finished", "stopped", "failed") else "unknown"  # type: ignore[return-value]
     if status.host == socket.gethostname():
-        return "live" if process_started(status.pid) == status.process_started else "broken off"
+        return "live" if process_started(status.pid) == status.process_started else "crashed"
     return "live" if time() - last_sign(files) < SILENT_S else "unknown"
 
 

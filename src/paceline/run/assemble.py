@@ -18,7 +18,7 @@ from paceline.comm import connect
 from paceline.comm.base import Communicator, Link
 from paceline.comm.single import SingleCommunicator
 from paceline.core.events import Events
-from paceline.core.world import World
+from paceline.core.world import World, why_unusable
 from paceline.data.epochs import NumberedData
 from paceline.data.feeds.make_feed import DataSettings, make_feed, make_link
 from paceline.data.sources.streams import IterableStream
@@ -87,8 +87,8 @@ def assemble(
     graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":
-            torch.cuda.set_device(world.device)
             _check_device(world.device)
+            torch.cuda.set_device(world.device)
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
         communicator = _connect(config, world, membership)
         # As many as at the start, also for a worker that joins later: all workers exchange buffers of one size.
@@ -125,7 +125,7 @@ def assemble(
         lane = _lane(world, membership)
         recorder = NoTimeline() if timeline is None else TimelineRecorder(Path(timeline), lane, events)
         stack.callback(recorder.close)
-        parts = RunParts(replica, own, communicator, events, is_averaging, recorder)
+        parts = RunParts(replica, own, communicator, events, is_averaging, recorder, config.runtime.quiet)
         # Loads the weights, before the exchange reads them.
         checkpointer = Checkpointer(checkpoints, init_from, parts)
         stack.callback(checkpointer.close)
@@ -199,14 +199,11 @@ def _lane(world: World, membership: Membership | None) -> World:
 
 
 def _check_device(device: torch.device) -> None:
-    """Run a kernel: this build of torch may have none for the device, or the device may be broken."""
-    try:
-        torch.ones(1, device=device).add_(1).item()
-    except RuntimeError as error:
+    if (problem := why_unusable(device)) is not None:
         raise ValueError(
-            f"{device} ({torch.cuda.get_device_name(device)}) cannot run a kernel: {str(error).splitlines()[0]}. Leave "
-            "it out with CUDA_VISIBLE_DEVICES, or install a torch that supports it"
-        ) from error
+            f"{device} cannot run a kernel: {problem}. Leave it out with CUDA_VISIBLE_DEVICES, or install a torch that "
+            "supports it"
+        )
 
 
 def _data_settings(config: RunConfig, world: World, weight_fn: Callable[[Any], int] | None) -> DataSettings:

@@ -133,7 +133,7 @@ class Runtime:
     capture: Capture = setting("replay steps as CUDA graphs: auto does so where it is faster", "auto")
     garbage_collection: GarbageCollection = setting("when Python's garbage collector runs", "between steps")
     timeline: str | PathLike[str] | None = setting("folder to record a timeline of the run in", None)
-    quiet: bool = setting("print no summary line on stderr", False)
+    quiet: bool = setting("print no summary line on stderr, and none when a signal stops the run", False)
 
     def __post_init__(self) -> None:
         check(self)

@@ -213,7 +213,7 @@ def test_commands_on_a_live_run_and_after_a_kill(runs: Path) -> None:
     with files.metrics.open("ab") as file:
         file.write(b'{"step": 99999999, "loss"')
     for command in ("list", "summary"):
-        assert "broken off" in logs_command(command).out
+        assert "crashed" in logs_command(command).out
     after = summarize(files)
     assert found["step"] <= after.step < 99999999
     assert after.num_unreadable_lines == 0

@@ -61,7 +61,7 @@ def test_differences_are_told_with_the_remedy(runs: Path, config: Path) -> None:
     now = own_project(files, ["trainer.max_steps=20", "workers=3"], None)
     assert list(differences(before, now, load_project(config))) == [
         "changed for this run: trainer.max_steps 12 -> 20",
-        "the schedule ends after 20 steps, not 12 steps: the learning rate is another from here on; "
+        "the schedule ends after 20 steps, not 12 steps: the learning rate differs from here on; "
         "trainer.schedule_steps=12 keeps it",
         "the run's own settings are used, which differ from small.yaml: trainer.max_steps=null (the run: 20), "
         "trainer.schedule=null (the run: cosine); to change one, give it on the command line",

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 from made_runs import make_run, row
 from served import Client, served
+from waiting import wait_until
 
+from paceline.cli.watch import indexes
 from paceline.cli.watch import runs as runs_module
+from paceline.observe import curve_window
 from paceline.observe.run_files import RunFiles, process_started, write_json
 
 LANES: dict[str, Any] = {
@@ -57,7 +60,7 @@ def test_the_list_has_the_newest_run_first(client: Client, tmp_path: Path) -> No
     (tmp_path / "notes").mkdir()
     (tmp_path / "file").touch()
     found = client.get("/api/runs")
-    assert [run["state"] for run in found["runs"]] == ["live", "broken off", "finished"]
+    assert [run["state"] for run in found["runs"]] == ["live", "crashed", "finished"]
     first = found["runs"][0]
     assert first["id"] == first["name"] == live.root.name
     assert (first["config_name"], first["step"], first["total_steps"], first["loss"]) == ("live", 10, 20, 0.8)
@@ -210,7 +213,7 @@ def test_configurations_and_their_parents(client: Client, tmp_path: Path) -> Non
     assert found["parent"] == {
         "id": first.root.name,
         "name": first.root.name,
-        "why": "the run before it of the same config",
+        "why": "the previous run of this config",
     }
     assert found["difference"] == [{"key": "trainer.seed", "own": 1, "parent": 0}, {"key": "model", "parent": "x"}]
     assert client.get(f"/api/runs/{first.root.name}/config")["parent"] is None
@@ -269,3 +272,33 @@ def test_a_thousand_runs(client: Client, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(runs_module.RunEntry, "_read", lambda self, *_, **__: read.append(self))
     assert len(client.get("/api/runs")["runs"]) == 1000
     assert read == [], "only files that changed are read again"
+
+
+@pytest.mark.parametrize("max_behind_bytes", [0, 1 << 20])
+def test_a_spike_that_a_sample_misses_is_found(
+    max_behind_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the background, or at once where a file is short enough."""
+    monkeypatch.setattr(curve_window, "EXACT_BYTES", 20_000)
+    monkeypatch.setattr(curve_window, "SAMPLE_BYTES", 10_000)
+    monkeypatch.setattr(curve_window, "TAIL_BYTES", 1000)
+    monkeypatch.setattr(indexes, "MAX_BEHIND_BYTES", max_behind_bytes)
+    rows = [row(step, loss=99.0 if step == 1234 else 1.0) for step in range(1, 3001)]
+    files = make_run(tmp_path, "long", rows)
+    path = f"/api/runs/{files.root.name}/metrics?name=loss"
+
+    def extremes(more: str = "") -> list[tuple[int, float]]:
+        found = client.get(path + more)["series"][0]
+        return [point for point in zip(found["steps"], found["values"], strict=True) if point[1] != 1.0]
+
+    with served(tmp_path) as client:
+        assert client.get(path)["is_sampled"] is (max_behind_bytes == 0)
+        wait_until(lambda: not client.get(path)["is_sampled"])
+        assert extremes() == extremes("&points=64") == extremes("&from=1100&to=2900") == [(1234, 99.0)]
+        assert extremes("&from=1300&to=2900") == []
+        monkeypatch.setattr(indexes, "MAX_BEHIND_BYTES", 1 << 20)
+        with files.metrics.open("a") as file:
+            file.writelines(
+                f"{json.dumps(row(step, loss=-5.0 if step == 3333 else 1.0))}\n" for step in range(3001, 5001)
+            )
+        assert extremes() == [(1234, 99.0), (3333, -5.0)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
 from live_page import training
 from served import Client, served
 from waiting import wait_until
@@ -25,7 +26,7 @@ def test_a_run_is_followed_and_controlled(tmp_path: Path) -> None:
                 assert (worker["host"], worker["device"]) == (socket.gethostname(), "cpu")
                 assert 0 < worker["memory_bytes"] < worker["memory_limit_bytes"]
                 assert abs(sum(worker["lanes"].values()) - 1) < 0.01
-            assert sum(worker["share"] for worker in found["workers"]) == 1
+            assert sum(worker["share"] for worker in found["workers"]) == pytest.approx(1)
             assert client.post(f"{one}/save").json["ok"]
             wait_until(lambda: client.get(f"{one}/checkpoints")["checkpoints"])
             assert [event["event"] for event in client.get(f"{one}/events")["events"]][-1] == "save"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +16,14 @@ from made_runs import make_run, row
 from waiting import wait_until
 
 from paceline.checkpoint.folders import complete_steps
+from paceline.observe.run_files import process_started
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 pytestmark = needs_browser
+
+HERE = {"pid": os.getpid(), "process_started": process_started(os.getpid()), "host": socket.gethostname()}
 
 HTML_NAME = "<img src=x onerror=document.title='broken'>"
 
@@ -29,6 +35,9 @@ def runs(tmp_path: Path) -> Path:
     folder.mkdir()
     odd = [row(step, **{"__proto__": step * 2.0, HTML_NAME: 1.0}) for step in range(1, 21)]
     make_run(folder, "odd", odd, minutes=1).root.rename(folder / HTML_NAME)
+    smaller = make_run(folder, "smaller", minutes=0, status={**HERE, "state": "running"})
+    left = {"left": [0], "joined": [], "size": 2, "reason": "killed by SIGKILL", "seconds": 0.1}
+    smaller.events.write_text(json.dumps({"time": 1.0, "step": 12, "event": "world", "details": left}) + "\n")
     make_run(folder, "plain", minutes=2).config.write_text("trainer:\n  learning_rate: 0.25\n")
     return folder
 
@@ -37,6 +46,7 @@ def test_the_page_shows_a_live_run_and_controls_it(runs: Path) -> None:
     with training(runs.parent) as started, watching(runs) as address, opened_browser() as page:
         page.goto(address())
         shows_names_as_text(page)
+        keeps_the_lane_of_a_worker_that_left(page)
         searches_configurations(page)
         thins_without_losing_extremes(page)
         files = started()
@@ -60,6 +70,16 @@ def shows_names_as_text(page: Page) -> None:
         page.locator("figure h3", has_text=name).wait_for()
     wait_until(lambda: end_of(page, "__proto__") == 20)
     assert page.locator("main img").count() == 0
+
+
+def keeps_the_lane_of_a_worker_that_left(page: Page) -> None:
+    """Worker 0 of three left, and the others have moved up: its lane comes after theirs, until it left."""
+    page.keyboard.press("g")
+    page.locator("#runs a", has_text="smaller_").click()
+    page.locator(".lane.gone[data-rank='0']", has_text="left after step 12").wait_for()
+    assert page.locator(".lane").count() == 3
+    assert "killed by SIGKILL" in page.locator(".lane.gone").inner_text()
+    page.keyboard.press("g")
 
 
 def searches_configurations(page: Page) -> None:

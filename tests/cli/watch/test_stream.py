@@ -134,7 +134,7 @@ def test_a_run_that_is_killed_is_noticed_without_a_write(client: Client, files: 
         # The process behind the status is another one: as after kill -9 and a new process of that number.
         files.status.write_text(json.dumps(status | {"process_started": 1}))
         states = (data["state"] for data, _ in of_kind(events, "run"))
-        assert next(state for state in states if state != "live") == "broken off"
+        assert next(state for state in states if state != "live") == "crashed"
 
 
 def test_a_deleted_run_is_gone(client: Client, files: RunFiles) -> None:

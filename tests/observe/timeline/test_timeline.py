@@ -47,7 +47,7 @@ def test_a_torn_tail_and_what_nobody_can_read_is_passed_over(tmp_path: Path) -> 
     timeline = Timeline.load(tmp_path)
     assert timeline.lanes[0].num_steps == 3
     names = [event.name for event in timeline.events if event.name != "garbage collection"]
-    assert names == ["start", "broken off", "restart"]
+    assert names == ["start", "crashed", "restart"]
 
 
 def test_a_run_that_goes_on_pairs_the_steps_that_it_went_over_again(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ TABLE = {
         FINE,
     ),
     "failed": (run(part(), state="failed", reason="ValueError: no"), ["failed"]),
-    "broken off": (run(part(), state="broken off"), ["failed"]),
+    "crashed": (run(part(), state="crashed"), ["failed"]),
     "nothing yet": (Evidence(), ["too early"]),
     "two lines": (Evidence(lines=run(part()).lines[:3]), ["too early"]),
     "waits 1 min for its third line": (Evidence(lines=run(part()).lines[:2], silent_s=59.0), ["too early"]),

@@ -29,7 +29,7 @@ VIEWERS = ("xdg-open", "open")
 
 _LIST_NOTE = """\
 A run is "live", "finished", "stopped" (on request), "failed" (with an error),
-"broken off" (its process died without a report) or "unknown".
+"crashed" (its process died without a report) or "unknown".
 """
 _PLOT_NOTE = f"{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.\n"
 _MARKDOWN_COLUMNS = (
@@ -39,7 +39,7 @@ _MARKDOWN_COLUMNS = (
 
 
 def add_parser(commands: Any) -> None:
-    examples = ("list", "summary --all --format md", "plot --compare 2workers 4workers -o losses.png")
+    examples = ("list", "summary --all --format md", "plot 2workers 4workers -o losses.png")
     group = cli.add_group(commands, "logs", "look at runs: list, summary, plot", examples)
 
     summary = "list the runs in a folder, the oldest first"
@@ -61,12 +61,12 @@ def add_parser(commands: Any) -> None:
     plots = (
         "",
         "2workers --smooth 20 -o 2workers.png",
-        "2workers --compare 1worker 4workers --x-axis time",
+        "1worker 2workers 4workers --x-axis time",
         "--metrics eval/accuracy,waiting -e",
     )
     parser = cli.add_command(group, "plot", summary, _PLOT_NOTE, examples=plots, run=_plot)
-    cli.add_run_argument(parser, "the run (default: the newest)")
-    parser.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="more runs, in the same axes")
+    cli.add_run_argument(parser, "the runs, in the same axes (default: the newest)", nargs="*")
+    parser.add_argument("--compare", nargs="+", default=[], metavar="RUN", help="more runs to draw")
     selection = parser.add_mutually_exclusive_group()
     what = (
         "metrics to plot, with a panel for each, such as loss,eval/loss,waiting (default: loss, evaluations, learning "
@@ -168,7 +168,7 @@ def _choose_runs(named: Sequence[str | None], folder: Path) -> list[RunFiles]:
 
 
 def _plot(options: argparse.Namespace) -> None:
-    runs = _choose_runs([options.named, *options.compare], options.runs)
+    runs = _choose_runs([*(options.named or [None]), *options.compare], options.runs)
     image: Path | None = options.output
     if image is None and options.open:
         what = "loss" if options.loss_curves else "-".join(options.metrics) or "overview"

@@ -225,6 +225,7 @@ def _launch(request: RunRequest, num_workers: int) -> None:
         is_command=True,
         min_workers=settings.min_workers,
         stall_s=settings.stall_s,
+        is_quiet=request.quiet,
     )
     with run_folder() as folder, shown_progress(folder / LIVE_FILE) as display:
         if display is None:

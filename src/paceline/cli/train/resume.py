@@ -60,7 +60,7 @@ def own_project(files: RunFiles, overrides: Sequence[str], given: Path | None) -
     recorded = environment.get(PROJECT_KEY) if isinstance(environment, Mapping) else None
     path = Path(recorded) if given is None and isinstance(recorded, str) else given
     if path is None:
-        raise CommandError(f"{files.root.name} does not say which project it is of: give its CONFIG too", 2)
+        raise CommandError(f"{files.root.name} does not name its project: give its CONFIG too", 2)
     return replace(load_project(files.config, overrides, folder=path.absolute().parent), path=path.absolute())
 
 
@@ -76,7 +76,7 @@ def differences(before: Project, now: Project, given: Project | None) -> Iterato
     ended, ends = (_horizon(project.settings.trainer) for project in (before, now))
     if ended is not None and ends is not None and ended != ends:
         keep = f"trainer.schedule_steps={ended.split()[0] if ended.endswith('steps') else 'N'}"
-        yield f"the schedule ends after {ends}, not {ended}: the learning rate is another from here on; {keep} keeps it"
+        yield f"the schedule ends after {ends}, not {ended}: the learning rate differs from here on; {keep} keeps it"
     if given is None:
         return
     theirs = _flat(plain(given.settings))

@@ -79,7 +79,7 @@ class Access:
             return 403, f"unknown host {host[:100]!r}: open the address that paceline watch printed"
         origin = headers.get("origin")
         if origin is not None and origin.lower() != f"http://{host.lower()}":
-            return 403, f"requests of {origin[:100]!r} are refused"
+            return 403, f"requests from {origin[:100]!r} are refused"
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
             return 413, f"the body is longer than {MAX_BODY_BYTES} bytes"

@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from paceline import __version__
 from paceline.cli.watch import configs, curves, view
+from paceline.cli.watch.indexes import Indexes
 from paceline.cli.watch.prometheus import prometheus_text
 from paceline.cli.watch.runs import RunEntry, Runs
 from paceline.cli.watch.stream import Streams
@@ -50,7 +51,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 def make_app(runs: Runs) -> Starlette:
     """Without access control: see `Access`."""
-    reading = asyncio.Semaphore(MAX_READERS)
+    reading, indexes = asyncio.Semaphore(MAX_READERS), Indexes()
 
     def of_run(get: Callable[[RunEntry, QueryParams], Any]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
@@ -61,7 +62,7 @@ def make_app(runs: Runs) -> Starlette:
 
     async def curves_page(request: Request) -> Response:
         async with reading:
-            return await of_run(_curves)(request)
+            return await of_run(partial(_curves, indexes))(request)
 
     def of_all(get: Callable[[QueryParams], Any]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
@@ -147,7 +148,7 @@ def _compare(runs: Runs, query: QueryParams) -> dict[str, Any]:
     return configs.compare([run for run in found if run is not None])
 
 
-def _curves(run: RunEntry, query: QueryParams) -> dict[str, Any]:
+def _curves(indexes: Indexes, run: RunEntry, query: QueryParams) -> dict[str, Any]:
     axis = query.get("x", "step")
     if axis not in curves.AXES:
         raise HTTPException(400, f"x={axis[:100]!r}: choose from {', '.join(curves.AXES)}")
@@ -155,7 +156,8 @@ def _curves(run: RunEntry, query: QueryParams) -> dict[str, Any]:
     last = _integer(query, "to", -1)
     names, first = query.getlist("name"), _integer(query, "from", 0)
     is_exact = query.get("exact", "0") == "1"
-    return curves.curves_of(run, names, first, math.inf if last < 0 else last, points, axis, exact=is_exact)
+    until = math.inf if last < 0 else last
+    return curves.curves_of(run, names, first, until, points, axis, exact=is_exact, indexes=indexes)
 
 
 def _events(run: RunEntry, query: QueryParams) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import getpass
 import os
 import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from paceline.cli import commands as cli
 from paceline.cli.commands import CommandError
 from paceline.observe.run_files import RunFiles
 
+# The run that a page shows often uses all cores of this machine: it goes first.
+NICENESS = 10
 _NOTE = """\
 RUN is a run's folder, its name, an unambiguous prefix of its name, or a folder
 that holds runs. The page shows them while they train and afterwards. It is
@@ -28,7 +31,7 @@ def add_parser(commands: Any) -> None:
     cli.add_run_argument(parser, "the runs, or a folder that holds runs (default: all in --runs)", nargs="*")
     what = "the port to listen on (default: 8642, or a free one; 0: a free one)"
     parser.add_argument("--port", type=_port, metavar="N", help=what)
-    what = "the address to listen on (default: %(default)s); others can reach other addresses, with the token"
+    what = "the address to listen on (default: %(default)s); with others, other machines can connect, with the token"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=what)
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     what = "write one page with the runs (default: the newest) to FILE and exit; it opens without a server"
@@ -60,6 +63,8 @@ def _watch(options: argparse.Namespace) -> None:
         print(f"On your own machine, for the address above: {line}", flush=True)
     if options.open:
         webbrowser.open(server.address)
+    with suppress(OSError):
+        os.nice(NICENESS)
     server.run()
 
 

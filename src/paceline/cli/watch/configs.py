@@ -102,5 +102,5 @@ def _parent(run: RunEntry, config: dict[str, Any], runs: Runs) -> tuple[RunEntry
     for other in others:  # the newest first
         before = other.status.started if other.status else other.changed
         if before < started and other.files.config_name == run.files.config_name:
-            return other, "the run before it of the same config"
+            return other, "the previous run of this config"
     return None, ""

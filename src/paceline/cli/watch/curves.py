@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from paceline.cli.logs.panels import epoch_starts
+from paceline.cli.watch.indexes import Indexes
 from paceline.cli.watch.runs import RunEntry
 from paceline.cli.watch.safe_files import file_stat
-from paceline.observe.curve_window import Window, read_window
-from paceline.observe.metrics import Steps, Values
+from paceline.observe.curve_window import Series, Window, read_window
+from paceline.observe.metrics import Steps, Values, extremes
 
 AXES = ("step", "epoch", "time")
 MIN_POINTS, DEFAULT_POINTS, MAX_POINTS = 16, 2000, 20_000
@@ -27,13 +29,17 @@ def curves_of(
     axis: str = "step",
     *,
     exact: bool = False,
+    indexes: Indexes | None = None,
 ) -> dict[str, Any]:
-    """See docs/watch-api.md. names: empty for all."""
+    """See docs/watch-api.md. names: empty for all. indexes: what a sample may have missed is added from there."""
     if file_stat(run.files.metrics) is None:
         window = Window()
     else:
         wanted = [*names, axis] if names and axis != "step" else names or None
         window = read_window(run.files.metrics, wanted, first, last, points=points, exact=exact)
+        known_curves = indexes.curves(run.files.metrics) if indexes is not None and window.is_sampled else None
+        if known_curves is not None:
+            window = completed(window, known_curves, first, last, points)
     known = next((each for each in window.series if each.name == axis), None)
     series = []
     for each in window.series:
@@ -58,6 +64,29 @@ def curves_of(
         "names": window.names,
         "series": series,
     }
+
+
+def completed(
+    window: Window, known: Mapping[str, tuple[Steps, Values]], first: int, last: float, points: int
+) -> Window:
+    """A sampled window with the extremes that an index has, between two steps."""
+    series = []
+    for each in window.series:
+        steps, values = known.get(each.name, (each.steps[:0], each.values[:0]))
+        inside = (steps >= first) & (steps <= last)
+        steps, values = np.concatenate([steps[inside], each.steps]), np.concatenate([values[inside], each.values])
+        steps, newest = np.unique(steps, return_index=True)
+        values = values[newest]
+        if len(steps) > points:
+            kept = extremes(steps, values, points)
+            steps, values = steps[kept], values[kept]
+        series.append(Series(each.name, steps, values, is_thinned=True))
+    # In a small part of a run the index is coarser than the picture.
+    counts = [int(np.count_nonzero((own >= first) & (own <= last))) for own, _ in known.values()]
+    is_part = first > window.first_step or last < window.last_step
+    is_coarse = is_part and max(counts, default=0) < points
+    is_sampled = is_coarse or any(each.name not in known for each in window.series)
+    return replace(window, series=series, is_sampled=is_sampled)
 
 
 def _positions(axis: str, known_steps: Steps, known: Values, steps: Steps) -> Values:

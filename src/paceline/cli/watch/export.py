@@ -52,7 +52,7 @@ def responses(chosen: Sequence[RunEntry], runs: Runs) -> list[list[Any]]:
         path = f"/api/runs/{run.id}"
         found += [
             [path, view.view(run)],
-            [f"{path}/metrics", curves.curves_of(run, points=MAX_POINTS)],
+            [f"{path}/metrics", curves.curves_of(run, points=MAX_POINTS, exact=True)],
             [f"{path}/events", view.events_of(run, MAX_EVENTS)],
             [f"{path}/log", view.log_of(run, None, None, LOG_LINES)],
             [f"{path}/checkpoints", view.checkpoints_of(run)],

@@ -43,6 +43,7 @@ class RunEntry:
         self.id = id_of(root.name)
         self.status: Status | None = None
         self.last: dict[str, Any] = {}  # by name, the newest values of the last lines
+        self.work: list[float] = []  # by worker, micro-batches of the last lines with the newest number of workers
         self.last_step = 0
         self.pace_s: float | None = None  # seconds per step
         self.lead: dict[str, Any] = {}  # the status of worker 0
@@ -89,6 +90,9 @@ class RunEntry:
             if is_step(record):
                 counted.append(record)
                 self.last = record | self.last
+        shares = [found for record in counted if isinstance(found := record.get("shares"), list)]
+        alike = [found for found in shares if len(found) == len(shares[0]) and all(map(is_number, found))]
+        self.work = [sum(column) for column in zip(*alike, strict=True)]
         timed = [record for record in counted if is_number(record.get("time"))]
         if timed and timed[-1]["step"] < timed[0]["step"]:
             newest, oldest = timed[0], timed[-1]

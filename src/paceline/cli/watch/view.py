@@ -90,6 +90,8 @@ def workers_of(run: RunEntry) -> list[dict[str, Any]]:
     num_workers = run.num_workers or (max(known) + 1 if known else 1)
     is_live = run.state == "live"
     shares = _numbers(run.last.get("shares")) or ([1.0] if num_workers == 1 else [])
+    # Of the last lines: a single one is often a few micro-batches. The verdicts are about several lines too.
+    work = run.work if len(run.work) == len(shares) else shares
     speeds, waiting = _numbers(run.last.get("speeds")), _numbers(run.last.get("waiting"))
     lanes = run.last.get("lanes")
     lists = {name: _numbers(lanes.get(name)) for name in LANES} if isinstance(lanes, dict) else {}
@@ -118,7 +120,7 @@ def workers_of(run: RunEntry) -> list[dict[str, Any]]:
                 "step": status.get("step") if is_count(status.get("step")) else None,
                 "is_alive": is_live and rank < num_workers and _is_alive(status, seen),
                 "num_micro_batches": count,
-                "share": count / sum(shares) if count is not None and sum(shares) > 0 else None,
+                "share": work[rank] / sum(work) if count is not None and sum(work) > 0 else None,
                 "speed": at(speeds, rank),
                 "lanes": parts if any(part is not None for part in parts.values()) else None,
             }

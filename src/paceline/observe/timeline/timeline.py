@@ -129,7 +129,7 @@ def _events(sessions: Sequence[Session], lanes: Sequence[Lane], *, is_silent: bo
                 if name not in NOTED
             ]
             if session.end is None and (is_silent or session is not own[-1]):
-                events.append(TimelineEvent("broken off", lane.rank, end, steps[-1].step if steps else 0, {}))
+                events.append(TimelineEvent("crashed", lane.rank, end, steps[-1].step if steps else 0, {}))
     return sorted(events, key=lambda event: (event.time, event.rank))
 
 

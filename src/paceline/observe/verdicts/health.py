@@ -28,7 +28,7 @@ def ended(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
         found = _RANK.search(reason)
         rank = int(found[1]) if found else None
         yield Verdict("failed", "error", f"the run failed: {reason or 'no reason is known'}", rank, changes=(look,))
-    if evidence.state == "broken off":
+    if evidence.state == "crashed":
         text = "the run's process died without a report"
         look = Change("", None, "look for the kernel's out-of-memory killer (dmesg); continue with train --resume")
         yield Verdict("failed", "error", text, since_step=_last_step(evidence), changes=(look,))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from time import time
 from typing import Any
@@ -56,6 +57,16 @@ def read_evidence(files: RunFiles, now: float | None = None) -> Evidence:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return {}
+    return _settings(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=64)
+def _settings(path: Path, stamp: tuple[int, int, int]) -> dict[str, Any]:  # noqa: ARG001
+    """Parsing YAML takes longer than all the rest, and runs do not change their settings. stamp: of the content."""
     import yaml  # type: ignore[import-untyped]
 
     try:

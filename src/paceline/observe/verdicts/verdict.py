@@ -35,6 +35,10 @@ class Change:
     def __str__(self) -> str:
         return f"{self.setting}: {_yaml(self.value)} ({self.why})" if self.setting else self.why
 
+    @property
+    def advice(self) -> str:
+        return f"try {self}" if self.setting else self.why
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -57,7 +61,7 @@ class Verdict:
     @property
     def remedy(self) -> str:
         """What to change, on one line."""
-        return "; ".join(map(str, self.changes))
+        return "; ".join(change.advice for change in self.changes)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from typing import Any
 from paceline.core.errors import WorkerError
 from paceline.core.rank_variables import LAUNCHED_VARIABLE, MEMBERSHIP_VARIABLE, is_worker
 from paceline.core.secret import FILE_VARIABLE
-from paceline.core.usable_devices import LEFT_OUT_VARIABLE, left_out
+from paceline.core.usable_devices import LEFT_OUT_VARIABLE, try_gpus
 from paceline.run.launching import worker
 from paceline.run.launching.agent import Agent
 from paceline.run.launching.allocator import allocator_environment
@@ -108,6 +108,7 @@ class Launch:
     is_command: bool = False  # the process does nothing else: after a signal, it raises what the workers report
     min_workers: int | None = None  # to go on with when others die; None: they end with the first that dies
     stall_s: float | None = None  # how long a micro-batch may take; with min_workers only
+    is_quiet: bool = False  # says nothing after a signal
 
     def __post_init__(self) -> None:
         if self.min_workers is not None:
@@ -228,7 +229,7 @@ def _run_workers(
         try:
             failure = agent.run()
         except (KeyboardInterrupt, SystemExit) as error:
-            failure = agent.stop(_stop_message(error))
+            failure = agent.stop(None if options.is_quiet else _stop_message(error))
             # A command ends with what its workers report. A program that calls `launch` gets its Ctrl-C back.
             is_command = options.is_command or script is not None
             is_stopped = isinstance(failure, Stopped) and isinstance(error, SystemExit)
@@ -258,7 +259,7 @@ def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
         **os.environ,
         **allocator_environment(),
         LAUNCHED_VARIABLE: str(time.time()),
-        LEFT_OUT_VARIABLE: json.dumps(left_out()),
+        LEFT_OUT_VARIABLE: json.dumps(try_gpus()),
     }
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))  # read when torch is imported

@@ -54,6 +54,7 @@ class RunParts:
     events: Events
     has_own_optimizers: bool
     timeline: Recorder
+    is_quiet: bool = False  # prints nothing when the run is stopped
 
 
 class Checkpointer:
@@ -311,7 +312,7 @@ class Checkpointer:
         if error := self._outcome(self._writers[0], wait=True):
             raise error
         self._leave_together()
-        if self._world.is_main:
+        if self._world.is_main and not self._run.is_quiet:
             folder = short_path(step_folder(self._folder.root, loop.position.step))
             print(f"paceline: stopped after step {loop.position.step}, saved as {folder}", file=sys.stderr)
 

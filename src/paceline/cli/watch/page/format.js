@@ -39,6 +39,26 @@ export function tick(value) {
   return String(Number(value.toPrecision(4)));
 }
 
+/** Where a logarithmic axis has ticks: round numbers, five or so; on less than half a decade, in equal steps. */
+export function logTicks(low, high) {
+  const decades = Math.log10(high / low),
+    ticks = [];
+  if (decades < 0.5) {
+    const rough = (high - low) / 4,
+      power = 10 ** Math.floor(Math.log10(rough)),
+      step = power * [1, 2, 5, 10].find(factor => factor * power >= rough);
+    for (let i = Math.ceil(low / step); i * step <= high; i++) ticks.push(i * step);
+    return ticks;
+  }
+  const factors = decades > 2.5 ? [1] : decades > 1.2 ? [1, 3] : [1, 2, 5],
+    every = Math.ceil(decades / 6);
+  for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power++)
+    for (const factor of factors)
+      if (power % every === 0 && factor * 10 ** power >= low && factor * 10 ** power <= high)
+        ticks.push(factor * 10 ** power);
+  return ticks;
+}
+
 /** Halves are rounded to even, as in the sentences that come from Python. */
 export function percent(value) {
   if (!isNumber(value)) return MISSING;

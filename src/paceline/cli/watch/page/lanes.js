@@ -8,6 +8,7 @@ import {colors, KINDS} from "./palette.js";
 const LANE_HEIGHT = 34;
 /** A worker that has not written its status for so long gets a note. It writes every second. */
 const SILENT_S = 3;
+const MAX_DEPARTED = 16;
 
 const metricOf = (kind, rank) => (kind === "waiting" ? `waiting/${rank}` : `lanes/${kind}/${rank}`);
 
@@ -34,31 +35,34 @@ export class Lanes {
     this.node = el("div", {class: "lanes"}, this.legend, this.rows, el("div", {class: "lane-axis"}, ...this.ends));
   }
 
-  /** run: an answer of /api/runs/ID. */
-  show(run) {
+  /** run: an answer of /api/runs/ID. events: the run's events; workers that left have a lane until then. */
+  show(run, events = []) {
     const verdicts = new Map();
     for (const verdict of run.verdicts)
       for (const rank of verdict.ranks)
         if (verdict.severity !== "ok" && !verdicts.has(rank)) verdicts.set(rank, verdict);
+    const shown = [...run.workers, ...departed(run, events)],
+      keyOf = worker => `${worker.rank} ${worker.left?.step ?? ""}`;
     showList(
       this.rows,
-      run.workers,
-      worker => worker.rank,
-      worker => this.#make(worker.rank).node,
-      (_, worker) => this.#lanes.get(worker.rank).show(worker, run, verdicts.get(worker.rank))
+      shown,
+      keyOf,
+      worker => this.#make(keyOf(worker), worker).node,
+      (_, worker) =>
+        this.#lanes.get(keyOf(worker)).show(worker, run, worker.left ? undefined : verdicts.get(worker.rank))
     );
-    const ranks = new Set(run.workers.map(worker => worker.rank));
-    for (const [rank, lane] of this.#lanes)
-      if (!ranks.has(rank)) {
+    const keys = new Set(shown.map(keyOf));
+    for (const [key, lane] of this.#lanes)
+      if (!keys.has(key)) {
         this.board.remove(lane);
-        this.#lanes.delete(rank);
+        this.#lanes.delete(key);
       }
     this.node.hidden = run.workers.length === 0;
   }
 
-  #make(rank) {
-    const lane = new Lane(this, rank);
-    this.#lanes.set(rank, lane);
+  #make(key, worker) {
+    const lane = new Lane(this, worker.rank, worker.left);
+    this.#lanes.set(key, lane);
     this.board.add(lane);
     return lane;
   }
@@ -68,9 +72,26 @@ export class Lanes {
   }
 }
 
+/**
+ * Workers that left and were not replaced, where the others have moved up: their ranks are those of others now.
+ * As workers of /api/runs/ID, with `left`: the event.
+ */
+function departed(run, events) {
+  const found = [],
+    known = new Set(run.workers.filter(worker => worker.is_alive === false).map(worker => worker.rank));
+  for (const event of run.state === "live" ? events.toReversed() : []) {
+    if (event.event !== "world") continue;
+    const {left, joined, size} = event.details;
+    if (!Array.isArray(left) || joined?.length || found.length > MAX_DEPARTED) break;
+    for (const rank of left) if (rank < size || !known.has(rank)) found.push({rank, left: event});
+  }
+  return found;
+}
+
 class Lane {
-  constructor(lanes, rank) {
-    Object.assign(this, {lanes, board: lanes.board, rank});
+  /** left: the event with which the worker left, if it did and another one has its rank now. */
+  constructor(lanes, rank, left) {
+    Object.assign(this, {lanes, board: lanes.board, rank, left});
     this.name = el("b", {}, `worker ${rank}`);
     this.device = el("small", {class: "device"});
     this.badge = el("span", {class: "badge", hidden: true});
@@ -99,6 +120,14 @@ class Lane {
 
   show(worker, run, verdict) {
     this.worker = worker;
+    if (this.left) {
+      setClass(this.node, "lane culprit error gone");
+      setText(this.device, this.left.details.reason ?? "");
+      this.badge.hidden = false;
+      setText(this.badge, `left after step ${count(this.left.step)}`);
+      this.canvas.setAttribute("aria-label", `worker ${this.rank} left after step ${count(this.left.step)}`);
+      return;
+    }
     const silent_s = worker.seen === null ? 0 : this.lanes.now() - worker.seen;
     const isSilent = run.state === "live" && worker.is_alive && silent_s > SILENT_S;
     const isGone = run.state === "live" && worker.is_alive === false;
@@ -137,7 +166,8 @@ class Lane {
     const parts = new Float64Array(KINDS.length),
       perPixel = (to - from) / width;
     const spans = KINDS.map(() => new Path2D());
-    for (let px = 0; px < width; px++) {
+    const end = this.left ? this.lanes.curves.position(this.left.step, this.board.axis) : Infinity;
+    for (let px = 0; px < width && from + px * perPixel <= end; px++) {
       if (!partsAt(series, from + px * perPixel, from + (px + 1) * perPixel, parts)) continue;
       let bottom = LANE_HEIGHT;
       for (let k = 0; k < KINDS.length; k++) {
@@ -218,7 +248,7 @@ function partsAt(series, from, to, parts) {
 
 function useOf({speed, gpu, cpu}) {
   const use = gpu != null ? `GPU ${Math.round(gpu)}%` : cpu != null ? `CPU ${Math.round(cpu)}%` : "";
-  return [speed == null ? "" : `${Number(speed.toPrecision(3))} micro-batches/s`, use].filter(Boolean).join(" · ");
+  return [speed == null ? "" : `${speed < 100 ? Number(speed.toPrecision(3)) : count(speed)} micro-batches/s`, use].filter(Boolean).join(" · ");
 }
 
 /** The device's memory where it has its own, otherwise the process's. */

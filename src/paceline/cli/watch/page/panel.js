@@ -1,7 +1,7 @@
 /** One plot: curves drawn on uPlot's axes, thinned to its pixels, with the marks of events and a legend. */
 
 import {el, setStyle, setText, showList} from "./dom.js";
-import {axisValue, duration, tick} from "./format.js";
+import {axisValue, duration, logTicks, tick} from "./format.js";
 import {drawLine, drawPoints, project} from "./lines.js";
 import {drawMarks} from "./marks.js";
 import {colors} from "./palette.js";
@@ -135,6 +135,7 @@ export class Panel {
           ...axis,
           size: AXIS_WIDTH,
           space: 34,
+          ...(this.#isLog() ? {splits: (_, __, low, high) => logTicks(low, high), filter: (_, splits) => splits} : {}),
           values: (_, splits) => splits.map(value => (value === null ? null : this.options.format(value))),
         },
       ],

@@ -12,6 +12,9 @@ import {Tools} from "./tools.js";
 
 const LANE_GROUPS = ["lanes", "waiting", "shares", "speeds"];
 const MAX_NAMES_IN_ADDRESS = 60;
+/** The server reads about a million lines in this time. */
+export const FIRST_REFINEMENT_MS = 4000;
+export const MAX_REFINEMENT_MS = 300_000;
 
 export class RunPage {
   #events = [];
@@ -65,8 +68,9 @@ export class RunPage {
     const points = ["points", String(Math.min(4000, 2 * Math.ceil(innerWidth)))];
     const names = run.names.filter(name => !LANE_GROUPS.some(group => name.startsWith(`${group}/`)));
     const wanted = names.length && names.length <= MAX_NAMES_IN_ADDRESS ? names.map(name => ["name", name]) : [];
+    const getMetrics = () => this.source.get(`${base}/metrics`, [...wanted, points]);
     const [metrics, lanes, events, checkpoints, config, log] = await Promise.all([
-      this.source.get(`${base}/metrics`, [...wanted, points]),
+      getMetrics(),
       this.source.isLive
         ? this.source.get(`${base}/metrics`, [...LANE_GROUPS.map(name => ["name", name]), ["points", "1600"]])
         : null,
@@ -87,6 +91,18 @@ export class RunPage {
     const offset = Math.min(metrics.offset, lanes?.offset ?? metrics.offset);
     this.#follow(offset, events.offset);
     if (!this.board.isWhole) this.#loadDetail(...this.board.range());
+    if (metrics.is_sampled && this.source.isLive) this.#refine(getMetrics, FIRST_REFINEMENT_MS);
+  }
+
+  /** A sample may miss extremes: ask again, ever less often, until the server has read the whole file. */
+  #refine(getMetrics, wait_ms) {
+    setTimeout(async () => {
+      const answer = this.#isClosed ? null : await getMetrics().catch(() => null);
+      if (!answer || this.#isClosed) return;
+      this.curves.add(answer);
+      this.#showPlots();
+      if (answer.is_sampled && wait_ms < MAX_REFINEMENT_MS) this.#refine(getMetrics, 2 * wait_ms);
+    }, wait_ms);
   }
 
   close() {
@@ -100,7 +116,7 @@ export class RunPage {
   tick() {
     this.summary.tick();
     this.checkpoints.tick();
-    if (this.run) this.lanes.show(this.run);
+    if (this.run) this.lanes.show(this.run, this.#events);
   }
 
   /** The view changed: axis, smoothing, range. */
@@ -150,7 +166,7 @@ export class RunPage {
     this.run = run;
     document.title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
     this.summary.show(run, this.canControl());
-    this.lanes.show(run);
+    this.lanes.show(run, this.#events);
   }
 
   #addEvents(added) {

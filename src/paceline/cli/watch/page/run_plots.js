@@ -6,8 +6,8 @@ import {marksNear} from "./marks.js";
 import {curveColor, curveDash} from "./palette.js";
 import {Panel} from "./panel.js";
 
-/** Metrics that are not plots of their own. */
-export const NO_PLOT = /^(step|time|epoch|(lanes|waiting)\/.*)$/;
+/** Metrics that are not plots of their own: axes, counters, and what the lanes show. */
+export const NO_PLOT = /^(step|time|epoch|samples|(lanes|waiting)\/.*)$/;
 const PER_WORKER = /^(shares|speeds)\/\d+$/;
 const UNITS = new Map([
   ["samples_per_s", "samples/s"],
@@ -17,13 +17,17 @@ const UNITS = new Map([
 ]);
 const TITLES = new Map([
   ["samples_per_s", "throughput"],
-  ["tokens_per_s", "tokens"],
+  ["tokens_per_s", "throughput in tokens"],
   ["lr", "learning rate"],
   ["grad_norm", "gradient norm"],
   ["efficiency", "share of what the workers could do"],
   ["shares", "work per worker"],
   ["speeds", "speed per worker"],
 ]);
+/** The words for a metric, also of an evaluation. */
+export const titleOf = name => TITLES.get(name) ?? (name.startsWith("eval/") ? `evaluation ${name.slice(5)}` : name);
+export const unitOf = name => UNITS.get(name) ?? "";
+
 /** Above the lanes: the loss, and the first of these that there is. */
 const LEAD = ["efficiency", "samples_per_s"];
 /** First these, then the others by name. */
@@ -87,8 +91,8 @@ export class RunPlots {
   }
 
   #makePanel(group) {
-    const panel = new Panel(this.board, TITLES.get(group) ?? group, () => this.#lines(group), {
-      unit: UNITS.get(group) ?? "",
+    const panel = new Panel(this.board, titleOf(group), () => this.#lines(group), {
+      unit: unitOf(group),
       format: group === "efficiency" ? percent : group.endsWith("_per_s") ? tick : num,
       bounds: group === "efficiency" ? [0, 1] : null,
       canLog: group !== "efficiency" && group !== "shares",
@@ -130,7 +134,7 @@ export class RunPlots {
           series: this.curves.series(group, axis, 0, range),
         });
       lines.push(
-        line(group, this.curves.has(`eval/${group}`) ? "training" : (TITLES.get(group) ?? group), 0, {
+        line(group, this.curves.has(`eval/${group}`) ? "training" : titleOf(group), 0, {
           isArea: group === "efficiency",
         })
       );

@@ -7,19 +7,22 @@ import {el, section, setText, showList} from "./dom.js";
 import {num, percent, tick} from "./format.js";
 import {curveColor, curveDash} from "./palette.js";
 import {Panel} from "./panel.js";
+import {FIRST_REFINEMENT_MS, MAX_REFINEMENT_MS} from "./run_page.js";
+import {titleOf, unitOf} from "./run_plots.js";
 import {RunsTable} from "./runs_table.js";
 import {Tools} from "./tools.js";
 
 const NUM_PICKED = 5,
   MAX_PICKED = 24;
 const USUAL = ["loss", "eval/loss", "samples_per_s", "efficiency", "grad_norm"];
-const NO_PLOT = /^(step|time|epoch|(lanes|waiting|shares|speeds)\/.*)$/;
+const NO_PLOT = /^(step|time|epoch|samples|(lanes|waiting|shares|speeds)\/.*)$/;
 const MIN_POLL_MS = 1500;
 
 export class RunsPage {
   #rows = new Map();
   #curves = new Map();
   #known = new Map();
+  #waits_ms = new Map();
   #panels = new Map();
   #names = new Set(USUAL);
   #found = null;
@@ -176,7 +179,7 @@ export class RunsPage {
           },
         }),
       (button, name) => {
-        setText(button, name);
+        setText(button, titleOf(name));
         button.setAttribute("aria-pressed", String(shown.includes(name)));
       }
     );
@@ -195,13 +198,13 @@ export class RunsPage {
   }
 
   #makePanel(name) {
-    const panel = new Panel(this.board, name, () => this.#lines(name), {
+    const panel = new Panel(this.board, titleOf(name), () => this.#lines(name), {
       format: name === "efficiency" ? percent : name.endsWith("_per_s") ? tick : num,
       height: 260,
       canLog: name !== "efficiency",
       bounds: name === "efficiency" ? [0, 1] : null,
       className: name === "loss" ? "wide" : "",
-      unit: name === "samples_per_s" ? "samples/s" : "",
+      unit: unitOf(name),
       isCompact: name !== "loss",
     });
     this.#panels.set(name, panel);
@@ -246,6 +249,17 @@ export class RunsPage {
     }
   }
 
+  /** A sample may miss extremes: ask again, ever less often, until the server has read the whole file. */
+  #refine(id) {
+    const wait_ms = this.#waits_ms.get(id) ?? FIRST_REFINEMENT_MS;
+    if (wait_ms > MAX_REFINEMENT_MS) return;
+    this.#waits_ms.set(id, 2 * wait_ms);
+    setTimeout(() => {
+      this.#known.delete(id);
+      if (!this.#isClosed) this.#loadPicked();
+    }, wait_ms);
+  }
+
   async #loadRun(id, names, from, state) {
     this.#loading.add(id);
     const query = [...names.map(name => ["name", name]), ["points", "2000"], ...(from ? [["from", String(from)]] : [])];
@@ -255,6 +269,7 @@ export class RunsPage {
       this.#curves.get(id).add(answer);
       this.#known.set(id, {...state, step: answer.last_step ?? 0});
       for (const name of answer.names) this.#names.add(name);
+      if (answer.is_sampled) this.#refine(id);
     } catch (error) {
       this.onstate(error.message);
       this.#known.set(id, state);

@@ -26,7 +26,7 @@ const STATES = [
   ["finished", "finished"],
   ["stopped", "stopped"],
   ["failed", "failed"],
-  ["broken off", "broken off"],
+  ["crashed", "crashed"],
 ];
 
 export class RunsTable {

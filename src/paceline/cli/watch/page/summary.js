@@ -2,7 +2,7 @@
 
 import {askFor} from "./dialog.js";
 import {el, setClass, setStyle, setText, showList} from "./dom.js";
-import {ago, bytes, count, counted, duration, MISSING, moment, num, percent, rate} from "./format.js";
+import {ago, count, counted, duration, MISSING, moment, num, percent, rate} from "./format.js";
 
 /** State of a run: the class of its chip. */
 export const STATE_CLASSES = new Map([
@@ -10,7 +10,7 @@ export const STATE_CLASSES = new Map([
   ["finished", "good"],
   ["stopped", "calm"],
   ["failed", "bad"],
-  ["broken off", "bad"],
+  ["crashed", "bad"],
   ["unknown", "calm"],
 ]);
 
@@ -208,15 +208,31 @@ export class RunSummary {
   }
 }
 
-/** A figure whose name ends with its unit, such as "micro_batch_s". */
+/** The figures that a verdict rests on, in words. Those that are not here are shown by name, with the unit in it. */
+const FIGURES = new Map([
+  ["slower", value => `${Number(value.toPrecision(2))} times slower`],
+  ["share", value => `${percent(value)} of the work`],
+  ["waiting_of_others", value => `others wait ${percent(value)} of the time`],
+  ["micro_batch_s", value => `${duration(value)} per micro-batch`],
+  ["micro_batches_per_worker", value => `${num(value)} micro-batches per worker and step`],
+  ["waiting", value => `waiting for others ${percent(value)} of the time`],
+  ["data", value => `waiting for data ${percent(value)} of the time`],
+  ["exchange", value => `exchange ${percent(value)} of the time`],
+  ["used", value => `${percent(value)} in use`],
+  ["gpu_percent", value => `GPU ${Math.round(value)}% busy`],
+  ["cpu_percent", value => `CPU ${Math.round(value)}%`],
+  ["no_step_s", value => `no step for ${duration(value)}`],
+  ["usual_s", value => `usually ${duration(value)}`],
+  ["worker_silent_s", value => `silent for ${duration(value)}`],
+  ["left", value => `${count(value)} left`],
+  ["workers", value => `${counted(value, "worker")} before`],
+  ["loss", value => `loss ${num(value)}`],
+  ["lowest", value => `lowest ${num(value)}`],
+]);
+
 function figure([name, value]) {
-  const [, what, unit] = /^(.*?)(_s|_bytes|_percent)?$/s.exec(name);
-  const units = new Map([
-    ["_s", duration],
-    ["_bytes", bytes],
-    ["_percent", number => `${num(number)}%`],
-  ]);
-  return `${what.replaceAll("_", " ")} ${typeof value === "number" ? (units.get(unit) ?? num)(value) : value}`;
+  const show = FIGURES.get(name);
+  return show && Number.isFinite(value) ? show(value) : `${name.replaceAll("_", " ")} ${num(value)}`;
 }
 
 const sentence = text => text.charAt(0).toUpperCase() + text.slice(1) + (/[.!?]$/.test(text) ? "" : ".");

@@ -1,0 +1,100 @@
+"""All curves of a metrics file, read once and then only where it has grown: no extreme is missed, however long it is.
+
+A curve has up to `MAX_POINTS` points, the lowest and the highest of each interval of steps. Reading takes a few seconds
+per million lines, so the first picture of a long file is a sample (see `curve_window`), and this follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.json_lines import LineReader
+from paceline.observe.metrics import RESUMED_FROM, Curve, Steps, Values, flat_items, is_resume, is_step
+
+# Of an index, so that its memory is bounded: some 80 MB. Further names are not in it.
+MAX_NAMES = 300
+
+Columns = dict[str, tuple[list[int], list[float]]]
+
+
+class CurveIndex:
+    """Not thread-safe. inode: of the file that was read. num_bytes: how much of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._reader = LineReader(path)
+        self._curves: dict[str, Curve] = {}
+        self.inode = path.stat().st_ino
+
+    @property
+    def num_bytes(self) -> int:
+        return self._reader.offset
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is still the file that was read."""
+        try:
+            found = self._reader.path.stat()
+        except OSError:
+            return False
+        return found.st_ino == self.inode and found.st_size >= self.num_bytes
+
+    def read(self) -> Iterator[None]:
+        """Read what was added to the file, about a megabyte per turn."""
+        for block in self._reader.blocks():
+            for is_a_resume, records in groupby(block, is_resume):
+                if is_a_resume:
+                    self._drop_after(min(record[RESUMED_FROM] for record in records))
+                else:
+                    self._add([record for record in records if is_step(record)])
+            yield
+
+    def curves(self) -> dict[str, tuple[Steps, Values]]:
+        """Steps and values by name. The arrays do not change when more is read."""
+        return {name: curve.points for name, curve in self._curves.items()}
+
+    def _add(self, records: Sequence[dict[str, Any]]) -> None:
+        for name, (steps, values) in columns_of(records).items():
+            if name in self._curves or len(self._curves) < MAX_NAMES:
+                self._curves.setdefault(name, Curve()).add(steps, values)
+
+    def _drop_after(self, step: int) -> None:
+        for curve in self._curves.values():
+            curve.drop_after(step)
+
+
+def columns_of(records: Sequence[dict[str, Any]]) -> Columns:
+    """The numbers of these lines by flat name, as `flat_items` has them, with their steps.
+
+    Neighbouring lines mostly have the same keys: these are turned into columns together, which is several times faster.
+    """
+    columns: Columns = {}
+    for _, group in groupby(records, tuple):
+        alike = list(group)
+        steps = [record["step"] for record in alike]
+        for name in alike[0]:
+            if name != "step":
+                _add_column(columns, name, steps, [record[name] for record in alike])
+    return columns
+
+
+def _add_column(columns: Columns, name: str, steps: list[int], values: list[Any]) -> None:
+    kinds = set(map(type, values))
+    if kinds == {float} or (kinds == {int} and max(map(abs, values)) < 1 << 63):
+        known = columns.setdefault(name, ([], []))
+        known[0].extend(steps)
+        known[1].extend(values)
+    elif kinds == {list} and len(set(map(len, values))) == 1:
+        for i, column in enumerate(zip(*values, strict=True)):
+            _add_column(columns, f"{name}/{i}", steps, list(column))
+    elif kinds == {dict} and len(set(map(tuple, values))) == 1:
+        for key in values[0]:
+            _add_column(columns, f"{name}/{key}", steps, [value[key] for value in values])
+    else:
+        for step, value in zip(steps, values, strict=True):
+            for flat, number in flat_items({name: value}):
+                known = columns.setdefault(flat, ([], []))
+                known[0].append(step)
+                known[1].append(number)

@@ -1,0 +1,71 @@
+"""Whole metrics files as thinned curves: what a sample of them misses, resumes, and files that grow."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.observe import curve_index
+from paceline.observe.curve_index import CurveIndex, columns_of
+from paceline.observe.metrics import flat_items
+
+
+def write(path: Path, *records: Any) -> Path:
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(record)}\n" for record in records)
+    return path
+
+
+def read(index: CurveIndex) -> dict[str, dict[int, float]]:
+    for _ in index.read():
+        pass
+    return {name: dict(zip(*map(list, curve), strict=True)) for name, curve in index.curves().items()}
+
+
+def test_extremes_of_a_long_file_are_kept(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1.0} for step in range(1, 100_001)]
+    lines[61_803]["loss"], lines[31_415]["loss"] = 99.0, -7.0
+    loss = read(CurveIndex(write(tmp_path / "m", *lines)))["loss"]
+    assert len(loss) < 20_000
+    assert {step: value for step, value in loss.items() if value != 1.0} == {61_804: 99.0, 31_416: -7.0}
+
+
+def test_only_new_lines_are_read_and_a_resume_supersedes_old_ones(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", {"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 3.0})
+    index = CurveIndex(path)
+    assert read(index) == {"loss": {1: 1.0, 2: 2.0, 3: 3.0}}
+    path.write_bytes(b" " * 36 + path.read_bytes()[36:])  # would be unreadable, if it were read again
+    write(path, {"resumed_from": 1}, {"step": 2, "loss": 5.0, "lr": 1})
+    assert read(index) == {"loss": {1: 1.0, 2: 5.0}, "lr": {2: 1.0}}
+    assert index.is_current
+    path.rename(tmp_path / "other")
+    assert not index.is_current
+    write(path, {"step": 1})
+    assert not index.is_current
+
+
+def test_names_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve_index, "MAX_NAMES", 2)
+    assert list(read(CurveIndex(write(tmp_path / "m", {"step": 1, "a": 1.0, "b": 2.0, "c": 3.0})))) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"loss": 1.5, "epoch": 3, "lr": 1e-3},
+        {"shares": [6, 2], "waiting": [0.5, 0.25], "empty": [], "nothing": None, "text": "a"},
+        {"eval": {"loss": 2.0, "deep": {"er": [1.0, {"x": 2}]}}, "flag": True},
+        {"huge": 1 << 70, "mixed": [1.0, "a"]},
+    ],
+)
+def test_columns_are_what_flat_items_has(record: dict[str, Any]) -> None:
+    odd = {"loss": None, "shares": [1], "eval": {"other": 1}}
+    lines = [{"step": step, **(odd if step == 4 else record)} for step in range(1, 8)]
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, number in flat_items({key: value for key, value in line.items() if key != "step"}):
+            expected.setdefault(name, []).append((line["step"], number))
+    assert {name: list(zip(*found, strict=True)) for name, found in columns_of(lines).items()} == expected
