@@ -57,7 +57,7 @@ def _enough(run: Run, step: Callable[[Any], object], num_steps: int) -> int:
     """As many steps as were asked for, and more if they are short; the same on all workers."""
     start = perf_counter()
     _train(run, step, 1)
-    step_s = max(gather(perf_counter() - start, run.communicator))
+    step_s = float(max(gather(perf_counter() - start, run.communicator)))
     return max(num_steps, min(MAX_STEPS, round(LEAST_S / step_s)))
 
 
