@@ -90,6 +90,7 @@ def test_ten_out_of_memory_errors_leave_nothing_behind(monkeypatch: pytest.Monke
         trials = Trials(replica, lambda model, batch: model(batch), source, link.world.device)
         for _ in range(10):
             assert trials.seconds_per_sample(8) is None
+            assert all(p.grad is None or not p.grad.any() for p in replica.parameters.values())
             assert trials.seconds_per_sample(4) is not None
         gc.collect()
         assert trials.num_out_of_memory == 10

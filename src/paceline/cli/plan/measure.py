@@ -23,6 +23,7 @@ from paceline.run import probe
 from paceline.run.launching.launch import Launch, launch_workers
 from paceline.run.micro_batch_finder import FoundMicroBatch
 from paceline.run.settings import Runtime
+from paceline.sync.averaging.settings import Averaging
 
 T = TypeVar("T")
 
@@ -62,6 +63,8 @@ def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Prof
         project.check_parts()
         arguments = trainer_arguments(project)
         arguments["runtime"] = _runtime(arguments["runtime"])
+        if isinstance(arguments["strategy"], Averaging):  # its workers tell their times only when they average
+            arguments["strategy"] = "gradients"
         if number is not None and torch.cuda.is_available():
             arguments["device"] = f"cuda:{number}"
         trainer = make_trainer(settings, project.data("train"), arguments)
