@@ -27,8 +27,6 @@ from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
 from paceline.plan.cadence import Cadence
 from paceline.plan.epoch import Position
 from paceline.plan.memory import MemoryReport
-from paceline.plan.profile import Profile
-from paceline.run import probe
 from paceline.run.assemble import WeightByModel, assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.config import RunConfig, Strategy
@@ -36,7 +34,6 @@ from paceline.run.evaluation import collect
 from paceline.run.evaluation.evaluate import EvaluationData, evaluate
 from paceline.run.evaluation.predict import predict
 from paceline.run.memory import memory_report
-from paceline.run.micro_batch_finder import FoundMicroBatch, Trials, find, replica_for_trials
 from paceline.run.report import Report
 from paceline.run.run import Run, TrainingEpoch, autocast
 from paceline.run.saving.export import export_weights, save_pretrained
@@ -49,6 +46,8 @@ from paceline.run.step.replica import OptimizerFactory, SchedulerFactory
 
 if TYPE_CHECKING:
     from paceline.api.builder import Builder
+    from paceline.plan.profile import Profile
+    from paceline.run.micro_batch_finder import FoundMicroBatch
 
 
 class Trainer:
@@ -264,6 +263,8 @@ class Trainer:
         global batch are tried with a replica made for this: model and optimizer are functions that build them. All
         workers of a world call it together, and each measures its own device.
         """
+        from paceline.run.micro_batch_finder import Trials, find, replica_for_trials
+
         if not callable(optimizer) or isinstance(model, torch.nn.Module):
             raise ValueError("find_micro_batch trains a copy: give functions that build the model and its optimizer")
         source, _ = adopt_for_evaluation(data, collate_fn, seed=0)
@@ -494,6 +495,8 @@ class Trainer:
         The steps count: use a trainer that is made for it. In a world of one worker the device is measured alone, as
         predictions need it; all workers of a larger world call this together. See docs/plan.md.
         """
+        from paceline.run import probe
+
         return probe.profile(self.run, self.step_with(loss_of), steps)[0]
 
     def report(self) -> Report:
