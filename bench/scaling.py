@@ -206,7 +206,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=8, help="samples in a micro-batch (default: %(default)s)")
     parser.add_argument("--micro-batches", type=int, default=1, help="per worker and step (default: %(default)s)")
     parser.add_argument(
-        "--membership-turns", type=int, default=400, help="with and without membership (default: %(default)s)"
+        "--membership-turns", type=int, default=200, help="with and without membership (default: %(default)s)"
     )
     parser.add_argument("--membership-seconds", type=float, default=0.1, help="length of such a turn (%(default)s)")
 
