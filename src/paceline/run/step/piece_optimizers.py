@@ -206,7 +206,7 @@ class PieceOptimizers:
             if not isinstance(value, torch.Tensor) or value.shape != shape:
                 joined[name] = value
             elif not keep:
-                joined[name] = value.new_empty(1).expand(parameter.shape)
+                joined[name] = value.new_empty(()).expand(parameter.shape)
             else:
                 like = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
                 flat(like).copy_(torch.cat([state[name] for _, state in pieces]))
@@ -232,6 +232,6 @@ def _without_memory(state: Any) -> Any:
     if state is None:
         return None
     return {
-        name: torch.empty(1, dtype=value.dtype).expand(value.shape) if isinstance(value, torch.Tensor) else value
+        name: torch.empty((), dtype=value.dtype).expand(value.shape) if isinstance(value, torch.Tensor) else value
         for name, value in state.items()
     }
