@@ -353,6 +353,7 @@ def test_a_crash_in_native_code_shows_where(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("plain_processes")  # a stack shows how the worker was started
 def test_a_timeout_shows_where_the_others_stand(tmp_path: Path) -> None:
     def work(folder: Path) -> None:
         from paceline.core.errors import CommunicationTimeout
