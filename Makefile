@@ -43,6 +43,7 @@ pytest: $(ENVIRONMENT)
 # The kills come last and alone: they say how far they are, and whose cores they have matters to when they strike.
 soak: $(ENVIRONMENT) ## a thousand random programs against plain PyTorch, long matrices, a thousand kills (some 40 minutes)
 	$(RUN)/python -m pytest -m soak -k 'not thousand_kills' -n $(JOBS) --dist worksteal $(ARGS)
+	$(RUN)/python -m pytest -m hypothesis --hypothesis-profile=soak --timeout 1800 -n $(JOBS) --dist worksteal $(ARGS)
 	$(RUN)/python -m pytest -m soak -s tests/run/membership/test_chaos_kills.py
 
 lint: $(ENVIRONMENT) ## style, types and the direction of imports

@@ -21,7 +21,8 @@ from worker_pool import WorkerPool
 from paceline.run.launching import fork_server
 
 # The machine may be busy with something else: only the suite's own time-out judges time.
-settings.register_profile("paceline", deadline=None)
+settings.register_profile("paceline", deadline=None, max_examples=40)
+settings.register_profile("soak", deadline=None, max_examples=500)  # `make soak`
 settings.load_profile("paceline")
 
 torch.set_num_threads(1)

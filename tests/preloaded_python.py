@@ -212,6 +212,8 @@ def _spawn(_path: Any, words: Sequence[Any], fds: Sequence[int]) -> int:
 
 def serve(channel: socket.socket) -> list[str]:
     """Fork processes until the channel is closed. Returns in each of them, with its words."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a process group, they are not meant for the seed
+        signal.signal(number, signal.SIG_IGN)
     while True:
         payload, fds, _flags, _address = socket.recv_fds(channel, MAX_REQUEST_BYTES, MAX_FDS)
         if not payload:
@@ -243,6 +245,8 @@ def _become(request: _Request, fds: list[int], channel: socket.socket) -> list[s
     os.environ.update(request.environment)
     _set_path(before, os.environ.get(PATH, ""))
     tempfile.tempdir = None  # found when something was imported
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     channel.send(str(os.getpid()).encode())
     channel.detach()
     _set_fds(dict(zip(request.fds, fds, strict=True)))

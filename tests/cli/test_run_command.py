@@ -11,7 +11,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import preloaded_python
 import pytest
 from waiting import wait_until
 
@@ -65,7 +64,7 @@ def command(*arguments: object) -> list[str]:
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return preloaded_python.run(
+    return subprocess.run(
         command(*arguments), env=environment, capture_output=True, text=True, timeout=100, check=False
     )
 
@@ -155,7 +154,7 @@ def test_output_files_per_rank_across_a_restart_and_one_error_message(script: Pa
 
 
 def test_ctrl_c_exits_with_130_without_a_message(script: Path) -> None:
-    launcher = preloaded_python.PreloadedPython(
+    launcher = subprocess.Popen(
         command("run", "--workers", 2, script, "wait"),
         cwd=script.parent,
         stdout=subprocess.DEVNULL,

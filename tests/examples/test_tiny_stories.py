@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
-import preloaded_python
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -252,7 +251,7 @@ def test_a_streams_schedule_is_as_long_as_its_epochs() -> None:
 @pytest.mark.timeout(200)
 def test_the_command_trains_on_two_workers_and_the_model_learns(tmp_path: Path) -> None:
     sizes = ["variables.stories=640", "variables.held_out=64", "variables.width=64", "trainer.epochs=6"]
-    done = preloaded_python.run(
+    done = subprocess.run(
         [sys.executable, "-m", "paceline", "train", str(PROJECT / "2workers.yaml"), *sizes, "trainer.warmup_steps=5"],
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,

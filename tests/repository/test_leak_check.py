@@ -10,7 +10,6 @@ from time import monotonic, sleep
 
 import pytest
 import session_shm
-from preloaded_python import PreloadedPython
 
 TESTS = Path(__file__).parents[1]
 
@@ -44,7 +43,7 @@ def test_only_the_sessions_own_shared_memory_counts(tmp_path: Path, shares_memor
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
     command += [f"--rootdir={tmp_path}", f"--basetemp={tmp_path / 'base'}"]
     try:
-        with PreloadedPython(
+        with subprocess.Popen(
             [*command, str(file)],
             cwd=tmp_path,
             env={**os.environ, **variables},

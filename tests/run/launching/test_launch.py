@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import preloaded_python
 import pytest
 from waiting import wait_until
 
@@ -66,9 +65,7 @@ agent.GRACE_S, fork_server.PRELOADED_MODULES = 1.0, ()
 def start_script(folder: Path, source: str) -> subprocess.Popen[str]:
     path = folder / "script.py"
     path.write_text(FAST + textwrap.dedent(source))
-    return preloaded_python.PreloadedPython(
-        [sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def fail_on(num_workers: int, fn: Callable[..., Any], *args: Any) -> WorkerError:
@@ -278,7 +275,7 @@ def test_notebook_cells_are_launched_and_their_lines_shown() -> None:
         run_cell(3, "def broken():\\n    return scale / 0  # in a cell\\nlaunch(broken, 2)\\n")
     """
     program = FAST + textwrap.dedent(notebook)
-    done = preloaded_python.run([sys.executable, "-"], input=program, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True)
     assert done.stdout == "15\n"
     assert done.stderr.count(" failed: ZeroDivisionError: division by zero\n") == 1
     assert '  File "<cell 3>", line 2, in broken\n    return scale / 0  # in a cell\n' in done.stderr
@@ -353,6 +350,7 @@ def test_a_crash_in_native_code_shows_where(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.usefixtures("plain_processes")  # a stack shows how the worker was started
 def test_a_timeout_shows_where_the_others_stand(tmp_path: Path) -> None:
     def work(folder: Path) -> None:
         from paceline.core.errors import CommunicationTimeout

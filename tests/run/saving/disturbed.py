@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from preloaded_python import PreloadedPython
 
 TESTS = Path(__file__).parents[2]
 
@@ -74,9 +73,11 @@ class Disturbed:
         assert self.digest is not None
         return self.digest
 
-    def start(self, *launcher: str, inside: Sequence[str] = ()) -> subprocess.Popen[str]:
+    def start(
+        self, *launcher: str, inside: Sequence[str] = (), popen: type[subprocess.Popen[str]] = subprocess.Popen
+    ) -> subprocess.Popen[str]:
         """inside: a command to run it with."""
-        return PreloadedPython(
+        return popen(
             [*inside, sys.executable, *launcher, *self._arguments],
             env={
                 **os.environ,
