@@ -185,7 +185,7 @@ class Monitor:
             "pid": os.getpid(),
             "step": position.step,
             "epoch": position.epoch,
-            "total_steps": self._total,
+            "total_steps": self._settings.total_steps,
             "loss": loss,
             "loss_step": loss_step,
             "samples_per_s": None if rates is None else rates.samples_per_s,
