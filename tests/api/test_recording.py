@@ -14,7 +14,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.observe.metrics import read_metrics
+from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, read_status, state_of
 from paceline.run import control
 
@@ -58,7 +58,7 @@ def test_a_run_has_its_folder_with_metrics_plot_and_progress(
     status = read_status(files)
     assert status is not None
     assert (state_of(files, status), status.total_steps) == ("finished", 12)
-    metrics = read_metrics(files.metrics)
+    metrics = read_curves(files.metrics)
     assert metrics.series("loss")[0].tolist() == [1, 3, 6, 9, 12]
     assert json.loads(files.config.read_text())["trainer"]["global_batch"] == 8
     assert json.loads(files.report.read_text())["steps"] == 12
@@ -89,8 +89,8 @@ def test_how_a_run_ended_is_recorded(tmp_path: Path) -> None:
 def test_several_workers_have_one_run(tmp_path: Path, pool: WorkerPool) -> None:
     pool.run(lambda: train(pl.Recording(tmp_path / "runs", quiet=True), steps=4), 2)
     files = only_run(tmp_path / "runs")
-    assert read_metrics(files.metrics).last_step == 4
-    assert sum(read_metrics(files.metrics).shares) > 0
+    assert read_curves(files.metrics).last_step == 4
+    assert sum(read_curves(files.metrics).shares) > 0
 
 
 @pytest.mark.parametrize(

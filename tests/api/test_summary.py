@@ -13,9 +13,9 @@ from models import mlp, vectors
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.api.summary import _cost_without_direct_path, missing_paths, summary
+from paceline.api.summary import _cost_without_direct_path, summary
 from paceline.comm import connect
-from paceline.core.world import World
+from paceline.core.world import World, unconnected_gpus
 from paceline.run.assemble import _check_device
 
 H200, OLD = "NVIDIA H200 (140 GB)", "NVIDIA GeForce GTX 1060 (6 GB)"
@@ -43,12 +43,11 @@ def test_workers_and_their_devices(seats: list[tuple[str, str, str]], text: str)
     assert summary(seats) == text
 
 
-def test_pairs_of_gpus_without_a_direct_path_are_found() -> None:
-    workers = [("a", "cuda:0", H200), ("a", "cuda:1", H200), ("a", "cuda:2", OLD), ("b", "cuda:3", OLD)]
+def test_pairs_of_gpus_without_a_direct_path_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     one_way = {("cuda:0", "cuda:1"), ("cuda:1", "cuda:0"), ("cuda:0", "cuda:2")}
-    found = missing_paths(workers, "a", lambda a, b: (a, b) in one_way)
-    assert found == [("cuda:0", "cuda:2"), ("cuda:1", "cuda:2")]
-    assert missing_paths(workers, "b", lambda *_: False) == []
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (str(a), str(b)) in one_way)
+    assert unconnected_gpus(["cuda:0", "cuda:1", "cuda:2", "cuda:0"]) == ["cuda:0 and cuda:2", "cuda:1 and cuda:2"]
+    assert unconnected_gpus(["cuda:3"]) == []
 
 
 def test_a_missing_direct_path_is_said_with_its_cost(pool: WorkerPool) -> None:

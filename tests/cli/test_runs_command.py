@@ -24,10 +24,10 @@ from made_runs import make_run
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.checkpoint.reader import verify
+from paceline.observe.events import read_world_changes
 from paceline.observe.json_lines import LineReader
-from paceline.observe.metrics import read_metrics
+from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, read_status, running
-from paceline.observe.world_changes import read_world_changes
 from paceline.run.control import ControlServer, socket_path
 
 PARTS = """
@@ -183,7 +183,7 @@ def test_the_next_rank_0_records_the_run_and_takes_requests() -> None:
         wait_until(lambda: status()["step"] > alone_since + 5, process)
         assert runs("stop", "--wait", "--timeout", 60).code == 0
         assert process.wait(30) == 75
-    metrics = read_metrics(files.metrics)
+    metrics = read_curves(files.metrics)
     steps, losses = metrics.series("loss")
     assert {1, *range(5, steps[-1], 5)} <= {*steps.tolist()}
     assert len([line for line in LineReader(files.metrics).read() if "loss" in line]) == len(losses)

@@ -29,7 +29,7 @@ from worker_pool import WorkerPool
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.config import load_project, schema
 from paceline.cli.train.worker import RunRequest, train
-from paceline.observe.metrics import read_metrics
+from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 from paceline.run.monitor import Monitor
 
@@ -94,7 +94,7 @@ class Trained:
 
     def __init__(self, output: str, files: RunFiles, checkpoints: Path) -> None:
         self.output = output
-        self.metrics = read_metrics(files.metrics)
+        self.metrics = read_curves(files.metrics)
         self.saved_steps = complete_steps(checkpoints)
         self._newest = checkpoints / f"step-{self.saved_steps[-1]:08d}"
 

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from paceline.core.events import Event, Events
-from paceline.observe.best_effort import BestEffort, EventLog, SafeStream
+from paceline.observe.best_effort import BestEffort, SafeStream
+from paceline.observe.events import EventLog
 from paceline.observe.json_lines import LineReader, LineWriter
-from paceline.observe.metrics import MetricsWriter, read_metrics
+from paceline.observe.metrics import MetricsWriter, read_curves
 from paceline.observe.progress import Progress
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -42,7 +43,7 @@ def test_a_failure_is_warned_about_once_and_the_output_is_tried_again(tmp_path: 
     output.use(lambda writer: writer.log(4, {"loss": 2.0}))
     with pytest.warns(UserWarning, match=rf"{path}: 2 of 4 records were lost"):
         output.close()
-    assert read_metrics(path).series("time")[0].tolist() == [1, 4]
+    assert read_curves(path).series("time")[0].tolist() == [1, 4]
 
 
 def test_what_cannot_be_opened_is_opened_later(tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_what_cannot_be_opened_is_opened_later(tmp_path: Path) -> None:
     output.use(lambda writer: writer.log(2, {}))
     with pytest.warns(UserWarning, match="1 of 2 records were lost"):
         output.close()
-    assert read_metrics(path).series("time")[0].tolist() == [2]
+    assert read_curves(path).series("time")[0].tolist() == [2]
 
 
 def test_warnings_that_are_errors_do_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -167,4 +168,4 @@ def test_a_file_that_grows_too_large_is_a_failure_like_others(tmp_path: Path) ->
         finally:
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert read_metrics(tmp_path / "metrics.jsonl").num_lines == 1
+    assert read_curves(tmp_path / "metrics.jsonl").num_lines == 1

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.observe import curve_window
+from paceline.observe import curve_window, metrics
 from paceline.observe.curve_window import Window, read_window
-from paceline.observe.metrics import read_metrics
+from paceline.observe.metrics import read_curves
 
 
 def write(path: Path, *records: dict[str, Any]) -> Path:
@@ -116,7 +116,7 @@ def test_superseded_lines_of_a_long_file(tmp_path: Path, first: int, last: int) 
     path = tmp_path / "m"
     write(path, *lines(1, 4000), {"resumed_from": 3000}, *lines(3001, 3500, loss=-1.0), {"resumed_from": 3400})
     write(path, *lines(3401, 5000, loss=-2.0))
-    steps, values = read_metrics(path).series("loss")
+    steps, values = read_curves(path).series("loss")
     truth = dict(zip(steps.tolist(), values.tolist(), strict=True))
     for exact in (False, True):
         found = curve(read_window(path, ["loss"], first, last, points=20_000, exact=exact), "loss")
@@ -132,13 +132,13 @@ def test_rare_names_are_read_without_parsing_other_lines(tmp_path: Path, monkeyp
     for start in range(1, 3000, 100):
         write(path, *lines(start, start + 99), {"step": start + 99, "eval": {"loss": 0.5}})
     parsed = []
-    original = curve_window.LineReader.blocks
+    original = metrics.LineReader.blocks
 
     def blocks(self: Any, containing: bytes = b"") -> Any:
         parsed.append(containing)
         return original(self, containing)
 
-    monkeypatch.setattr(curve_window.LineReader, "blocks", blocks)
+    monkeypatch.setattr(metrics.LineReader, "blocks", blocks)
     found = curve(read_window(path, ["eval/loss"], exact=True), "eval/loss")
     assert list(found) == list(range(100, 3001, 100))
     assert parsed[-1] == b'"eval'

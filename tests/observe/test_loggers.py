@@ -28,7 +28,7 @@ from paceline.observe.loggers import (
     WandbLogger,
     make_logger,
 )
-from paceline.observe.metrics import MetricsWriter, read_metrics
+from paceline.observe.metrics import MetricsWriter, read_curves
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 
 
@@ -111,7 +111,7 @@ def test_json_lines_are_a_logger(tmp_path: Path) -> None:
     loggers = Loggers([MetricsWriter(path)])
     loggers.log(4, {"eval": {"loss": 0.5}})
     loggers.close()
-    assert read_metrics(path).last("eval/loss") == 0.5
+    assert read_curves(path).last("eval/loss") == 0.5
 
 
 def table(path: Path) -> list[dict[str, str]]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from paceline.observe import json_lines
 from paceline.observe import metrics as metrics_module
 from paceline.observe.json_lines import to_json
-from paceline.observe.metrics import MetricsWriter, flat_items, read_curves, read_metrics
+from paceline.observe.metrics import MetricsWriter, flat_items, read_curves
 from paceline.observe.run_files import RunFiles
 from paceline.observe.summary import summarize
 
@@ -45,7 +45,7 @@ def write(path: Path, *steps: int, start_step: int = 0, loss: float = 1.0) -> No
 
 
 def losses(path: Path) -> dict[int, float]:
-    steps, values = read_metrics(path).series("loss")
+    steps, values = read_curves(path).series("loss")
     return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
 
@@ -58,7 +58,7 @@ def test_a_line_holds_step_time_and_values(path: Path, monkeypatch: pytest.Monke
     assert path.read_text() == (
         '{"step":40,"time":2.5,"epoch":0,"loss":2.5,"lr":0.5,"shares":[6,2],"eval":{"loss":2}}\n'
     )
-    metrics = read_metrics(path)
+    metrics = read_curves(path)
     assert metrics.names() == ["time", "epoch", "loss", "lr", "shares/0", "shares/1", "eval/loss"]
     assert [metrics.last(name) for name in ("shares/1", "eval/loss", "shares/2", "step/x")] == [2, 2, None, None]
 
@@ -72,7 +72,7 @@ def test_numbers_that_are_not_finite_are_text_to_json_and_numbers_to_us(path: Pa
 
     strict = json.loads(path.read_text(), parse_constant=refuse)
     assert strict["loss"] in ("NaN", "Infinity", "-Infinity")
-    metrics = read_metrics(path)
+    metrics = read_curves(path)
     for name in ("loss", "waiting/1", "eval/loss"):
         np.testing.assert_equal(metrics.last(name), value)
     assert metrics.last("waiting/0") == 0.5
@@ -82,7 +82,7 @@ def test_lines_of_one_step_add_up_and_the_newer_counts(path: Path) -> None:
     writer = MetricsWriter(path)
     writer.log(5, {"loss": 1.0, "eval": {"loss": 3.0, "accuracy": 0.5}})
     writer.log(5, {"loss": 2.0, "eval": {"loss": 4.0}})
-    metrics = read_metrics(path)
+    metrics = read_curves(path)
     assert [metrics.series(name)[1].tolist() for name in ("loss", "eval/loss", "eval/accuracy")] == [[2], [4], [0.5]]
 
 
@@ -104,7 +104,7 @@ def test_the_clock_leaves_out_the_time_between_stop_and_resumption(path: Path, m
     writer = MetricsWriter(path, start_step=10)
     clock.now_s += 5.0
     writer.log(20, {})
-    assert read_metrics(path).series("time")[1].tolist() == [7.0, 12.0]
+    assert read_curves(path).series("time")[1].tolist() == [7.0, 12.0]
 
 
 def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_writer(path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_writer(path: Pa
     for cut in range(1, len(whole.splitlines(keepends=True)[1])):
         path.write_bytes(whole[:-cut])
         assert losses(path) == {1: 1.0}
-        assert read_metrics(path).num_unreadable == 0
+        assert read_curves(path).num_unreadable == 0
         write(path, 2, start_step=1, loss=5.0)
         assert losses(path) == {1: 1.0, 2: 5.0}
         assert all(json.loads(line) for line in path.read_text().splitlines())
@@ -140,20 +140,20 @@ def test_a_torn_last_line_is_passed_over_and_cut_off_by_the_next_writer(path: Pa
 )
 def test_lines_of_other_kinds_are_counted_and_left_out(path: Path, strange: bytes) -> None:
     path.write_bytes(b'{"step": 1, "loss": 0.5}\n' + strange + b'\n{"step": 3, "loss": 0.25}\n')
-    metrics = read_metrics(path)
+    metrics = read_curves(path)
     assert metrics.series("loss")[0].tolist() == [1, 3]
     assert metrics.num_unreadable == 1
 
 
 def test_two_halves_of_an_object_do_not_become_one(path: Path) -> None:
     path.write_bytes(b'{"step":1\n"loss":2}\n')
-    metrics = read_metrics(path)
+    metrics = read_curves(path)
     assert (metrics.num_lines, metrics.num_unreadable) == (0, 2)
 
 
 def test_values_that_are_no_numbers_are_no_series(path: Path) -> None:
     path.write_text('{"step":1,"loss":null,"lr":true,"x":"y","big":' + "9" * 400 + ',"deep":{"a":{"b":1}}}\n')
-    metrics = read_metrics(path)
+    metrics = read_curves(path)
     assert metrics.names() == ["deep/a/b"]
     assert metrics.series("deep/a/b")[1].tolist() == [1.0]
     assert not len(metrics.series("loss")[0])
@@ -182,18 +182,18 @@ def test_a_file_that_another_process_writes_is_read_meanwhile_and_after_a_kill(p
     writer.start()
     try:
         assert up.wait(30)
-        seen = [read_metrics(path).last_step for _ in range(3)]
+        seen = [read_curves(path).last_step for _ in range(3)]
         assert seen[0] >= 50
         assert seen == sorted(seen)
     finally:
         writer.kill()
         writer.join()
-    metrics = read_metrics(path)
+    metrics = read_curves(path)
     assert metrics.series("loss")[0].tolist() == list(range(1, metrics.num_lines + 1))
     assert metrics.num_unreadable == 0
     at = metrics.last_step
     write(path, at + 1, start_step=at)
-    assert read_metrics(path).last_step == at + 1
+    assert read_curves(path).last_step == at + 1
 
 
 LINE = (
@@ -267,7 +267,7 @@ def test_a_long_curve_keeps_its_extremes_and_its_ends(tmp_path: Path, monkeypatc
     assert steps[np.nanargmin(numbers_)] == 78
     assert read.mean("loss") == pytest.approx(np.nanmean(losses))
     # Without a choice of points: smoothing needs all of them.
-    assert len(read_curves(path, is_whole=lambda _: True).series("loss")[0]) == 5000
+    assert len(read_curves(path, is_whole=True).series("loss")[0]) == 5000
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,4 +310,4 @@ def test_the_clock_goes_on_without_reading_all_rows(tmp_path: Path) -> None:
     writer = MetricsWriter(path, start_step=4)
     writer.log(5, {})
     writer.close()
-    assert 7 <= read_metrics(path).series("time")[1][-1] < 50
+    assert 7 <= read_curves(path).series("time")[1][-1] < 50

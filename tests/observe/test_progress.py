@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from paceline.core.timing import Timing
-from paceline.observe import progress
-from paceline.observe.progress import Progress, RateMeter
+from paceline.observe import progress, rates
+from paceline.observe.progress import Progress
+from paceline.observe.rates import RateMeter
 
 RATES: dict[str, Any] = {"samples_per_s": 812.3, "tokens_per_s": 52111.0, "shares": (6, 2), "waiting": (0.01, 0.12)}
 HIDE_CURSOR = "\x1b[?25l"
@@ -28,7 +29,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(progress, "monotonic", lambda: self.now_s)
+        for module in (progress, rates):
+            monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
 
 
 @pytest.fixture

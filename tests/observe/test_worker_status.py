@@ -11,7 +11,7 @@ from waiting import wait_until
 
 from paceline.core.world import World
 from paceline.observe import worker_status
-from paceline.observe.run_files import process_started, read_json
+from paceline.observe.run_files import RunFiles, prepare_run_folder, process_started, read_json
 from paceline.observe.worker_status import WorkerStatus
 
 
@@ -20,10 +20,15 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_status, "INTERVAL_S", 0.01)
 
 
-def test_the_file_has_device_host_memory_and_the_newest_step(tmp_path: Path) -> None:
+@pytest.fixture
+def files(tmp_path: Path) -> RunFiles:
+    return prepare_run_folder(tmp_path)
+
+
+def test_the_file_has_device_host_memory_and_the_newest_step(files: RunFiles) -> None:
     world, steps = World(1, 2, host="b", device=torch.device("cpu")), [0]
-    path = tmp_path / "rank-1.json"
-    with WorkerStatus(tmp_path, lambda: world, lambda: steps[0]):
+    path = files.worker(1)
+    with WorkerStatus(files, lambda: world, lambda: steps[0]):
         wait_until(path.is_file)
         steps[0] = 7
         wait_until(lambda: read_json(path)["step"] == 7)
@@ -32,20 +37,21 @@ def test_the_file_has_device_host_memory_and_the_newest_step(tmp_path: Path) -> 
     assert (found["rank"], found["host"], found["device"], found["pid"]) == (1, "b", "cpu", os.getpid())
     assert found["process_started"] == process_started(os.getpid())
     assert 0 < found["memory"] < found["memory_limit"]
+    assert 0 < found["peak_bytes"] < found["memory_limit"]
     assert found["device_name"]
     assert read_json(path)["step"] == 8, "the end is recorded too"
 
 
-def test_a_worker_with_another_rank_removes_its_old_file(tmp_path: Path) -> None:
+def test_a_worker_with_another_rank_removes_its_old_file(files: RunFiles) -> None:
     worlds = [World(2, 3)]
-    with WorkerStatus(tmp_path, lambda: worlds[-1], lambda: 0):
-        wait_until((tmp_path / "rank-2.json").is_file)
+    with WorkerStatus(files, lambda: worlds[-1], lambda: 0):
+        wait_until(files.worker(2).is_file)
         worlds.append(World(1, 2))
-        wait_until((tmp_path / "rank-1.json").is_file)
-    assert [path.name for path in tmp_path.iterdir()] == ["rank-1.json"]
+        wait_until(files.worker(1).is_file)
+    assert [path.name for path in files.ranks.iterdir()] == ["rank-1.json"]
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="cannot be written, training continues"):  # noqa: SIM117
-        with WorkerStatus(tmp_path / "missing", World, lambda: 0) as status:
+        with WorkerStatus(RunFiles(tmp_path / "missing"), World, lambda: 0) as status:
             status._thread.join()

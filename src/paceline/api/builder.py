@@ -50,11 +50,7 @@ _METHODS = {
     "device": "devices",
     **{name: name for name in ("scheduler", "max_grad_norm", "seed")},
 }
-_GROUP_METHODS = {
-    ("balancing", "speed_hints"): "speed_hint",
-    ("runtime", "backend"): "backend",
-    ("runtime", "timeline"): "timeline",
-}
+_GROUP_METHODS = {"speed_hints": "speed_hint", "backend": "backend", "timeline": "timeline"}
 
 
 class Builder:
@@ -205,13 +201,13 @@ class Builder:
     def settings(self, **settings: Any) -> Builder:
         """Any other parameter of `Trainer.setup`, groups included; also num_workers, like a number of `devices`."""
         known = inspect.signature(Trainer.setup).parameters
-        for (group, name), method in _GROUP_METHODS.items():
-            if group in settings and getattr(settings[group], name) is not None:
-                kind = type(settings[group]).__name__
-                raise ValueError(f"settings({group}={kind}({name}=...)): use the builder's .{method}(...)")
         for name, value in settings.items():
             if name in _METHODS:
                 raise ValueError(f"settings({name}=...): use the builder's .{_METHODS[name]}(...)")
+            for inner, method in _GROUP_METHODS.items() if name in ("balancing", "runtime") else ():
+                if getattr(value, inner, None) is not None:
+                    kind = type(value).__name__
+                    raise ValueError(f"settings({name}={kind}({inner}=...)): use the builder's .{method}(...)")
             if name == "num_workers":
                 self.devices(value)
             elif name in known:

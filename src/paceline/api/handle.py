@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import Empty
-from types import TracebackType
 
 import torch
 
@@ -81,9 +80,7 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         """Stop the run and wait for its end. Its error is raised unless another one is being raised."""
         self.stop()
         with self._stopped_by_interrupt():

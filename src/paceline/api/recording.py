@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.rank_variables import LAUNCHED_VARIABLE
 from paceline.core.settings import check, setting
@@ -24,11 +23,10 @@ from paceline.observe.best_effort import attempt
 from paceline.observe.environment import describe_environment
 from paceline.observe.loggers import LOGGER_NAMES, make_logger
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
+from paceline.run.config import RunConfig
 from paceline.run.monitor import MainMonitor, Monitor, MonitorSettings
+from paceline.run.run import Run
 from paceline.run.settings import GROUPS
-
-if TYPE_CHECKING:
-    from paceline.api.trainer import Trainer
 
 _PLOT_TIMEOUT_S = 120.0
 
@@ -59,68 +57,58 @@ class Recording:
 class RecordedRun:
     """The outputs of a run, from the first epoch until the trainer is closed. Rank 0 has them."""
 
-    live_file = None
-    is_resumed = False  # told by the trainer
-
-    def __init__(self, recording: Recording, trainer: Trainer, num_epochs: int | None, max_steps: int | None) -> None:
-        self.quiet = recording.quiet
-        self.files: RunFiles
+    def __init__(self, recording: Recording, run: Run, total_steps: int | None) -> None:
         self._recording = recording
-        self._trainer = trainer
+        self._run = run
         self._outputs = ExitStack()
-        self._config = _settings_of(trainer)
-        limits = [] if max_steps is None else [max_steps]
-        if num_epochs is not None and trainer.steps_per_epoch is not None:
-            limits.append(num_epochs * trainer.steps_per_epoch)
+        self._config = config = _settings_of(run.config)
         settings = MonitorSettings(
-            total_steps=min(limits, default=None),
+            total_steps=total_steps,
             log_every=recording.log_every,
             has_tokens=recording.tokens,
-            make_loggers=lambda step: [make_logger(name, self.files, step, self._config) for name in recording.loggers],
+            make_loggers=lambda files, step: [make_logger(name, files, step, config) for name in recording.loggers],
             plot=_plot,
+            quiet=recording.quiet,
         )
-        self._monitor = MainMonitor(trainer, settings, lambda: self._open(settings))
+        self._monitor = MainMonitor(run, settings, lambda: self._open(settings))
 
     def _open(self, settings: MonitorSettings) -> Monitor:
         """On rank 0: at the start, or since the one before was lost."""
-        self.files = _files_of(self._recording, self._trainer)
-        with attempt(self.files.config):
-            self.files.config.write_text(json.dumps(self._config, indent=2) + "\n")  # JSON is YAML too
-        with attempt(self.files.environment):
-            run_files.write_json(self.files.environment, describe_environment())
+        files = _files_of(self._recording, self._run)
+        with attempt(files.config):
+            files.config.write_text(json.dumps(self._config, indent=2) + "\n")  # JSON is YAML too
+        with attempt(files.environment):
+            run_files.write_json(files.environment, describe_environment())
         with self._outputs as outputs:
-            outputs.enter_context(run_files.running(self.files))
-            monitor = Monitor(self._trainer, self, outputs, settings)
+            outputs.enter_context(run_files.running(files))
+            monitor = Monitor(self._run, settings, files, outputs)
             self._outputs = outputs.pop_all()
-        monitor.note(f"run {self.files.root}")
+        monitor.note(f"run {files.root}")
         return monitor
 
-    def close(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:
         """The run is over: write what is left, and how it ended."""
         try:
             if error is None:
                 self._monitor.finish()
         finally:
-            self._outputs.__exit__(kind, error, traceback)
+            self._outputs.__exit__(type(error), error, error.__traceback__) if error else self._outputs.close()
 
 
-def _files_of(recording: Recording, trainer: Trainer) -> RunFiles:
+def _files_of(recording: Recording, run: Run) -> RunFiles:
     folder = Path(recording.folder)
     if recording.name is not None:
         return run_files.prepare_run_folder(folder / recording.name)
     script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "run"
-    if trainer.run.rejoining is None:
+    if run.rejoining is None:
         return run_files.create_run_folder(folder, script)
-    # Any worker may become rank 0, and goes on with the same folder.
+    # Any worker may become rank 0, and then continues in the same folder.
     launched = datetime.fromtimestamp(float(os.environ[LAUNCHED_VARIABLE]))
     return run_files.prepare_run_folder(folder / f"{script}_{launched:%Y-%m-%d_%H-%M-%S}")
 
 
-def _settings_of(trainer: Trainer) -> dict[str, Any]:
+def _settings_of(config: RunConfig) -> dict[str, Any]:
     """The run's settings as a project file has them."""
-    config = trainer.run.config
     values = {name: value for name, value in vars(config).items() if name not in GROUPS}
     strategy = config.strategy
     values["strategy"] = strategy if isinstance(strategy, str) else {"kind": type(strategy).__name__.lower()}

@@ -6,8 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 from time import perf_counter
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.usable_devices import left_out
-from paceline.core.world import World, devices
+from paceline.core.world import World, devices, unconnected_gpus
 
 QUIET_VARIABLE = "PACELINE_QUIET"
 MEASURED_MB = 4
@@ -53,28 +52,18 @@ def summary(workers: Sequence[tuple[str, str, str]]) -> str:
     return f"{_counted(len(workers), 'worker')} | {listed}{hosts}{unlike}"
 
 
-def missing_paths(
-    workers: Sequence[tuple[str, str, str]], host: str, can_access: Callable[[str, str], bool]
-) -> list[tuple[str, str]]:
-    """Pairs of this host's GPUs that cannot read each other's memory."""
-    gpus = list(dict.fromkeys(device for where, device, _ in workers if where == host and device.startswith("cuda")))
-    return [pair for pair in combinations(gpus, 2) if not (can_access(*pair) and can_access(*reversed(pair)))]
-
-
 def _cost_without_direct_path(workers: Sequence[tuple[str, str, str]], communicator: Communicator) -> str:
     """A line about GPUs of one host that exchange through its memory, with what that costs; "" if there are none."""
-    gpus = {(host, device) for host, device, _ in workers if device.startswith("cuda")}
+    gpus = dict.fromkeys((host, device) for host, device, _ in workers if device.startswith("cuda"))
     if len(gpus) == len({host for host, _ in gpus}):
         return ""  # at most one per host
-    found = missing_paths(workers, communicator.world.host, torch.cuda.can_device_access_peer)
-    shown = [f"{a} and {b}" for a, b in found]
-    lines = {line: None for text in gather(json.dumps(shown), communicator) for line in json.loads(text)}
-    if not lines:
+    own = unconnected_gpus(device for host, device in gpus if host == communicator.world.host)
+    pairs = {pair: None for text in gather(json.dumps(own), communicator) for pair in json.loads(text)}
+    if not pairs:
         return ""
-    seconds = exchange_s(communicator)
     return (
-        f"no direct path between {', '.join(lines)}: they exchange through the host's memory, "
-        f"{1e3 * seconds / MEASURED_MB:.2g} ms per MB of gradients"
+        f"no direct path between {', '.join(pairs)}: they exchange through the host's memory, "
+        f"{1e3 * exchange_s(communicator) / MEASURED_MB:.2g} ms per MB of gradients"
     )
 
 

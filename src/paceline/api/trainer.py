@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -363,8 +362,9 @@ class Trainer:
         """The epochs from the run's position up to number `count`, or until the run has done `max_steps` steps."""
         if count is None and max_steps is None:
             raise ValueError("epochs() needs an end: give the number of epochs, or max_steps")
-        if self._recording is not None and self._recorded is None:
-            self._recorded = RecordedRun(self._recording, self, count, max_steps)
+        if self._recording is not None:
+            self._recorded = RecordedRun(self._recording, self.run, self.run.total_steps(count, max_steps))
+            self._recording = None
         return self.run.epochs(count, max_steps)
 
     def end(self) -> None:
@@ -655,40 +655,33 @@ class Trainer:
 
         From any worker and any thread, in a run whose workers may change; see `paceline.launch(min_workers=...)`.
         """
-        if self.run.rejoining is None:
-            raise MisuseError("the workers of this run cannot leave: start it with min_workers, or --min-workers")
-        self.run.rejoining.ask_to_leave(rank)
+        self.run.request_leave(rank)
 
     def close(self) -> None:
         """End the run: write a last checkpoint, unless an error is being handled, and release all resources.
 
         The workers' connection is closed, hooks are removed and process-wide settings restored. Safe to call twice.
         """
-        error = sys.exception()
-        self._end(None if error is None else type(error), error, None)
+        self._end(sys.exception())
 
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._loop.explain(error)
-        self._end(kind, error, traceback)
+        self._end(error)
 
-    def _end(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def _end(self, error: BaseException | None) -> None:
         recorded, self._recorded = self._recorded, None
         try:
-            self.run.close(has_failed=kind is not None)
+            self.run.close(has_failed=error is not None)
         except BaseException as own:
-            kind, error, traceback = type(own), own, own.__traceback__
+            error = own
             raise
         finally:
             if recorded is not None:
-                recorded.close(kind, error, traceback)
+                recorded.close(error)
 
 
 def _checking_head(weight_fn: Callable[[Any], int] | None) -> WeightByModel:

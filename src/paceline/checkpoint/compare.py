@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -63,11 +64,8 @@ def check_replication(name: str, state: Any, level: Level, communicator: Communi
     pairs = zip_longest(outline, theirs, fillvalue="nothing more")
     difference = next((f"{mine}, on rank 0 {other}" for mine, other in pairs if mine != other), "")
     _raise_on_all_workers(name, difference, communicator)
-    if level == "full":
-        difference = _compare_values(tensors, communicator)
-    else:
-        difference = _compare_fingerprints(tensors, SAMPLES_PER_TENSOR if level == "quick" else None, communicator)
-    _raise_on_all_workers(name, difference, communicator)
+    compare = _compare_values if level == "full" else partial(_compare_fingerprints, is_quick=level == "quick")
+    _raise_on_all_workers(name, compare(tensors, communicator), communicator)
 
 
 def _raise_on_all_workers(name: str, difference: str, communicator: Communicator) -> None:
@@ -88,20 +86,18 @@ def _plain_values(node: Any, path: str) -> Iterator[str]:
         yield f"{path} is {node!r}"
 
 
-def _compare_fingerprints(
-    tensors: Mapping[str, torch.Tensor], num_samples: int | None, communicator: Communicator
-) -> str:
+def _compare_fingerprints(tensors: Mapping[str, torch.Tensor], communicator: Communicator, *, is_quick: bool) -> str:
     """The tensors whose fingerprints, of some or all values, differ from rank 0's."""
-    own = [_fingerprint(tensor, num_samples) for tensor in tensors.values()]
+    own = [_fingerprint(tensor, is_quick) for tensor in tensors.values()]
     theirs = from_rank_0(b"".join(own), communicator)
     parts = [theirs[start : start + _FINGERPRINT_BYTES] for start in range(0, len(theirs), _FINGERPRINT_BYTES)]
     return _named([repr(name) for name, mine, other in zip(tensors, own, parts, strict=True) if mine != other])
 
 
-def _fingerprint(tensor: torch.Tensor, num_samples: int | None) -> bytes:
+def _fingerprint(tensor: torch.Tensor, is_quick: bool) -> bytes:
     values = tensor.reshape(-1)
-    if num_samples is not None and values.numel() > num_samples:
-        values = values[torch.linspace(0, values.numel() - 1, num_samples, dtype=torch.float64).long()]
+    if is_quick and values.numel() > SAMPLES_PER_TENSOR:
+        values = values[torch.linspace(0, values.numel() - 1, SAMPLES_PER_TENSOR, dtype=torch.float64).long()]
     return hashlib.blake2b(bytes_of(values.cpu().contiguous()), digest_size=_FINGERPRINT_BYTES).digest()
 
 

@@ -137,7 +137,7 @@ def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
         yield unfinished
         unfinished.replace(path)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        _remove(unfinished)
     if flush:
         flush_folder(path.parent)
 
@@ -145,7 +145,11 @@ def replacing(path: Path, *, flush: bool = True) -> Iterator[Path]:
 def remove_unfinished(path: Path) -> None:
     """Remove what a process that was killed in `replacing(path)` has left."""
     for unfinished in path.parent.glob(f".{glob.escape(path.name)}.partial-*"):
-        shutil.rmtree(unfinished, ignore_errors=True) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        _remove(unfinished)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def flush_folder(folder: Path) -> None:

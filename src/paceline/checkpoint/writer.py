@@ -126,7 +126,7 @@ class AsyncWriter:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
         files = files_of(components, self.world, self._ranks, self.num_shards)
-        self.pending = self._thread.submit(self._staging.reserve, _tensors_of(files))
+        self.pending = self._thread.submit(self._staging.reserve, list(_tensors_of(files).values()))
 
     def save(self, manifest: Manifest, components: Sequence[Component]) -> None:
         """Copy the state and write it in the background. Returns when the state may change. `manifest`: no contents."""
@@ -134,9 +134,9 @@ class AsyncWriter:
         self.wait()
         files = files_of(components, self.world, self._ranks, self.num_shards)
         tensors = _tensors_of(files)
-        copies, wait_for_copies = self._staging.copy(tensors)
-        copy_of = {id(tensor): copy for tensor, copy in zip(tensors, copies, strict=True)}
-        for held in _tensor_dicts(files):
+        copies, wait_for_copies = self._staging.copy(list(tensors.values()))
+        copy_of = dict(zip(tensors, copies, strict=True))
+        for held in (file.content for name, file in files.items() if name.endswith(_TENSORS)):
             held.update({name: copy_of[id(tensor)] for name, tensor in held.items()})
         partial = partial_folder(self.root, manifest.step, f"{self.token}{self._num_saves:x}")
         manifest = replace(manifest, world_size=self.world.size)
@@ -213,8 +213,9 @@ class AsyncWriter:
     def _write_file(self, path: Path, file: PlannedFile) -> Contents:
         component, part, content = file
         if path.name.endswith(_TENSORS):
-            if component.must_be_finite and (bad := _first_not_finite(content)) is not None:
-                raise CheckpointError(f"tensor {bad!r} of component {component.name!r} contains inf or NaN")
+            for name, tensor in content.items() if component.must_be_finite else ():
+                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                    raise CheckpointError(f"tensor {name!r} of component {component.name!r} contains inf or NaN")
             record = write_tensors(path, content, flush=self.flush)
         else:
             record = write_file(path, [_dump(content)], flush=self.flush)
@@ -311,18 +312,10 @@ def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
     return groups
 
 
-def _tensor_dicts(files: Mapping[str, PlannedFile]) -> list[dict[str, torch.Tensor]]:
-    return [file.content for name, file in files.items() if name.endswith(_TENSORS)]
-
-
-def _tensors_of(files: Mapping[str, PlannedFile]) -> list[torch.Tensor]:
-    """Every tensor once, also if it has several names."""
-    return list({id(tensor): tensor for held in _tensor_dicts(files) for tensor in held.values()}.values())
-
-
-def _first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
-    floating = ((name, tensor) for name, tensor in tensors.items() if tensor.is_floating_point())
-    return next((name for name, tensor in floating if not torch.isfinite(tensor).all()), None)
+def _tensors_of(files: Mapping[str, PlannedFile]) -> dict[int, torch.Tensor]:
+    """Every tensor once, also if it has several names, by its id."""
+    held = (file.content for name, file in files.items() if name.endswith(_TENSORS))
+    return {id(tensor): tensor for tensors in held for tensor in tensors.values()}
 
 
 def _record_path(partial: Path, rank: int) -> Path:
@@ -375,10 +368,10 @@ def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> Non
 
 
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:
-    intact = None
+    older = "There is no older one"
     with suppress(OSError):
-        intact = newest_intact(root)
-    older = f"The newest intact checkpoint is {intact}" if intact else "There is no older one"
+        if intact := newest_intact(root):
+            older = f"The newest intact checkpoint is {intact}"
     return f"the checkpoint of step {step} was not saved in {root}: {_cause(error)}. {older}"
 
 

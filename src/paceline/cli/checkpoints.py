@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.files import write_tensors
-from paceline.checkpoint.folders import complete_steps, latest, new_token, step_folder, unusable
+from paceline.checkpoint.files import replacing, write_tensors
+from paceline.checkpoint.folders import complete_steps, latest, step_folder, unusable
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
 from paceline.checkpoint.reader import Checkpoint, inspect, read_weights, verify
 from paceline.cli import commands as cli
@@ -196,14 +196,11 @@ def _export(options: argparse.Namespace) -> None:
     checkpoint = Checkpoint(_folder(options))
     weights = _weights(checkpoint, options.component)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial-{new_token()}")
     try:
-        torch.save(weights, partial) if form == "torch" else write_tensors(partial, weights)
-        partial.replace(path)
+        with replacing(path, flush=False) as unfinished:
+            torch.save(weights, unfinished) if form == "torch" else write_tensors(unfinished, weights)
     except TypeError as error:
         raise CommandError(f"{error}: use --format torch") from error
-    finally:
-        partial.unlink(missing_ok=True)
     if options.json:
         print_json({"file": str(path), "checkpoint": str(checkpoint.folder), "step": checkpoint.step})
     else:

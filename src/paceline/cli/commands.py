@@ -239,6 +239,14 @@ def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
+def flat_settings(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
 def or_dash(value: float | None, text: Callable[[float], str]) -> str:
     return "-" if value is None else text(value)
 

@@ -42,7 +42,7 @@ with code 75; --resume continues the run.
 
 {_NOTE}"""
 _LEAVE_NOTE = f"""\
-The others go on without it, and nothing is computed again. For runs whose
+The other workers continue, and nothing is computed again. For runs whose
 workers may change: `min_workers` in the project file, or --min-workers.
 
 {_NOTE}"""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class DeferredReader(Generic[T]):
     """Calls `read` with every added item, in order, some items later.
 
@@ -18,31 +20,24 @@ class DeferredReader(Generic[T]):
     is_ready: read an item only when this returns True, so that `read` never waits; depends on the worker's speed.
     """
 
-    def __init__(
-        self,
-        read: Callable[[T], object],
-        lag: int = 0,
-        *,
-        batch: int = 1,
-        is_ready: Callable[[T], bool] = lambda _: True,
-    ) -> None:
-        self._read = read
-        self._lag = lag
-        self._batch = batch
-        self._is_ready = is_ready
-        self._pending: deque[T] = deque()
+    read: Callable[[T], object]
+    lag: int = 0
+    _: KW_ONLY
+    batch: int = 1
+    is_ready: Callable[[T], bool] = lambda _: True
+    _pending: deque[T] = field(default_factory=deque, init=False)
 
     def add(self, item: T) -> None:
         pending = self._pending
         pending.append(item)
-        if len(pending) >= self._lag + self._batch:
-            while len(pending) > self._lag and self._is_ready(pending[0]):
-                self._read(pending.popleft())
+        if len(pending) >= self.lag + self.batch:
+            while len(pending) > self.lag and self.is_ready(pending[0]):
+                self.read(pending.popleft())
 
     def flush(self) -> None:
         """Read all pending items, waiting for them where necessary."""
         while self._pending:
-            self._read(self._pending.popleft())
+            self.read(self._pending.popleft())
 
     def clear(self) -> None:
         """Discard all pending items."""

@@ -53,7 +53,7 @@ class WorkerError(PacelineError):
 
 
 class GenerationEnded(BaseException):
-    """A worker was lost and the others go on without it: the step is abandoned and begun again.
+    """A worker was lost and the others continue without it: the step is abandoned and repeated.
 
     Never reaches the user. Not an `Exception`, so that code of the user between two parts of the engine, such as a
     hook, does not catch it.

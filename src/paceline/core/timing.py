@@ -13,8 +13,8 @@ class Timing(NamedTuple):
     `micro_batch`: one micro-batch, including the time to read its samples. `sync`: the latest exchange, from the end of
     compute to the result, including the wait for slower workers. `rest`: everything else in that step, such as the
     optimizer. `data`: the wait for the data of one micro-batch, a part of `micro_batch`. `feed`: in all steps since the
-    last report, the wait for a step that workers read in coordination. It is no work of this worker: rank 0 or a slower
-    worker is not there yet.
+    last report, the wait for a step that workers read in coordination. It is not this worker's work: rank 0 or a slower
+    worker is not ready yet.
     """
 
     micro_batch: float = 0.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import torch
 
@@ -18,7 +19,7 @@ class World:
     """One worker's view of the current workers.
 
     `local_rank` and `local_size` count the workers on this host; `device` is the device of this worker. `is_joining`:
-    this worker sets itself up to join a run that goes on; it is a world of one until then.
+    this worker is being set up to join a live run; it is a world of one until then.
     """
 
     rank: int = 0
@@ -96,6 +97,13 @@ def why_unusable(device: torch.device) -> str | None:
     except RuntimeError as error:
         return f"{torch.cuda.get_device_name(device)}: {str(error).splitlines()[0]}"
     return None
+
+
+def unconnected_gpus(gpus: Iterable[torch.device | str]) -> list[str]:
+    """Pairs of these GPUs of one host that cannot read each other's memory, as "cuda:0 and cuda:1"."""
+    can_reach = torch.cuda.can_device_access_peer
+    pairs = combinations(dict.fromkeys(map(torch.device, gpus)), 2)
+    return [f"{a} and {b}" for a, b in pairs if not (can_reach(a, b) and can_reach(b, a))]
 
 
 def choose_device(local_rank: int, requested: torch.device | str | None = None) -> torch.device:

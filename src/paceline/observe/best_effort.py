@@ -7,12 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
-from pathlib import Path
-from time import time
 from typing import Any, Generic, TextIO, TypeVar
-
-from paceline.core.events import Event
-from paceline.observe.json_lines import LineWriter
 
 logger = logging.getLogger("paceline")
 
@@ -86,24 +81,6 @@ class BestEffort(Generic[T]):
                 _warn_unwritten(self._name, error)
             return False
         return True
-
-
-class EventLog:
-    """Events of a run, such as a changed plan, as JSON lines in `events.jsonl`: `trainer.listen(log.write)`.
-
-    For rank 0, as all workers see the same.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._lines = BestEffort(path, lambda: LineWriter(path), LineWriter.close)
-
-    def write(self, event: Event) -> None:
-        """`time` is Unix time, for comparison with other programs' logs."""
-        record = {"time": round(time(), 3), "step": event.step, "event": event.name, "details": dict(event.details)}
-        self._lines.use(lambda lines: lines.write(record))
-
-    def close(self) -> None:
-        self._lines.close()
 
 
 class SafeStream:

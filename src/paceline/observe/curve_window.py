@@ -18,8 +18,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from paceline.observe.json_lines import TAIL_BYTES, LineReader, parse_lines
-from paceline.observe.metrics import RESUMED_FROM, Curve, Steps, Values, extremes, flat_items, is_resume, is_step
+from paceline.observe.json_lines import TAIL_BYTES, parse_lines
+from paceline.observe.metrics import RESUMED_FROM, CountedLines, Curve, Curves, Steps, Values, is_resume, is_step
 
 EXACT_BYTES = 4 << 20
 # Of a sample: places at most, and bytes.
@@ -27,9 +27,6 @@ MAX_PLACES = 2000
 SAMPLE_BYTES = 3 << 20
 LINES_PER_PLACE = 3
 MAX_RESUMES = 100
-# Further names are left out: no run logs so many.
-MAX_NAMES = 5000
-
 
 # An offset, and what the lines after it contain.
 _Place: TypeAlias = tuple[int, list[Any]]
@@ -79,7 +76,12 @@ def read_window(
 
     points: about this many per curve. exact: read every line of the range, however long that takes.
     """
-    columns = _Columns(names)
+    names = None if names is None else list(names)
+    curves = Curves(names)
+
+    def add(records: list[dict[str, Any]]) -> None:
+        curves.add([record for record in records if first <= record["step"] <= last])
+
     with path.open("rb") as file:
         descriptor = file.fileno()
         size = os.fstat(descriptor).st_size
@@ -97,37 +99,35 @@ def read_window(
             part = narrower
         is_sampled = part.stop - part.start > EXACT_BYTES and not exact
         if not is_sampled:
-            _read_exact(path, part, columns, first, last)
+            counted = CountedLines(path, start=part.start, stop=part.stop, limit=part.limit)
+            for block in counted.blocks(_common_key(names or ())):
+                add(block)
         else:
             records = [record for _, block in places for record in block]
             records = [*(head if part.start == 0 else ()), *records, *(tail if part.stop == size else ())]
-            columns.add(_not_superseded(records, part.limit), first, last)
-    columns.note_names([*head, *tail])
+            add(_not_superseded(records, part.limit))
+    curves.note_names([*head, *tail])
+    names = curves.names()
     return Window(
         first_step=min((record["step"] for record in head if "step" in record), default=0),
         last_step=max((record["step"] for record in _not_superseded(tail, math.inf)), default=0),
         offset=tail_start + last_newline + 1,
         is_sampled=is_sampled,
-        names=columns.names(),
-        series=columns.series(points),
+        names=names,
+        series=[_series(name, curve, points) for name, curve in curves.curves.items() if name in set(names)],
     )
 
 
-def _read_exact(path: Path, part: _Part, columns: _Columns, first: int, last: float) -> None:
-    def reader() -> LineReader:
-        return LineReader(path, start=part.start, stop=part.stop)
+def _series(name: str, curve: Curve, points: int) -> Series:
+    curve.thin(points)
+    return Series(name, *curve.points, curve.is_thinned)
 
-    resumes = [r[RESUMED_FROM] for b in reader().blocks(f'"{RESUMED_FROM}"'.encode()) for r in b if is_resume(r)]
-    limits = list(accumulate([part.limit, *reversed(resumes)], min))[::-1]
-    segment = 0
-    for block in reader().blocks(b"" if resumes else columns.common_key):
-        kept = []
-        for record in block:
-            if is_resume(record):
-                segment = min(segment + 1, len(limits) - 1)
-            elif is_step(record) and record["step"] <= limits[segment]:
-                kept.append(record)
-        columns.add(kept, first, last)
+
+def _common_key(names: Sequence[str]) -> bytes:
+    """Bytes that every line with one of these metrics contains."""
+    tops = {name.split("/")[0] for name in names}
+    top = tops.pop() if len(tops) == 1 else ""
+    return f'"{top}'.encode() if re.fullmatch(r"\w+", top, re.ASCII) else b""  # others may be escaped
 
 
 def _narrowed(part: _Part, places: Sequence[_Place], first: int, last: float, line_bytes: int) -> _Part:
@@ -164,10 +164,9 @@ def _with_resumes(path: Path, places: list[_Place], line_bytes: int) -> list[_Pl
         offset, block = place
         if found and _step(block[0]) < _step(found[-1][1][-1]) and num_searched < MAX_RESUMES:
             num_searched += 1
-            reader = LineReader(path, start=found[-1][0], stop=offset + 2 * line_bytes)
-            resumes = [r for b in reader.blocks(f'"{RESUMED_FROM}"'.encode()) for r in b if is_resume(r)]
+            resumes = CountedLines(path, start=found[-1][0], stop=offset + 2 * line_bytes).resumed_from
             if resumes:
-                found.append((found[-1][0], [min(resumes, key=_step)]))
+                found.append((found[-1][0], [{RESUMED_FROM: min(resumes)}]))
         found.append(place)
     return found
 
@@ -191,75 +190,3 @@ def _not_superseded(records: Sequence[dict[str, Any]], limit: float) -> list[dic
     """Records about steps that no later record falls behind."""
     limits = list(accumulate([limit, *(_step(record) for record in reversed(records))], min))[-2::-1]
     return [record for record, last in zip(records, limits, strict=True) if "step" in record and record["step"] <= last]
-
-
-class _Columns:
-    """Collects the wanted numbers, by name."""
-
-    def __init__(self, names: Iterable[str] | None) -> None:
-        self._wanted = None if names is None else frozenset(names)
-        self._groups = tuple(f"{name}/" for name in self._wanted or ())
-        # Keys of a line that lead to a wanted metric: "a" and "a/b" for "a/b".
-        self._keys = {"/".join(parts[: i + 1]) for parts in map(_parts, self._wanted or ()) for i in range(len(parts))}
-        self._seen_keys: set[str] = set()
-        self._names: dict[str, None] = {}
-        self._curves: dict[str, Curve] = {}
-        self._counts: dict[str, int] = {}
-
-    @property
-    def common_key(self) -> bytes:
-        """Bytes that every line with a wanted metric contains."""
-        tops = {_parts(name)[0] for name in self._wanted or ()}
-        top = tops.pop() if len(tops) == 1 else ""
-        return f'"{top}'.encode() if re.fullmatch(r"\w+", top, re.ASCII) else b""  # others may be escaped
-
-    def add(self, records: Sequence[dict[str, Any]], first: int, last: float) -> None:
-        columns: dict[str, tuple[list[int], list[float]]] = {}
-        for record in records:
-            step = record["step"]
-            if not self._seen_keys.issuperset(record):
-                self.note_names([record])
-            if not first <= step <= last:
-                continue
-            chosen = {key: v for key, v in record.items() if self._wanted is None or self._leads_to_wanted(key)}
-            chosen.pop("step", None)
-            for name, number in flat_items(chosen):
-                if self._is_wanted(name) and (name in columns or len(columns) < MAX_NAMES):
-                    steps, numbers = columns.setdefault(name, ([], []))
-                    steps.append(step)
-                    numbers.append(number)
-        for name, column in columns.items():
-            if name in self._curves or len(self._curves) < MAX_NAMES:
-                self._curves.setdefault(name, Curve()).add(*column)
-                self._counts[name] = self._counts.get(name, 0) + len(column[0])
-
-    def note_names(self, records: Iterable[dict[str, Any]]) -> None:
-        for record in records:
-            for name, _ in flat_items(record):
-                if len(self._names) < MAX_NAMES and name != "step":
-                    self._names[name] = None
-            self._seen_keys.update(record)
-
-    def names(self) -> list[str]:
-        return list(self._names)
-
-    def series(self, points: int) -> list[Series]:
-        found = []
-        for name, curve in self._curves.items():
-            steps, values = curve.points
-            is_thinned = len(steps) < self._counts[name] and len(steps) >= points
-            if len(steps) > points:
-                kept = extremes(steps, values, points)
-                steps, values, is_thinned = steps[kept], values[kept], True
-            found.append(Series(name, steps, values, is_thinned))
-        return found
-
-    def _leads_to_wanted(self, key: str) -> bool:
-        return key in self._keys or key.startswith(self._groups)
-
-    def _is_wanted(self, name: str) -> bool:
-        return self._wanted is None or name in self._wanted or name.startswith(self._groups)
-
-
-def _parts(name: str) -> list[str]:
-    return name.split("/")

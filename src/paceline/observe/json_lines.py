@@ -103,21 +103,19 @@ def first_line(path: Path) -> Any:
 
 def parse_lines(lines: Sequence[bytes]) -> list[Any]:
     """The values of these lines. Lines without JSON are left out."""
-    text = b",".join(lines)
     # One call for all lines is several times faster than one call per line. The first line may be cut off.
-    for num_cut in (0, 1):
-        try:
-            values = json.loads(b"[%s]" % (text if not num_cut else b",".join(lines[num_cut:])))
-        except (ValueError, RecursionError):
-            values = []
-        if len(values) == len(lines) - num_cut:
-            break
+    for kept in (lines, lines[1:]):
+        with suppress(ValueError, RecursionError):
+            values = json.loads(b"[%s]" % b",".join(kept))
+            if len(values) == len(kept):
+                break
     else:
         values = []
         for line in lines:
             with suppress(ValueError, RecursionError):
                 values.append(json.loads(line))
-    return [_restore(value) for value in values] if b'NaN"' in text or b'Infinity"' in text else values
+    has_spelled = any(b'NaN"' in line or b'Infinity"' in line for line in lines)
+    return [_restore(value) for value in values] if has_spelled else values
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:

@@ -178,21 +178,47 @@ class WandbLogger(_ServiceLogger):
     settings: for `wandb.init`, such as project, entity or mode="offline".
     """
 
+    _package = "wandb"
+    _resumed_by = "id"  # the service's name for what identifies a run
+
     def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        self._module = optional("wandb", package="wandb", extra="wandb", user="its logger")
+        self._module = optional(self._package, package=self._package, extra=self._package, user="its logger")
         self._settings = {"name": name, "config": dict(config or {}), **settings}
         self._run: Any = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if self._run is None:
-            resumed = {} if self._id is None else {"id": self._id, "resume": "allow"}
-            self._run = self._module.init(**self._settings, **resumed)
-            self._set_id(self._run.id)
+            resumed = {} if self._id is None else {self._resumed_by: self._id, "resume": "allow"}
+            self._run = self._module.init(**{**self._settings, **resumed})
+            self._set_id(getattr(self._run, self._resumed_by))
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        """Wait until everything is stored. Safe to call twice."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+
+class TrackioLogger(WandbLogger):
+    """Logs to Trackio, which has the interface of wandb; its dashboard `trackio show` is local.
+
+    settings: of trackio.init, such as project="stories" (default: "paceline") or space_id.
+    """
+
+    _package = "trackio"
+    _resumed_by = "name"
+
+    def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        super().__init__(name, config, **{"project": "paceline", **settings})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        with redirect_stdout(sys.stderr):  # it prints, and stdout may show progress
+            super().log(step, values)
+
+    def close(self) -> None:
+        with redirect_stdout(sys.stderr):
+            super().close()
 
 
 class MlflowLogger(_ServiceLogger):
@@ -235,34 +261,6 @@ class MlflowLogger(_ServiceLogger):
         else:
             self._client.update_run(self._id, status="RUNNING")
         self._is_open = True
-
-
-class TrackioLogger(_ServiceLogger):
-    """Logs to Trackio, whose dashboard `trackio show` is local. The run is created by the first `log`.
-
-    settings: of trackio.init, such as project="stories" (default: "paceline") or space_id.
-    """
-
-    def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        self._module = optional("trackio", package="trackio", extra="trackio", user="its logger")
-        self._settings = {"project": "paceline", "name": name, "config": dict(config or {}), **settings}
-        self._run: Any = None
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if self._run is None:
-            # Trackio finds a run by its name.
-            resumed = {} if self._id is None else {"name": self._id, "resume": "allow"}
-            with redirect_stdout(sys.stderr):  # it prints, and stdout may show progress
-                self._run = self._module.init(**{**self._settings, **resumed})
-            self._set_id(self._run.name)
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Wait until everything is stored."""
-        if self._run is not None:
-            with redirect_stdout(sys.stderr):
-                self._run.finish()
-            self._run = None
 
 
 _SERVICES: dict[str, type[_ServiceLogger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger, "trackio": TrackioLogger}

@@ -7,7 +7,7 @@
 
 `step` counts completed steps, `samples` the samples in them. `time` is seconds of training, without the time between a
 stop and a resume. `shares` (micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker, as
-have the other fractions in `lanes` (see `paceline.observe.progress.Rates`) and `speeds` (micro-batches per second while
+have the other fractions in `lanes` (see `paceline.observe.rates.Rates`) and `speeds` (micro-batches per second while
 computing). All are those since the line before; they come from numbers that the workers exchange with every step.
 `efficiency`: the run's speed over the sum of the workers'. Several lines may describe one step: the newest number of
 each name counts. `{"resumed_from": 30}` means that the run was resumed from step 30: earlier lines about later steps
@@ -17,7 +17,7 @@ are superseded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -34,6 +34,9 @@ SAMPLES = "samples"
 # A curve with more points is thinned while it is read.
 MAX_POINTS = 16_384
 _BUFFER_POINTS = 4 * MAX_POINTS
+# Further names are left out: no run logs so many.
+MAX_NAMES = 5000
+_WORKER_RATE = "samples_per_s@"
 
 Steps = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -51,7 +54,7 @@ class MetricsWriter:
         try:
             if path.stat().st_size:
                 self._lines.write({RESUMED_FROM: start_step})
-            before = read_curves(path, lambda name: name in ("time", SAMPLES))
+            before = read_curves(path, ("time", SAMPLES))
         except OSError:
             self._lines.close()
             raise
@@ -87,6 +90,7 @@ class Curve:
         self._added: list[tuple[Steps, Values]] = []
         self._num_finite = 0
         self._mean = 0.0
+        self.is_thinned = False
 
     def add(self, steps: Sequence[int], values: Sequence[float]) -> None:
         added = np.array(steps, np.int64), np.array(values, np.float64)
@@ -117,48 +121,57 @@ class Curve:
         """Of all finite values, including those that were thinned out; None without one."""
         return self._mean if self._num_finite else None
 
+    def thin(self, max_points: int) -> None:
+        self._merge_added()
+        if len(self._steps) > max_points:
+            kept = extremes(self._steps, self._values, max_points)
+            self._steps, self._values, self.is_thinned = self._steps[kept], self._values[kept], True
+
     def _merge_added(self) -> None:
+        if not self._added:
+            return
         steps = np.concatenate([self._steps, *(steps for steps, _ in self._added)])
         values = np.concatenate([self._values, *(values for _, values in self._added)])
         self._added = []
-        steps, newest = np.unique(steps[::-1], return_index=True)
-        values = values[::-1][newest]
-        if len(steps) > MAX_POINTS and not self._is_whole:
-            kept = extremes(steps, values, MAX_POINTS)
-            steps, values = steps[kept], values[kept]
-        self._steps, self._values = steps, values
+        self._steps, newest = np.unique(steps[::-1], return_index=True)
+        self._values = values[::-1][newest]
+        if not self._is_whole:
+            self.thin(MAX_POINTS)
 
 
 class Curves:
     """The metrics of a file.
 
+    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. is_whole: see `Curve`.
     num_lines: lines about steps that count. num_unreadable: skipped lines. last_step: 0 if there is none. shares,
     waiting: one number per worker, from the last line that has them. resumed_from: the steps of all resumes.
     """
 
-    def __init__(
-        self,
-        is_wanted: Callable[[str], bool] = lambda _: True,
-        is_whole: Callable[[str], bool] = lambda _: False,
-    ) -> None:
-        self._is_wanted = is_wanted
+    def __init__(self, wanted: Iterable[str] | None = None, *, is_whole: bool = False) -> None:
+        self._wanted = None if wanted is None else frozenset(wanted)
+        self._groups = tuple(f"{name}/" for name in self._wanted or ())
+        # Keys of a line that lead to a wanted metric: "a" and "a/b" for "a/b".
+        parts = [name.split("/") for name in self._wanted or ()]
+        self._keys = {"/".join(each[: i + 1]) for each in parts for i in range(len(each))}
         self._is_whole = is_whole
         self.last_step = self.num_lines = self.num_unreadable = 0
         self.shares: list[float] = []
         self.waiting: list[float] = []
         self.resumed_from: list[int] = []
-        self._curves: dict[str, Curve | None] = {}
+        self._names: dict[str, None] = {}
+        self._seen_keys: set[str] = set()
+        self.curves: dict[str, Curve] = {}
 
     def names(self) -> list[str]:
-        """All names with a number except `step`, by first appearance: "loss", "eval/loss", "shares/0"."""
-        return [name for name in self._curves if "@" not in name]
+        """The names with a number except `step`, by first appearance: "loss", "eval/loss", "shares/0"."""
+        return list(self._names)
 
     def series(self, name: str) -> tuple[Steps, Values]:
         """The steps with a number of this name, and the numbers. "samples_per_s@1": worker 1's throughput."""
-        return (self._curves.get(name) or Curve()).points
+        return self.curves.get(name, Curve()).points
 
     def mean(self, name: str) -> float | None:
-        return (self._curves.get(name) or Curve()).mean
+        return self.curves.get(name, Curve()).mean
 
     def last(self, name: str) -> float | None:
         """The number of the last step that has one."""
@@ -169,18 +182,35 @@ class Curves:
         """Add lines, each with a valid step."""
         columns: dict[str, tuple[list[int], list[float]]] = {}
         for record in records:
-            step = record.pop("step")
+            step, line = record["step"], record | self._add_workers(record)
             self.last_step = max(self.last_step, step)
-            for name, number in flat_items(record | self._add_workers(record)):
-                steps, numbers = columns.setdefault(name, ([], []))
-                steps.append(step)
-                numbers.append(number)
+            if not self._seen_keys.issuperset(record):
+                self.note_names([record])
+            for name, number in flat_items({key: value for key, value in line.items() if self._leads_to_wanted(key)}):
+                if name != "step" and self._is_wanted(name) and (name in columns or len(columns) < MAX_NAMES):
+                    steps, numbers = columns.setdefault(name, ([], []))
+                    steps.append(step)
+                    numbers.append(number)
         self.num_lines += len(records)
         for name, column in columns.items():
-            if name not in self._curves:
-                self._curves[name] = Curve(is_whole=self._is_whole(name)) if self._is_wanted(name) else None
-            if (curve := self._curves[name]) is not None:
-                curve.add(*column)
+            if name in self.curves or len(self.curves) < MAX_NAMES:
+                self.curves.setdefault(name, Curve(is_whole=self._is_whole)).add(*column)
+                if not name.startswith(_WORKER_RATE):
+                    self._names[name] = None
+
+    def note_names(self, records: Iterable[dict[str, Any]]) -> None:
+        """Note the names in these lines, also of metrics that are not wanted."""
+        for record in records:
+            for name, _ in flat_items(record):
+                if len(self._names) < MAX_NAMES and name != "step":
+                    self._names[name] = None
+            self._seen_keys.update(record)
+
+    def _leads_to_wanted(self, key: str) -> bool:
+        return self._wanted is None or key in self._keys or key.startswith(self._groups)
+
+    def _is_wanted(self, name: str) -> bool:
+        return self._wanted is None or name in self._wanted or name.startswith(self._groups)
 
     def _add_workers(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Note a line's shares and waiting; returns the throughput of each of several workers."""
@@ -195,43 +225,54 @@ class Curves:
         total = sum(shares)
         if len(shares) == 1 or not is_number(rate) or not total > 0:
             return {}
-        return {f"samples_per_s@{rank}": rate * share / total for rank, share in enumerate(shares)}
+        return {f"{_WORKER_RATE}{rank}": rate * share / total for rank, share in enumerate(shares)}
 
 
-def read_metrics(path: Path) -> Curves:
-    """All metrics of a file, also of one that is still written."""
-    return read_curves(path, is_whole=lambda _: True)
+class CountedLines:
+    """Lines of a file about steps that no later resume supersedes.
+
+    tail: read only the end of the file. start, stop: read only these bytes. limit: the last step that counts, by what
+    follows `stop`. resumed_from: the steps of all resumes.
+    """
+
+    def __init__(
+        self, path: Path, *, tail: bool = False, start: int = 0, stop: int | None = None, limit: float = math.inf
+    ) -> None:
+        self._reader, resumes = (LineReader(path, tail=tail, start=start, stop=stop) for _ in range(2))
+        found = resumes.blocks(containing=f'"{RESUMED_FROM}"'.encode())
+        self.resumed_from = [record[RESUMED_FROM] for block in found for record in block if is_resume(record)]
+        # The last step that counts, for the lines before each resume, and for those after the last one.
+        self._limits = list(accumulate([limit, *reversed(self.resumed_from)], min))[::-1]
+        self.num_unreadable = 0
+
+    def blocks(self, containing: bytes = b"") -> Iterator[list[dict[str, Any]]]:
+        """About a megabyte at a time. containing: lines without these bytes may be skipped."""
+        segment = 0
+        for block in self._reader.blocks(b"" if self.resumed_from else containing):
+            counted = []
+            for record in block:
+                if is_resume(record):
+                    segment = min(segment + 1, len(self._limits) - 1)
+                elif not is_step(record):
+                    self.num_unreadable += 1
+                elif record["step"] <= self._limits[segment]:
+                    counted.append(record)
+            yield counted
+        self.num_unreadable += self._reader.num_unreadable
 
 
 def read_curves(
-    path: Path,
-    is_wanted: Callable[[str], bool] = lambda _: True,
-    *,
-    is_whole: Callable[[str], bool] = lambda _: False,
-    tail: bool = False,
+    path: Path, wanted: Iterable[str] | None = None, *, is_whole: bool = False, tail: bool = False
 ) -> Curves:
     """A file's metrics, without superseded lines, in memory that does not depend on the file's length.
 
-    is_wanted: whether to keep the numbers of a name; for other names only the name is kept. is_whole: whether to keep
-    all points of a curve (16 bytes each). tail: read only the end of the file.
+    wanted: the metrics and groups of metrics to keep; None for all. is_whole: keep all points (16 bytes each). tail:
+    read only the end of the file.
     """
-    resumes = LineReader(path, tail=tail).blocks(containing=f'"{RESUMED_FROM}"'.encode())
-    resumed_from = [record[RESUMED_FROM] for block in resumes for record in block if is_resume(record)]
-    # The last step that counts, for the lines before each resume, and for those after the last one.
-    limits = list(accumulate([math.inf, *reversed(resumed_from)], min))[::-1]
-    curves, reader, segment = Curves(is_wanted, is_whole), LineReader(path, tail=tail), 0
-    curves.resumed_from = resumed_from
-    for block in reader.blocks():
-        counted = []
-        for record in block:
-            if is_resume(record):
-                segment += 1
-            elif not is_step(record):
-                curves.num_unreadable += 1
-            elif record["step"] <= limits[min(segment, len(limits) - 1)]:
-                counted.append(record)
-        curves.add(counted)
-    curves.num_unreadable += reader.num_unreadable
+    lines, curves = CountedLines(path, tail=tail), Curves(wanted, is_whole=is_whole)
+    for block in lines.blocks():
+        curves.add(block)
+    curves.resumed_from, curves.num_unreadable = lines.resumed_from, lines.num_unreadable
     return curves
 
 
@@ -247,7 +288,7 @@ def mean_samples_per_s(path: Path, curves: Curves) -> float | None:
         seconds, count = times.get(int(steps[-1]), 0.0) - first["time"], float(samples[-1]) - first[SAMPLES]
         if seconds > 0 and count > 0:
             return float(count / seconds)
-    return read_curves(path, lambda name: name == "samples_per_s").mean("samples_per_s")
+    return read_curves(path, ("samples_per_s",)).mean("samples_per_s")
 
 
 def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

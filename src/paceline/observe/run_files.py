@@ -5,7 +5,7 @@
         environment.json   versions, host, devices, commit, command line
         status.json        running (with the process), finished, stopped or failed
         metrics.jsonl      see paceline.observe.metrics
-        events.jsonl       see paceline.observe.best_effort
+        events.jsonl       see paceline.observe.events
         report.json        where the workers' time went
         checkpoints/  plots/  ranks/ (the workers' output and status)  timeline/ (what each worker did when)
 
@@ -64,9 +64,9 @@ class RunFiles:
     ranks = _path("ranks")
     timeline = _path("timeline")
 
-    def peak(self, rank: int) -> Path:
-        """The most memory that a worker used, written when it ends."""
-        return self.ranks / f"rank-{rank}.peak.json"
+    def worker(self, rank: int) -> Path:
+        """A worker's own status; see paceline.observe.worker_status."""
+        return self.ranks / f"rank-{rank}.json"
 
     @property
     def is_run(self) -> bool:

@@ -10,12 +10,12 @@ from time import time
 import numpy as np
 
 from paceline.observe import formats
+from paceline.observe.events import describe_changes, read_world_changes
 from paceline.observe.json_lines import is_count
 from paceline.observe.metrics import SAMPLES, Curves, mean_samples_per_s, read_curves
-from paceline.observe.run_files import RunFiles, State, Status, last_sign, read_json, read_status, state_of
-from paceline.observe.world_changes import describe_changes, read_world_changes
+from paceline.observe.run_files import RunFiles, State, last_sign, read_json, read_status, state_of
 
-_READ = ("loss", "time", "epoch", SAMPLES, "tokens_per_s")
+_READ = ("loss", "time", "epoch", SAMPLES, "tokens_per_s", "eval")
 # The maximum is not shown for metrics whose names contain one of these.
 LOWER_IS_BETTER = ("loss", "perplexity", "error")
 _KIND_LABELS = {"compute": "computing", "wait": "waiting", "sync": "exchange", "other": "rest"}
@@ -78,17 +78,12 @@ class Summary:
     notes: Sequence[str] = ()
 
 
-def started_at(files: RunFiles, status: Status | None) -> float | None:
-    """Unix time; without a status, when the run last wrote a file."""
-    return status.started if status else last_sign(files) or None
-
-
 def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
     """tail: read only the end of the metrics, for a list of many runs. Extremes are then those of the end."""
     status = read_status(files)
     metrics = Curves()
     if files.metrics.is_file():
-        metrics = read_curves(files.metrics, lambda name: name in _READ or name.startswith("eval/"), tail=tail)
+        metrics = read_curves(files.metrics, _READ, tail=tail)
     efficiency, workers = _read_report(files)
     state = state_of(files, status)
     training_s = metrics.last("time") or 0.0
@@ -98,7 +93,7 @@ def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
         folder=str(files.root),
         state=state,
         reason=status.reason if status else None,
-        started=started_at(files, status),
+        started=status.started if status else last_sign(files) or None,
         num_starts=status.num_starts if status else 1,
         training_s=training_s,
         step=metrics.last_step,
@@ -127,10 +122,10 @@ def _workers_of(metrics: Curves, training_s: float) -> list[WorkerTime]:
 
 
 def _with_peaks(files: RunFiles, workers: Sequence[WorkerTime]) -> list[WorkerTime]:
-    """A worker writes its peak when it ends."""
-    found = [(worker, read_json(files.peak(worker.rank))) for worker in workers]
-    peaks = [peak.get("peak_bytes") if isinstance(peak, dict) else None for _, peak in found]
-    return [replace(worker, peak_bytes=p if is_count(p) else None) for (worker, _), p in zip(found, peaks, strict=True)]
+    """With the most memory that each worker used, from its status."""
+    found = [(worker, read_json(files.worker(worker.rank))) for worker in workers]
+    peaks = [(worker, status.get("peak_bytes") if isinstance(status, dict) else None) for worker, status in found]
+    return [replace(worker, peak_bytes=peak if is_count(peak) else None) for worker, peak in peaks]
 
 
 @dataclass(frozen=True)
@@ -170,7 +165,9 @@ def text(summary: Summary, comparison: Comparison | None = None) -> str:
         per_worker = f"{comparison.efficiency:.0%} per worker"
         rows.append(("speed-up", f"{comparison.speed_up:.2f} times {comparison.baseline}, {per_worker}"))
     rows += [] if summary.changes is None else [("workers", summary.changes)]
-    rows += [(f"worker {worker.rank}", _worker_text(worker)) for worker in summary.workers]
+    for worker in summary.workers:
+        parts = [f"{label} {worker.part(kind):.0%}" for kind, label in _KIND_LABELS.items() if kind in worker.seconds]
+        rows.append((f"worker {worker.rank}", ", ".join([f"{worker.share:.0%} of work", *parts])))
     if peaks := [formats.size(worker.peak_bytes) for worker in summary.workers if worker.peak_bytes is not None]:
         rows.append(("memory", f"peak {', '.join(peaks)}"))
     if summary.num_checkpoints:
@@ -229,8 +226,3 @@ def _reached_text(name: str, reached: Reached) -> str:
     if not any(word in name.lower() for word in LOWER_IS_BETTER):
         extremes += f", highest {formats.loss(reached.highest)} at step {reached.highest_step}"
     return f"{formats.loss(reached.last)}, {extremes}"
-
-
-def _worker_text(worker: WorkerTime) -> str:
-    parts = [f"{label} {worker.part(kind):.0%}" for kind, label in _KIND_LABELS.items() if kind in worker.seconds]
-    return ", ".join([f"{worker.share:.0%} of work", *parts])

@@ -2,16 +2,19 @@
 
     {"rank": 3, "host": "b", "device": "cuda:1", "device_name": "NVIDIA H200", "pid": 4715, "process_started": 123456,
      "time": 1763296811.5, "step": 1210, "step_at": 1763296811.4, "cpu": 101.5, "memory": 3221225472,
-     "memory_limit": 137438953472, "gpu": 97.0, "gpu_memory": 62277025792, "gpu_memory_limit": 150323855360}
+     "memory_limit": 137438953472, "gpu": 97.0, "gpu_memory": 62277025792, "gpu_memory_limit": 150323855360,
+     "peak_bytes": 61203283968}
 
 `step_at` is when the step was first seen; times are Unix times. Memory is in bytes, `cpu` in percent of a core, `gpu`
-in percent; values that cannot be read are left out. A background thread replaces the file once a second, so a file that
+in percent; values that cannot be read are left out. `peak_bytes` is the most memory that the worker used: of its GPU,
+or else of its process. A background thread replaces the file once a second, so a file that
 is much older belongs to a worker that was suspended or killed.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,14 +27,10 @@ import torch
 from paceline.core.world import World
 from paceline.observe.best_effort import attempt
 from paceline.observe.environment import processor_name
-from paceline.observe.run_files import process_started, write_json
+from paceline.observe.run_files import RunFiles, process_started, write_json
 from paceline.observe.timeline.recorder import SystemSampler
 
 INTERVAL_S = 1.0
-
-
-def status_path(ranks: Path, rank: int) -> Path:
-    return ranks / f"rank-{rank}.json"
 
 
 class WorkerStatus:
@@ -40,8 +39,8 @@ class WorkerStatus:
     world, step: the current ones; called in the background thread.
     """
 
-    def __init__(self, ranks: Path, world: Callable[[], World], step: Callable[[], int]) -> None:
-        self._ranks, self._world, self._step = ranks, world, step
+    def __init__(self, files: RunFiles, world: Callable[[], World], step: Callable[[], int]) -> None:
+        self._files, self._world, self._step = files, world, step
         self._sampler = SystemSampler(world().device, whole_host=False)
         self._fixed = {
             **_hardware(world().device),
@@ -69,14 +68,14 @@ class WorkerStatus:
                     break
             self._write()
         except OSError as error:
-            with attempt(self._ranks):  # warns once; the status ends here
+            with attempt(self._files.ranks):  # warns once; the status ends here
                 raise error
 
     def _write(self) -> None:
         world = self._world()
         if world.is_joining:
             return  # it has no rank yet
-        path = status_path(self._ranks, world.rank)
+        path = self._files.worker(world.rank)
         if self._path is not None and self._path != path:  # others left, and the ranks moved up
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
@@ -85,8 +84,10 @@ class WorkerStatus:
         if self._newest is None or step != self._newest[0]:
             self._newest = step, now
         own = {"rank": world.rank, "host": world.host, "device": str(world.device), "time": now}
-        steps = {"step": step, "step_at": self._newest[1]}
-        write_json(path, {**own, **steps, **self._fixed, **self._sampler.sample()})
+        device, kilobytes = world.device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 1024 * kilobytes
+        newest = {"step": step, "step_at": self._newest[1], "peak_bytes": peak_bytes}
+        write_json(path, {**own, **newest, **self._fixed, **self._sampler.sample()})
 
 
 def _hardware(device: torch.device) -> dict[str, Any]:

@@ -67,9 +67,8 @@ class ControlServer:
 
     The functions are called in that thread. `status` returns the run's status as JSON values. `save` and `stop` request
     it and return immediately, as does `leave` for a rank; what they return is part of the reply, as is the text of an
-    exception. `abort` is called
-    after its reply was sent, and need not return. `OSError` if the socket cannot be created. The folder of `path`
-    belongs to the server, which replaces the socket of an earlier server in it.
+    exception. `abort` is called after its reply was sent, and need not return. `OSError` if the socket cannot be
+    created. The folder of `path` belongs to the server, which replaces the socket of an earlier server in it.
     """
 
     def __init__(

@@ -8,23 +8,22 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from time import monotonic, perf_counter
-from typing import Any, Protocol
+from time import perf_counter
+from typing import Any
 
 from paceline.checkpoint.folders import latest
+from paceline.checkpoint.policy import Decision
 from paceline.core.events import Event
-from paceline.core.world import World
-from paceline.observe.best_effort import BestEffort, EventLog, attempt, describe
-from paceline.observe.event_text import event_text
+from paceline.observe.best_effort import BestEffort, attempt, describe
+from paceline.observe.events import EventLog, event_text
 from paceline.observe.formats import short_path
 from paceline.observe.loggers import Loggers
 from paceline.observe.metrics import SAMPLES, MetricsWriter, read_curves
-from paceline.observe.progress import Progress, Rates
+from paceline.observe.progress import Progress
+from paceline.observe.rates import Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
-from paceline.plan.epoch import Position
 from paceline.run.control import ControlServer, end_at_once, socket_path
 from paceline.run.launching.output import show_output
-from paceline.run.report import Report
 from paceline.run.run import Run
 from paceline.run.step.record import StepRecord
 from paceline.run.unlogged_steps import UnloggedSteps, known
@@ -33,51 +32,23 @@ from paceline.run.unlogged_steps import UnloggedSteps, known
 MAX_WORKERS_LOGGED = 64
 
 
-class Monitored(Protocol):
-    """What a monitor needs of a trainer."""
-
-    @property
-    def run(self) -> Run: ...
-    @property
-    def position(self) -> Position: ...
-    @property
-    def world(self) -> World: ...
-    @property
-    def resumed_from(self) -> Path | None: ...
-    def listen(self, listener: Callable[[Any], object]) -> None: ...
-    def every(self, steps: int, hook: Callable[[StepRecord], object]) -> None: ...
-    def request_save(self) -> None: ...
-    def request_stop(self) -> None: ...
-    def request_leave(self, rank: int) -> None: ...
-    def report(self) -> Report: ...
-
-
-class Shown(Protocol):
-    """Where a run is shown and recorded."""
-
-    @property
-    def files(self) -> RunFiles: ...
-    @property
-    def live_file(self) -> Path | None: ...
-    @property
-    def quiet(self) -> bool: ...
-    @property
-    def is_resumed(self) -> bool: ...
-
-
 @dataclass(frozen=True)
 class MonitorSettings:
-    """What is recorded, and how often.
+    """What is shown and recorded, and how often.
 
-    has_tokens: weights are tokens. make_loggers: called with the number of completed steps. plot: draws the run's
-    metrics into a file; returns the reason if it cannot.
+    has_tokens: weights are tokens. make_loggers: called with the run's files and the number of completed steps. plot:
+    draws the run's metrics into a file; returns the reason if it cannot. is_resumed: the user asked for it, with or
+    without a checkpoint. live_file: see `Progress`.
     """
 
     total_steps: int | None
     log_every: int
     has_tokens: bool
-    make_loggers: Callable[[int], Sequence[Any]]
+    make_loggers: Callable[[RunFiles, int], Sequence[Any]]
     plot: Callable[[RunFiles, Path], str | None]
+    quiet: bool = False
+    is_resumed: bool = False
+    live_file: Path | None = None
 
     def is_logged(self, step: int) -> bool:
         """Whether the step has a line of metrics."""
@@ -87,45 +58,42 @@ class MonitorSettings:
 class Monitor:
     """Shows and records a run. outputs: closes what the monitor opens, however the run ends."""
 
-    def __init__(self, trainer: Monitored, request: Shown, outputs: ExitStack, settings: MonitorSettings) -> None:
-        files = request.files
-        self._trainer = trainer
-        self._files = files
+    def __init__(self, run: Run, settings: MonitorSettings, files: RunFiles, outputs: ExitStack) -> None:
+        self._run = run
         self._settings = settings
-        self._steps = UnloggedSteps(trainer.world.size, has_tokens=settings.has_tokens)
+        self._files = files
+        self._steps = UnloggedSteps(run.world.size, has_tokens=settings.has_tokens)
         self._logged_step = 0
         self._rates: Rates | None = None
         self._loss: tuple[float, int] | None = None
-        self._origin: tuple[float, int] | None = None
-        self._total = settings.total_steps
-        step, live_file = trainer.position.step, request.live_file
-        self._progress = Progress(self._total, start_step=step, quiet=request.quiet, live_file=live_file)
-        outputs.enter_context(self._progress)
+        step, total = run.loop.position.step, settings.total_steps
+        progress = Progress(total, start_step=step, quiet=settings.quiet, live_file=settings.live_file)
+        self._progress = outputs.enter_context(progress)
         self._metrics = BestEffort(files.metrics, lambda: MetricsWriter(files.metrics, step), MetricsWriter.close)
         outputs.callback(self._metrics.close)
         events = outputs.enter_context(closing(EventLog(files.events)))
-        self.loggers = outputs.enter_context(closing(Loggers(settings.make_loggers(step))))
-        trainer.listen(events.write)
+        self.loggers = outputs.enter_context(closing(Loggers(settings.make_loggers(files, step))))
+        run.events.listen(events.write)
         with attempt(files.status):
-            note_total_steps(files, self._total)
-        save, stop = partial(self._ask, trainer.request_save), partial(self._ask, trainer.request_stop)
-        abort = partial(end_at_once, trainer.world.rank)
+            note_total_steps(files, total)
+        save, stop = (
+            partial(self._ask, partial(run.checkpointer.request, each)) for each in (Decision.SAVE, Decision.STOP)
+        )
+        abort = partial(end_at_once, run.world.rank)
         try:
             control = ControlServer(socket_path(files.root), self._status, save, stop, abort, self._leave)
         except Exception as error:
             self.note(f"`paceline runs` cannot reach this run: {describe(error)}")
         else:
             outputs.enter_context(control)
-        if trainer.resumed_from is not None:
-            found = trainer.resumed_from
+        if (found := run.checkpointer.resumed_from) is not None:
             is_own = found.parent.resolve() == files.checkpoints.resolve()
             self.note(f"resumed after step {step}, from {found.name if is_own else short_path(found)}")
-        elif request.is_resumed:
+        elif settings.is_resumed:
             self.note(f"{files.root.name} has no checkpoint: it starts again from step 0")
 
     def after_step(self, record: StepRecord) -> None:
         self._steps.add(record)
-        self._origin = self._origin or (monotonic(), record.step)  # without the first step, which takes longer
         is_shown, is_logged = self._progress.is_due(record.step), self._settings.is_logged(record.step)
         # Reading numbers waits for a GPU, so only now.
         if (is_shown or is_logged) and (loss := known(record.loss)) is not None:
@@ -153,7 +121,7 @@ class Monitor:
     def finish(self, result: str | None) -> None:
         """Write the last step, the time report, a plot, and the result of the project's `after`."""
         self.log_newest()
-        report = asdict(self._trainer.report())
+        report = asdict(self._run.loop.report())
         with attempt(self._files.report):
             write_json(self._files.report, report)
         self._draw()
@@ -166,19 +134,19 @@ class Monitor:
             self._log(record)
 
     def take_over(self, steps: UnloggedSteps, evaluation: tuple[int, Mapping[str, float]] | None) -> None:
-        """Go on for a worker that was lost: write what it did not write of the newest step.
+        """Continue for a worker that was lost: write what it did not write of the newest step.
 
         steps: as far as this worker knows, those since the last line. evaluation: the last one, its step and values.
         """
-        curves = read_curves(self._files.metrics, lambda name: name == SAMPLES or name.startswith("eval/"))
+        curves = read_curves(self._files.metrics, (SAMPLES, "eval"))
         self._steps, self._logged_step = steps, max(curves.series(SAMPLES)[0], default=0)
         if steps.newest is not None and steps.newest.step <= self._logged_step:
             steps.clear()
         self.log_newest()
         if evaluation is not None:
             step, values = evaluation
-            is_written = any(step in curves.series(name)[0] for name in curves.names())
-            if step == self._trainer.position.step and not is_written:
+            is_written = any(step in curve.points[0] for curve in curves.curves.values())
+            if step == self._run.loop.position.step and not is_written:
                 self.after_evaluation(step, values)
 
     def _log(self, record: StepRecord) -> None:
@@ -205,43 +173,36 @@ class Monitor:
         line, begin = {**values, **(lanes or {})}, perf_counter()
         self._metrics.use(lambda metrics: metrics.log(step, line, num_samples))
         self.loggers.log(step, values)
-        self._trainer.run.timeline.took("logging", begin)
+        self._run.timeline.took("logging", begin)
 
     # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
 
     def _status(self) -> dict[str, Any]:
-        newest, rates, position = self._steps.newest, self._rates, self._trainer.position
+        newest, rates, position = self._steps.newest, self._rates, self._run.loop.position
         loss, loss_step = self._loss or (None, None)
         checkpoint = latest(self._files.checkpoints)
         return {
             "pid": os.getpid(),
             "step": position.step,
             "epoch": position.epoch,
-            "total_steps": self._total,
+            "total_steps": self._settings.total_steps,
             "loss": loss,
             "loss_step": loss_step,
             "samples_per_s": None if rates is None else rates.samples_per_s,
-            "eta_s": self._left_s(position.step),
-            "workers": self._trainer.world.size,
+            "eta_s": self._progress.left_s(position.step),
+            "workers": self._run.world.size,
             "shares": [] if newest is None else newest.shares,
             "waiting": [] if rates is None else rates.waiting,
             "checkpoint": None if checkpoint is None else str(checkpoint.absolute()),
         }
 
     def _ask(self, request: Callable[[], object]) -> dict[str, int]:
-        step = self._trainer.position.step  # before the request, which may be served immediately
+        step = self._run.loop.position.step  # before the request, which may be served immediately
         request()
         return {"step": step}
 
     def _leave(self, rank: int) -> dict[str, int]:
-        self._trainer.request_leave(rank)
-        return {"step": self._trainer.position.step}
-
-    def _left_s(self, step: int) -> float | None:
-        if self._total is None or self._origin is None or step <= self._origin[1]:
-            return None
-        since_s, first = self._origin
-        return (monotonic() - since_s) / (step - first) * (self._total - step)
+        return self._ask(lambda: self._run.request_leave(rank))
 
     def _draw(self) -> None:
         path, begin = self._files.plots / "training.png", perf_counter()
@@ -251,27 +212,27 @@ class Monitor:
         except Exception as error:
             self.note(f"cannot write the plot {path}: {describe(error)}")
         finally:
-            self._trainer.run.timeline.took("plotting", begin)
+            self._run.timeline.took("plotting", begin)
 
 
 class MainMonitor:
-    """The monitor of rank 0. If that worker is lost, the next rank 0 goes on with a monitor of its own.
+    """The monitor of rank 0. If that worker is lost, the next rank 0 continues with its own monitor.
 
     Every worker has one, which follows the steps where workers may be lost; `make` is called where and when a monitor
     is needed.
     """
 
-    def __init__(self, trainer: Monitored, settings: MonitorSettings, make: Callable[[], Monitor]) -> None:
-        self._trainer = trainer
+    def __init__(self, run: Run, settings: MonitorSettings, make: Callable[[], Monitor]) -> None:
+        self._run = run
         self._settings = settings
         self._make = make
-        self._steps = UnloggedSteps(trainer.world.size, has_tokens=settings.has_tokens)  # while another is rank 0
+        self._steps = UnloggedSteps(run.world.size, has_tokens=settings.has_tokens)  # while another is rank 0
         self._evaluation: tuple[int, Mapping[str, float]] | None = None
         self._loggers_state: dict[str, Any] = {}
-        self._monitor = make() if trainer.world.is_main else None
-        if self._monitor is not None or trainer.run.rejoining is not None:
-            trainer.every(1, self.after_step)
-        trainer.listen(self._hear)
+        self._monitor = make() if run.world.is_main else None
+        if self._monitor is not None or run.rejoining is not None:
+            run.loop.hooks.every(1, self.after_step)
+        run.events.listen(self._hear)
 
     def after_step(self, record: StepRecord) -> None:
         if self._monitor is not None:
@@ -311,9 +272,9 @@ class MainMonitor:
         # A line ends with every change: it has one number per worker, and workers that joined know no earlier steps.
         if self._monitor is not None:
             self._monitor.log_newest()
-        elif self._trainer.world.is_main:
+        elif self._run.world.is_main:
             show_output()
-            self._monitor = self._make()  # its log of events hears this event too, as it listens from now on
+            self._monitor = self._make()  # its event log also receives this event
             self._monitor.loggers.load_state_dict(self._loggers_state)
             self._monitor.take_over(self._steps, self._evaluation)
         else:

@@ -70,6 +70,19 @@ class Run:
             raise MisuseError("the run has no average of its weights: set a decay, such as ema=0.999")
         return self.average.in_model()
 
+    def total_steps(self, num_epochs: int | None, max_steps: int | None) -> int | None:
+        """Steps of a run with these limits; None if unknown."""
+        limits = [] if max_steps is None else [max_steps]
+        if num_epochs is not None and self.steps_per_epoch is not None:
+            limits.append(num_epochs * self.steps_per_epoch)
+        return min(limits, default=None)
+
+    def request_leave(self, rank: int) -> None:
+        """See `Trainer.request_leave`."""
+        if self.rejoining is None:
+            raise MisuseError("the workers of this run cannot leave: start it with min_workers, or --min-workers")
+        self.rejoining.ask_to_leave(rank)
+
     def check_open(self) -> None:
         if self.loop.is_closed:
             raise MisuseError(

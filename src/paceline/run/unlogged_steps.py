@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 
-from paceline.observe.progress import RateMeter, Rates
+from paceline.core.deferred import DeferredReader
+from paceline.observe.rates import RateMeter, Rates
 from paceline.run.step.record import StepRecord
 
 # Records are read after at most this many steps. By then, their numbers have arrived from a GPU.
@@ -17,25 +17,23 @@ class UnloggedSteps:
 
     def __init__(self, num_workers: int, *, has_tokens: bool) -> None:
         self._has_tokens = has_tokens
-        self._unread: deque[StepRecord] = deque()
+        self._unread = DeferredReader(self._read, MAX_UNREAD_STEPS // 2, batch=MAX_UNREAD_STEPS // 2)
         self._meter = RateMeter(num_workers)
         self._num_samples = 0
         self.newest: StepRecord | None = None
 
     def add(self, record: StepRecord) -> None:
-        self._unread.append(record)
+        self._unread.add(record)
         self.newest = record
-        if len(self._unread) >= MAX_UNREAD_STEPS:
-            self._read(MAX_UNREAD_STEPS // 2)
 
     def take_rates(self) -> Rates:
         """Since the last call."""
-        self._read(len(self._unread))
+        self._unread.flush()
         return self._meter.take()
 
     def take_num_samples(self) -> int:
         """Since the last call."""
-        self._read(len(self._unread))
+        self._unread.flush()
         num_samples, self._num_samples = self._num_samples, 0
         return num_samples
 
@@ -44,12 +42,10 @@ class UnloggedSteps:
         self.take_rates()
         self.take_num_samples()
 
-    def _read(self, count: int) -> None:
-        for _ in range(count):
-            record = self._unread.popleft()
-            self._num_samples += record.num_samples
-            num_tokens = known(record.weight) if self._has_tokens else None
-            self._meter.add(record.num_samples, record.shares, record.timings, num_tokens)
+    def _read(self, record: StepRecord) -> None:
+        self._num_samples += record.num_samples
+        num_tokens = known(record.weight) if self._has_tokens else None
+        self._meter.add(record.num_samples, record.shares, record.timings, num_tokens)
 
 
 def known(number: float) -> float | None:

@@ -151,7 +151,7 @@ def test_a_baseline_gives_speed_up_and_efficiency(runs: Path) -> None:
 def test_peak_memory_and_paths_are_in_the_summary(runs: Path) -> None:
     files = make_run(runs)
     for rank in (0, 1):
-        write_json(files.peak(rank), {"peak_bytes": 10**9 * (rank + 1)})
+        write_json(files.worker(rank), {"peak_bytes": 10**9 * (rank + 1)})
     out = invoke("logs", "summary").out
     assert "memory      peak 1.00 GB, 2.00 GB\n" in out
     assert f"metrics     {files.metrics}\n" in out

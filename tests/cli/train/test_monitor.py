@@ -159,7 +159,7 @@ def test_a_disk_that_fills_up_during_the_run(project: Path, tmp_path: Path, monk
 
     def finish_and_keep(self: monitor.Monitor, last_words: str | None) -> None:
         finish(self, last_words)
-        trained.append(digest(self._trainer.unwrapped_model.state_dict()))
+        trained.append(digest(self._run.model.state_dict()))
 
     monkeypatch.setattr(monitor.Monitor, "finish", finish_and_keep)
     monkeypatch.setattr(monitor.Monitor, "after_step", fill_and_go_on)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from train_project import run_here, write_project
 
-from paceline.observe.metrics import read_metrics
+from paceline.observe.metrics import read_curves
 from paceline.run.monitor import Monitor
 from paceline.run.step.record import StepRecord
 
@@ -55,6 +55,6 @@ def test_memory_does_not_grow_with_the_steps(log_every: int, tmp_path: Path, mon
     # Far less than a step's record, which takes about a kilobyte. Up to 64 steps wait to be added up.
     assert bytes_at[-1] - bytes_at[0] < (MEASURED_AT[-1] - MEASURED_AT[0]) * 100
     # What is added up early is not lost: the rates are over all steps since the last line.
-    metrics = read_metrics(files.metrics)
+    metrics = read_curves(files.metrics)
     assert metrics.last_step == MEASURED_AT[-1]
     assert (metrics.last("samples_per_s") or 0) > 0

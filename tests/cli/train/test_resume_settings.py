@@ -11,8 +11,7 @@ from train_project import run_here, write_project
 
 from paceline.cli.commands import CommandError
 from paceline.cli.config import load_project, show
-from paceline.cli.train import resume
-from paceline.cli.train.arguments import NEWEST
+from paceline.cli.train import NEWEST, resume
 from paceline.cli.train.resume import differences, find_run, own_project
 from paceline.cli.train.user_errors import in_command_words
 from paceline.observe.run_files import RunFiles, write_json

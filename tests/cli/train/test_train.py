@@ -19,7 +19,7 @@ from paceline.cli.main import main
 from paceline.cli.train.user_errors import UserFacingError
 from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.json_lines import LineReader
-from paceline.observe.metrics import read_metrics
+from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, prepare_run_folder
 from paceline.observe.timeline.timeline import Timeline
 
@@ -48,7 +48,7 @@ def test_a_run_from_its_beginning_to_its_resumption(
     assert (files.plots / "training.png").stat().st_size > 10_000
     assert "plotting" in {span.kind for span in Timeline.load(files.root).lanes[0].noted}
     assert sorted(path.name for path in files.ranks.iterdir()) == [
-        f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("err", "json", "out", "peak.json")
+        f"rank-{rank}.{kind}" for rank in (0, 1) for kind in ("err", "json", "out")
     ]
     assert [json.loads((files.ranks / f"rank-{rank}.json").read_text())["step"] for rank in (0, 1)] == [12, 12]
     rows = [row for row in LineReader(files.metrics).read() if "loss" in row]
@@ -149,7 +149,7 @@ def test_a_quiet_run_shows_nothing_but_is_written_down(tmp_path: Path, capfd: py
     config = write_project(tmp_path, "quiet_parts")
     files = run_here(config, tmp_path / "run", quiet=True)
     assert capfd.readouterr() == ("", "")
-    assert read_metrics(files.metrics).last_step == 20
+    assert read_curves(files.metrics).last_step == 20
 
 
 def test_loggers_keep_what_they_must_remember(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) ->
     run_here(config, tmp_path / "cut", "checkpoints.every_steps=6", "trainer.max_steps=12", "checkpoints.final=false")
     files = run_here(config, tmp_path / "cut", "checkpoints.every_steps=6", is_resumed=True)
     assert weights(files) == weights(whole)
-    of_both = [dict(zip(*read_metrics(f.metrics).series("loss"), strict=True)) for f in (whole, files)]
+    of_both = [dict(zip(*read_curves(f.metrics).series("loss"), strict=True)) for f in (whole, files)]
     assert of_both[0][20] == of_both[1][20]
     assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
 

@@ -12,7 +12,7 @@ from elastic_runs import Case, Death, Points, check, expected, launch, loop
 
 import paceline as pl
 from paceline.observe.json_lines import LineReader
-from paceline.observe.metrics import read_metrics
+from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, read_status, state_of
 
 LOG_EVERY = 2
@@ -50,7 +50,7 @@ def test_the_next_rank_0_records_the_run(tmp_path: Path) -> None:
     files = RunFiles(tmp_path / "disturbed")
     assert read_status(files) is not None
     assert state_of(files, read_status(files)) == "finished"
-    found, undisturbed = read_metrics(files.metrics), read_metrics(RunFiles(tmp_path / "alone").metrics)
+    found, undisturbed = read_curves(files.metrics), read_curves(RunFiles(tmp_path / "alone").metrics)
     steps = undisturbed.series("loss")[0].tolist()
     assert steps == [1, 2, 4, 6]
     for name in ("loss", "samples", "lr", "epoch"):

@@ -110,11 +110,13 @@ class _Translation:
         has_cadence = strategy is not None and strategy.entries.get("kind", strategy).content == "cadence"
         if micro_batch is not None and micro_batch.origin.alias and per_worker is None and not has_cadence:
             per_worker = self.sections["trainer"]["micro_batches_per_worker"] = Node(1, micro_batch.origin)
-        if per_worker is not None and global_batch is not None and _overrides(global_batch, per_worker):
+        if per_worker is None or global_batch is None:
+            return
+        if _overrides(global_batch, per_worker):
             del self.sections["trainer"]["micro_batches_per_worker"]
-        elif per_worker is not None and global_batch is not None and _overrides(per_worker, global_batch):
+        elif _overrides(per_worker, global_batch):
             del self.sections["trainer"]["global_batch"]
-        elif per_worker is not None and global_batch is not None:
+        else:
             message = f"and trainer.global_batch at {global_batch.origin} both set the global batch: remove one"
             self._problem(per_worker, message, "trainer.micro_batches_per_worker")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.cli.commands import shortened
+from paceline.cli.commands import flat_settings, shortened
 from paceline.observe.run_files import RunFiles
 
 MAX_SETTINGS = 3
@@ -14,15 +14,8 @@ _MAX_VALUE = 20
 _SHORT = {"learning_rate": "lr"}
 # Settings that do not change what a plot shows.
 _IGNORED = (
-    "output",
-    "loggers",
-    "max_restarts",
-    "min_workers",
-    "stall_s",
-    "checkpoints",
-    "after",
-    "trainer.timeline",
-    "trainer.log_every",
+    *("output.", "loggers.", "max_restarts.", "min_workers.", "stall_s.", "checkpoints.", "after."),
+    *("trainer.timeline.", "trainer.log_every."),
 )
 
 
@@ -30,7 +23,8 @@ def run_labels(runs: Sequence[RunFiles]) -> list[str]:
     """One label per run, all different."""
     configs = [_settings(files) for files in runs]
     if len(runs) > 1 and all(configs):
-        keys = [key for key in dict.fromkeys(key for config in configs for key in config) if _differs(key, configs)]
+        known = dict.fromkeys(key for config in configs for key in config)
+        keys = [key for key in known if any(config.get(key) != configs[0].get(key) for config in configs)]
         labels = [", ".join(f"{_short(key, keys)}={_value(config.get(key))}" for key in keys) for config in configs]
         is_short = 0 < len(keys) <= MAX_SETTINGS and max(map(len, labels)) <= MAX_LABEL
         if is_short and len(set(labels)) == len(labels):
@@ -54,21 +48,8 @@ def _settings(files: RunFiles) -> dict[str, Any]:
         found = yaml.safe_load(files.config.read_bytes())
     except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return dict(_flat(found)) if isinstance(found, Mapping) else {}
-
-
-def _flat(settings: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    return [
-        item
-        for key, value in settings.items()
-        if f"{prefix}{key}" not in _IGNORED
-        for item in (_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)])
-    ]
-
-
-def _differs(key: str, configs: Sequence[Mapping[str, Any]]) -> bool:
-    values = [config.get(key) for config in configs]
-    return any(value != values[0] for value in values)
+    flat = flat_settings(found) if isinstance(found, Mapping) else {}
+    return {key: value for key, value in flat.items() if not f"{key}.".startswith(_IGNORED)}
 
 
 def _short(key: str, keys: Sequence[str]) -> str:

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.commands import CommandError
 from paceline.cli.logs.labels import run_labels
+from paceline.observe.events import read_world_changes
 from paceline.observe.metrics import Curve, Curves, read_curves
 from paceline.observe.run_files import RunFiles
 from paceline.observe.summary import LOWER_IS_BETTER
-from paceline.observe.world_changes import read_world_changes
 
 Numbers = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -110,7 +110,7 @@ def make_panels(
     """
     metrics = [_own_name(metric) for metric in metrics]
     needed = [*(metrics or ["loss", "eval/loss"]), x_axis] if metrics or only_loss else None
-    loaded = [_read(files, needed, is_smoothed=smooth > 1) for files in runs]
+    loaded = [_read(files, needed, is_whole=smooth > 1) for files in runs]
     names = list(dict.fromkeys(name for curves in loaded for name in curves.names()))
     evaluations = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
     default = ["loss"] if only_loss else ["loss", *evaluations, "lr", "grad_norm", "samples_per_s"]
@@ -142,7 +142,7 @@ def _marks(
     changes = [change for change in read_world_changes(files) if 0 < change.step <= curves.last_step]
     at = x_of(curves, np.array([change.step for change in changes], np.int64))
     marks = [Mark("world", float(x), text=change.label) for x, change in zip(at, changes, strict=True)]
-    # If rank 0 was lost, the next one has noted where it went on.
+    # If rank 0 was lost, the next one recorded a resume at the same step.
     resumed = [step for step in curves.resumed_from if all(change.step != step for change in changes)]
     for kind, steps in (("resume", resumed), ("checkpoint", saved)):
         steps = [step for step in steps if 0 < step <= curves.last_step]
@@ -160,19 +160,9 @@ def _best(series: Series) -> Mark | None:
     return Mark("best", float(series.x[y.argmin()]), float(series.y[y.argmin()]), series.color)
 
 
-def _read(files: RunFiles, needed: Sequence[str] | None, *, is_smoothed: bool) -> Curves:
-    """needed: names of metrics, or of groups of metrics; None for all.
-
-    Long curves are thinned while they are read, unless they are to be smoothed.
-    """
-
-    def is_wanted(name: str) -> bool:
-        return needed is None or name in needed or any(name.startswith(f"{each}/") for each in needed)
-
-    def is_whole(name: str) -> bool:
-        return is_smoothed and name not in NEVER_SMOOTHED
-
-    curves = read_curves(files.metrics, is_wanted, is_whole=is_whole) if files.metrics.is_file() else Curves()
+def _read(files: RunFiles, needed: Sequence[str] | None, *, is_whole: bool) -> Curves:
+    """needed: names of metrics, or of groups of metrics; None for all. is_whole: do not thin long curves."""
+    curves = read_curves(files.metrics, needed, is_whole=is_whole) if files.metrics.is_file() else Curves()
     if not curves.num_lines:
         raise CommandError(f"{files.root.name} has no metrics yet: there is nothing to plot")
     return curves
@@ -211,12 +201,8 @@ def _checked(metric: str, names: Sequence[str]) -> str:
         return metric
     nearest = get_close_matches(metric, known, n=1)
     hint = f", did you mean {nearest[0]!r}?" if nearest else ":"
-    choices = ", ".join(map(_users_name, known))
+    choices = ", ".join("learning_rate" if name == "lr" else name for name in known)
     raise CommandError(f"no run has the metric {metric!r}{hint} choose from {choices}")
-
-
-def _users_name(name: str) -> str:
-    return "learning_rate" if name == "lr" else name
 
 
 def _lines(metric: str, names: Sequence[str], run: str | None, *, is_default: bool) -> list[tuple[str, str]]:
@@ -282,9 +268,9 @@ def _x_axis(runs: Sequence[Curves], axis: XAxis) -> tuple[str, Callable[[Curves,
 
 
 def epoch_starts(steps: Steps, epochs: Numbers) -> tuple[Steps, Numbers]:
-    """The step before the first of each epoch, and the epoch's index; at last, the expected end of the last epoch.
+    """The step before the first of each epoch, and the epoch's index; then the expected end of the last epoch.
 
-    The last epoch may be incomplete: it is taken to be as long as the longest before it.
+    That epoch may be incomplete: it is taken to be as long as the longest before it.
     """
     firsts = np.flatnonzero(np.diff(epochs, prepend=epochs[0] - 1))
     starts = [0 if epochs[0] == 0 else steps[0], *steps[firsts[1:] - 1]]

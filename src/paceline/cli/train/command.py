@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +17,7 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.reader import checkpoint_at
 from paceline.cli.commands import INTERRUPTED_EXIT_CODE, CommandError, print_message
 from paceline.cli.config import ConfigError, Project, load_project, show
-from paceline.cli.train import resume
-from paceline.cli.train.arguments import NEWEST
+from paceline.cli.train import NEWEST, resume
 from paceline.cli.train.display import shown_progress
 from paceline.cli.train.dry_run import dry_run, nearest_existing
 from paceline.cli.train.user_errors import ProjectError, UserFacingError, in_command_words, user_facing
@@ -163,7 +163,10 @@ def _request(options: argparse.Namespace) -> RunRequest:
 
 def _resumed(options: argparse.Namespace, overrides: list[str]) -> RunRequest:
     """The request to resume a run with its own settings. What differs now is reported."""
-    given = resume.try_load(options.config, overrides)
+    given = None
+    if options.config is not None:
+        with suppress(ConfigError):  # it is only compared, and may no longer be valid
+            given = load_project(options.config, overrides)
     output = Path(RUNS_FOLDER if given is None else given.settings.output)
     config_name = None if options.config is None else options.config.stem
     files, checkpoint = resume.find_run(options.resume, output, config_name)
@@ -204,7 +207,8 @@ def _train(request: RunRequest, num_workers: int) -> int:
             _launch(request, num_workers)
     except Stopped:
         if not request.quiet and not is_worker():
-            print(f"resume it with: {_resume_command(files)}", flush=True)
+            named = files.root.name if files.root.parent == Path(RUNS_FOLDER) else str(files.root)
+            print(f"resume it with: paceline train --resume {shlex.quote(named)}", flush=True)
         raise
     if not request.quiet:
         with attempt("the summary"):
@@ -233,11 +237,6 @@ def _launch(request: RunRequest, num_workers: int) -> None:
         else:
             request = replace(request, live_file=folder / LIVE_FILE)
             launch_workers(train, (request,), {}, options, display.update)
-
-
-def _resume_command(files: RunFiles) -> str:
-    named = files.root.name if files.root.parent == Path(RUNS_FOLDER) else str(files.root)
-    return f"paceline train --resume {shlex.quote(named)}"
 
 
 def _report(text: object, code: int) -> int:

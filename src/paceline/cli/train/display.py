@@ -58,7 +58,10 @@ class _AboveTheBar:
         lines, newline, self._rest = (self._rest + text).rpartition("\n")
         if newline:
             self._display.erase()
-            self._stream.write("".join(f"{_broken(line)}\n" for line in lines.split("\n")))
+            # Long messages of our own are broken between words. Other output is passed on unchanged.
+            width = terminal_width() - 1
+            shown = (formats.wrapped(x, width) if x.startswith("paceline: ") else x for x in lines.split("\n"))
+            self._stream.writelines(f"{line}\n" for line in shown)
             self._stream.flush()
             self._display.draw()
         return len(text)
@@ -70,11 +73,6 @@ class _AboveTheBar:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def _broken(line: str) -> str:
-    """A long message of our own, broken between words. Other output is passed on unchanged."""
-    return formats.wrapped(line, terminal_width() - 1) if line.startswith("paceline: ") else line
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from paceline.api.trainer import Trainer
 from paceline.cli import commands as cli
 from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.schema import ProjectSettings
-from paceline.cli.train.monitoring import total_steps
 from paceline.cli.train.user_errors import reporting_project_errors
 from paceline.cli.train.worker import loss_function, make_trainer, num_samples
 from paceline.core.world import devices
@@ -101,7 +100,8 @@ def _step(
     if global_batch is None:
         step = f"micro-batches of {micro_batch} samples; the strategy determines their number"
     else:
-        count, total = global_batch // (micro_batch or global_batch), total_steps(trainer, settings)
+        count = global_batch // (micro_batch or global_batch)
+        total = trainer.run.total_steps(settings.trainer.epochs, settings.trainer.max_steps)
         step = f"{global_batch} samples in {count} micro-batches of {micro_batch or global_batch}"
         if trainer.steps_per_epoch is not None:
             step += f"; {trainer.steps_per_epoch} steps per epoch"

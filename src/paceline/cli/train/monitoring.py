@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.api.trainer import Trainer
 from paceline.cli.commands import CommandError
 from paceline.cli.config.parts import Part
 from paceline.cli.config.schema import Logger, ProjectSettings
@@ -17,26 +16,30 @@ from paceline.observe.best_effort import describe, warn
 from paceline.observe.loggers import make_logger
 from paceline.observe.run_files import RunFiles
 from paceline.run.monitor import MainMonitor, Monitor, MonitorSettings
+from paceline.run.run import Run
 
 if TYPE_CHECKING:
     from paceline.cli.train.worker import RunRequest
 
 
-def make_monitor(trainer: Trainer, request: RunRequest, outputs: ExitStack) -> MainMonitor:
-    settings, files = request.project.settings, request.files
+def make_monitor(run: Run, request: RunRequest, outputs: ExitStack) -> MainMonitor:
+    settings = request.project.settings
 
-    def make_loggers(step: int) -> list[Any]:
+    def make_loggers(files: RunFiles, step: int) -> list[Any]:
         made = [_logger(each, settings, files, step) for each in settings.loggers]
         return [logger for logger in made if logger is not None]
 
     own = MonitorSettings(
-        total_steps=total_steps(trainer, settings),
+        total_steps=run.total_steps(settings.trainer.epochs, settings.trainer.max_steps),
         log_every=settings.trainer.log_every,
         has_tokens=settings.data.weight is not None,
         make_loggers=make_loggers,
         plot=_plot,
+        quiet=request.quiet,
+        is_resumed=request.is_resumed,
+        live_file=request.live_file,
     )
-    return MainMonitor(trainer, own, lambda: Monitor(trainer, request, outputs, own))
+    return MainMonitor(run, own, lambda: Monitor(run, own, request.files, outputs))
 
 
 def _plot(files: RunFiles, path: Path) -> str | None:
@@ -46,15 +49,6 @@ def _plot(files: RunFiles, path: Path) -> str | None:
     except CommandError as error:
         return str(error)
     return None
-
-
-def total_steps(trainer: Trainer, settings: ProjectSettings) -> int | None:
-    """Steps of the whole run; None if unknown."""
-    epochs, max_steps = settings.trainer.epochs, settings.trainer.max_steps
-    limits = [] if max_steps is None else [max_steps]
-    if epochs is not None and trainer.steps_per_epoch is not None:
-        limits.append(epochs * trainer.steps_per_epoch)
-    return min(limits, default=None)
 
 
 def _logger(setting: Any, settings: ProjectSettings, files: RunFiles, step: int) -> Any:

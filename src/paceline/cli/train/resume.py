@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folders import MANIFEST_NAME
-from paceline.cli.commands import CommandError, choose_run, find_runs
-from paceline.cli.config import ConfigError, Project, load_project
+from paceline.cli.commands import CommandError, choose_run, find_runs, flat_settings
+from paceline.cli.config import Project, load_project
 from paceline.cli.config.schema import Trainer
 from paceline.cli.config.show import one_line, plain
-from paceline.cli.train.arguments import NEWEST
+from paceline.cli.train import NEWEST
 from paceline.observe import run_files
 from paceline.observe.run_files import RunFiles
 
 # In environment.json.
 PROJECT_KEY = "project"
 MAX_LISTED = 5
-# Settings that a start may choose anew: they do not change the course of a run.
+# Settings that may differ from one start to the next: they do not change the course of a run.
 _FREE = (
     *("workers", "devices", "output", "max_restarts", "min_workers", "stall_s", "loggers"),
     *("checkpoints.resume", "checkpoints.allow", "checkpoints.skip"),
@@ -69,7 +69,7 @@ def differences(before: Project, now: Project, given: Project | None) -> Iterato
 
     given: the project file of the command line, whose other settings have no effect.
     """
-    own, new = _flat(plain(before.settings)), _flat(plain(now.settings))
+    own, new = flat_settings(plain(before.settings)), flat_settings(plain(now.settings))
     changed = [key for key in new if own.get(key) != new[key] and key not in _FREE]
     if changed:
         yield f"changed for this run: {_listed([f'{key} {_value(own, key)} -> {_value(new, key)}' for key in changed])}"
@@ -79,7 +79,7 @@ def differences(before: Project, now: Project, given: Project | None) -> Iterato
         yield f"the schedule ends after {ends}, not {ended}: the learning rate differs from here on; {keep} keeps it"
     if given is None:
         return
-    theirs = _flat(plain(given.settings))
+    theirs = flat_settings(plain(given.settings))
     unused = [key for key in theirs if theirs[key] != new.get(key) and key not in _FREE]
     if unused:
         texts = [f"{key}={_value(theirs, key)} (the run: {_value(new, key)})" for key in unused]
@@ -89,27 +89,12 @@ def differences(before: Project, now: Project, given: Project | None) -> Iterato
         )
 
 
-def try_load(config: Path | None, overrides: Sequence[str]) -> Project | None:
-    """The project file beside `--resume`, for comparison; None if there is none or it is no longer valid."""
-    try:
-        return None if config is None else load_project(config, overrides)
-    except ConfigError:
-        return None
-
-
 def _horizon(trainer: Trainer) -> str | None:
     """Where the schedule ends; None if it does not."""
     if trainer.schedule not in ("linear", "cosine"):
         return None
     steps = trainer.schedule_steps or trainer.max_steps
     return f"{trainer.epochs} epochs" if steps is None else f"{steps} steps"
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _value(settings: Mapping[str, Any], key: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Callable, Sized
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -22,9 +21,9 @@ from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitoring import make_monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
-from paceline.observe.best_effort import attempt
-from paceline.observe.run_files import RunFiles, write_json
+from paceline.observe.run_files import RunFiles
 from paceline.observe.worker_status import WorkerStatus
+from paceline.run.evaluation.evaluate import preserved_modes
 from paceline.run.monitor import MainMonitor
 from paceline.run.step.record import StepRecord
 
@@ -79,25 +78,14 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, MainMonito
     if request.quiet:
         arguments["runtime"] = replace(arguments["runtime"], quiet=True)
     trainer = stack.enter_context(make_trainer(settings, data, arguments))
-    stack.enter_context(WorkerStatus(files.ranks, lambda: trainer.world, lambda: trainer.position.step))
-    stack.callback(_write_peak, trainer, files)
-    monitor = make_monitor(trainer, request, stack)
+    stack.enter_context(WorkerStatus(files, lambda: trainer.world, lambda: trainer.position.step))
+    monitor = make_monitor(trainer.run, request, stack)
     if settings.loggers and settings.checkpoints.save:
         trainer.register("loggers", monitor, "global")
     _stop_on_divergence(trainer, settings)
     if settings.data.evaluation is None:
         return trainer, monitor, lambda: None
     return trainer, monitor, _evaluate_periodically(trainer, settings, evaluation_data, monitor)
-
-
-def _write_peak(trainer: Trainer, files: RunFiles) -> None:
-    """The most memory that this worker used: of its GPU, or else of its process."""
-    device = trainer.world.device
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 1024 * kilobytes
-    path = files.peak(trainer.world.rank)
-    with attempt(path):
-        write_json(path, {"peak_bytes": peak_bytes, "device": str(device)})
 
 
 def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]) -> Trainer:
@@ -225,10 +213,6 @@ def _result_of_after(trainer: Trainer, settings: ProjectSettings) -> str | None:
     if settings.after is None:
         return None
     model = trainer.unwrapped_model
-    was_training = model.training
-    try:
-        with torch.no_grad():
-            result = settings.after.as_function()(model.eval())
-    finally:
-        model.train(was_training)
+    with preserved_modes(model), torch.no_grad():
+        result = settings.after.as_function()(model.eval())
     return None if result is None else str(result)

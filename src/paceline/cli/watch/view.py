@@ -16,10 +16,10 @@ from paceline.cli.watch.runs import RunEntry, number
 from paceline.cli.watch.safe_files import document, entries, file_stat, read_bytes
 from paceline.cli.watch.verdicts import verdicts_of
 from paceline.observe import formats
-from paceline.observe.event_text import event_text
+from paceline.observe.events import event_text
 from paceline.observe.json_lines import LineReader, is_count, is_number, parse_lines
 from paceline.observe.metrics import flat_items
-from paceline.observe.progress import LANES
+from paceline.observe.rates import LANES
 from paceline.observe.run_files import process_started
 
 HEAD_BYTES = 64 << 10

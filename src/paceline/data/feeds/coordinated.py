@@ -10,6 +10,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,53 +53,47 @@ class _PlannedStep(NamedTuple):
         return self.epoch.after(self.position, self.plan[-1].stop)
 
 
+@dataclass(eq=False)
 class CoordinatedFeed:
     """Keeps up to `STEPS_AHEAD` steps planned and in flight. `connect` is called if there are other workers."""
 
-    def __init__(
-        self,
-        data: object,
-        read: Callable[[Any], Read],
-        epochs: Epochs,
-        settings: DataSettings,
-        plan_step: PlanStep,
-        communicator: Communicator,
-        connect: Connect,
-    ) -> None:
-        if settings.at_once > 1:
+    data: InitVar[object]
+    read: Callable[[Any], Read]
+    epochs: Epochs
+    settings: DataSettings
+    plan_step: PlanStep
+    communicator: Communicator
+    connect: Connect
+
+    def __post_init__(self, data: object) -> None:
+        if self.settings.at_once > 1:
             raise ValueError(
                 "physical_batch needs data with numbered samples and feed='sharded': leave it out, or choose a larger "
                 "micro_batch"
             )
-        if settings.prefetch is not None:
+        if self.settings.prefetch is not None:
             raise ValueError(
-                f"prefetch={settings.prefetch} has no effect on streams and dispatched data, which are read "
+                f"prefetch={self.settings.prefetch} has no effect on streams and dispatched data, which are read "
                 f"{STEPS_AHEAD} steps ahead: set readers instead"
             )
-        self._read = read
-        self._epochs = epochs
-        self._settings = settings
-        self._plan_step = plan_step
-        self._communicator = communicator
-        self._connect = connect
-        self._timeout_s = communicator.timeout_s
-        self._deliver = Delivery(data, communicator.world.device, settings.weight_fn)
-        self._in_background = settings.readers > 0 or reads_in_thread(data)
+        self._timeout_s = self.communicator.timeout_s
+        self._deliver = Delivery(data, self.communicator.world.device, self.settings.weight_fn)
+        self._in_background = self.settings.readers > 0 or reads_in_thread(data)
         self._num_ahead = STEPS_AHEAD if self._in_background else 0
         self._open()
 
     def _open(self) -> None:
-        self._world = world = self._communicator.world
+        self._world = world = self.communicator.world
         limit_s = NO_TIMEOUT_S if self._in_background else self._timeout_s
         self._processes: ReaderProcesses | None = None
         self._link: _WatchedLink | None = None
         self._submit: Callable[[_PlannedStep], Callable[[], _StepData]] = partial(partial, self._load)
         with ExitStack() as cleanup:
-            if self._settings.readers:
-                self._processes = ReaderProcesses(self._read, self._settings.readers, limit_s)
+            if self.settings.readers:
+                self._processes = ReaderProcesses(self.read, self.settings.readers, limit_s)
                 cleanup.callback(self._processes.close)
             if world.size > 1:
-                self._link = _WatchedLink(self._connect(world, limit_s, self._timeout_s))
+                self._link = _WatchedLink(self.connect(world, limit_s, self._timeout_s))
                 cleanup.callback(self._link.close)
             if self._in_background:
                 thread = ReaderThread(self._load, self._timeout_s, abort=self._abort, explain=self._explain_timeout)
@@ -137,7 +132,7 @@ class CoordinatedFeed:
     def reconnect(self) -> None:
         # What was read ahead was planned for other workers, and a stream's readers are ahead of the position.
         self.close()
-        self._epochs.reconnect()
+        self.epochs.reconnect()
         self._open()
 
     def close(self) -> None:
@@ -147,10 +142,10 @@ class CoordinatedFeed:
     def _next_step(self, position: Position) -> tuple[_PlannedStep, _StepData]:
         if self._in_flight and self._in_flight[0][0].position[:2] != position[:2]:
             self._drop_planned()  # the run went elsewhere
-        self._epochs.begin(position.epoch)
+        self.epochs.begin(position.epoch)
         upcoming = self._in_flight[-1][0].after if self._in_flight else position
-        while len(self._in_flight) <= self._num_ahead and (epoch := self._epochs.known(upcoming.epoch)) is not None:
-            planned = _PlannedStep(upcoming, epoch, self._plan_step(epoch.num_left(upcoming)))
+        while len(self._in_flight) <= self._num_ahead and (epoch := self.epochs.known(upcoming.epoch)) is not None:
+            planned = _PlannedStep(upcoming, epoch, self.plan_step(epoch.num_left(upcoming)))
             self._in_flight.append((planned, self._submit(planned)))
             upcoming = planned.after
         planned, answer = self._in_flight.popleft()
@@ -168,7 +163,7 @@ class CoordinatedFeed:
     def _load(self, planned: _PlannedStep) -> _StepData:
         """Read a step's micro-batches and exchange what other workers need of them."""
         plan, link = planned.plan, self._link
-        if link is None or self._settings.feed == "sharded":
+        if link is None or self.settings.feed == "sharded":
             counts, own = self._read_all(planned, plan[self._world.rank])
             return counts if link is None else _all_counts(counts, plan, link), own
         if link.world.rank != 0:
@@ -181,14 +176,14 @@ class CoordinatedFeed:
 
     def _read_all(self, planned: _PlannedStep, numbers: range) -> tuple[list[int], list[Read]]:
         """These micro-batches, after the number of samples of each."""
-        read, first = self._read, planned.position.micro_batch
+        read, first = self.read, planned.position.micro_batch
         requests = [planned.epoch.request(first + k) for k in numbers]
         if self._processes is None:
             reads = [read(request) for request in requests]
         else:
             answers = []
             for request in requests:
-                reader = read.process_of(request, self._settings.readers) if isinstance(read, StreamReader) else None
+                reader = read.process_of(request, self.settings.readers) if isinstance(read, StreamReader) else None
                 answers.append(self._processes.submit(request, reader))
             reads = [answer() for answer in answers]
         return [each.num_samples if each.exists else _MISSING for each in reads], reads

@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import islice
 from multiprocessing import Pipe
@@ -53,6 +54,7 @@ class ReaderTimeout(PacelineError):
         )
 
 
+@dataclass(eq=False)
 class ReaderThread:
     """Reads in a thread. Only for sources without user code: the thread shares this process's random generators.
 
@@ -62,18 +64,14 @@ class ReaderThread:
         explain: returns the error for a timeout if it knows what the thread waits for.
     """
 
-    def __init__(
-        self,
-        read: Callable[[Any], Any],
-        timeout_s: float = math.inf,
-        *,
-        abort: Callable[[], None] = lambda: None,
-        explain: Callable[[], PacelineError | None] = lambda: None,
-    ) -> None:
-        self._read = read
-        self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
-        self._abort = abort
-        self._explain = explain
+    read: Callable[[Any], Any]
+    timeout_s: float = math.inf
+    _: KW_ONLY
+    abort: Callable[[], None] = lambda: None
+    explain: Callable[[], PacelineError | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.timeout_s = min(self.timeout_s, threading.TIMEOUT_MAX)
         self._requests: SimpleQueue[tuple[Future[Any], Hashable] | None] = SimpleQueue()
         # A daemon thread, so that a stuck one does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="paceline-reader", daemon=True)
@@ -92,30 +90,30 @@ class ReaderThread:
             return
         self._requests.put(None)
         # Submitted requests are completed: other workers may be waiting for this worker's part of them.
-        self._thread.join(0.0 if self._is_stuck else self._timeout_s)
+        self._thread.join(0.0 if self._is_stuck else self.timeout_s)
         if self._thread.is_alive():
-            self._abort()
+            self.abort()
             self._thread.join(_ABORT_TIMEOUT_S)
 
     def _work(self) -> None:
         while (item := self._requests.get()) is not None:
             future, request = item
             try:
-                future.set_result(self._read(request))
+                future.set_result(self.read(request))
             except BaseException as error:
                 future.set_exception(error)
             del future, item  # a dropped answer must not stay alive until the next request
 
     def _answer(self, future: Future[Any]) -> Any:
         try:
-            return future.result(self._timeout_s)
+            return future.result(self.timeout_s)
         except TimeoutError:
             if future.done():  # raised by `read`
                 raise
         self._is_stuck = True
         frame = sys._current_frames().get(self._thread.ident or 0)
-        raise self._explain() or ReaderTimeout(
-            f"waited timeout_s={self._timeout_s:g} s for data that is read in the background. The reading thread is "
+        raise self.explain() or ReaderTimeout(
+            f"waited timeout_s={self.timeout_s:g} s for data that is read in the background. The reading thread is "
             f"at:\n{''.join(traceback.format_stack(frame)).rstrip() if frame else '(it has ended)'}"
         )
 

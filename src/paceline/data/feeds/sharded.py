@@ -29,6 +29,7 @@ class Request:
     indices: Indices = field(compare=False)  # follow from the other fields
 
 
+@dataclass(eq=False)
 class Epoch:
     """The samples of one epoch in order, cut into micro-batches.
 
@@ -38,28 +39,25 @@ class Epoch:
         starts: for the batches of a batch sampler, the position of each one's first sample, and the end.
     """
 
-    def __init__(
-        self, number: int, indices: Callable[[int, int], Indices], steps: Steps, starts: Sequence[int] | None = None
-    ) -> None:
-        self.number = number
-        self._indices = indices
-        self._steps = steps
-        self._starts = starts
+    number: int
+    indices: Callable[[int, int], Indices]
+    steps: Steps
+    starts: Sequence[int] | None = None
 
     def positions(self, first: int, count: int) -> tuple[int, int]:
         """Where `count` micro-batches from number `first` on start and stop in the epoch's order."""
-        if self._starts is not None:
-            return self._starts[first], self._starts[first + count]
-        size = self._steps.micro_batch
-        return first * size, min((first + count) * size, self._steps.num_samples)
+        if self.starts is not None:
+            return self.starts[first], self.starts[first + count]
+        size = self.steps.micro_batch
+        return first * size, min((first + count) * size, self.steps.num_samples)
 
     def request(self, first: int, count: int = 1) -> Any:
         start, stop = self.positions(first, count)
-        return Request(self.number, start, stop - start, self._indices(start, stop))
+        return Request(self.number, start, stop - start, self.indices(start, stop))
 
     def num_left(self, position: Position) -> int:
         """Micro-batches from this position to the end of the epoch, at least one."""
-        total = self._steps.num_micro_batches
+        total = self.steps.num_micro_batches
         if position.micro_batch >= total:
             raise ValueError(
                 f"the run is at micro-batch {position.micro_batch} of epoch {position.epoch}, which has only {total}: "
@@ -69,7 +67,7 @@ class Epoch:
 
     def after(self, position: Position, num_micro_batches: int) -> Position:
         """The position after a step of so many micro-batches."""
-        return position.after_step(num_micro_batches, self._steps)
+        return position.after_step(num_micro_batches, self.steps)
 
 
 class Epochs:

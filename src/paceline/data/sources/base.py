@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any, Protocol, Self, runtime_checkable
@@ -95,9 +96,9 @@ class Seeded:
     def with_seed(self, seed: int) -> Self:
         if self._own_seed is not None:
             return self
-        twin = copy(self)
-        twin._seed = seed
-        return twin
+        seeded = copy(self)
+        seeded._seed = seed
+        return seeded
 
 
 class WrappedData:
@@ -194,12 +195,12 @@ class Samples(WrappedData, CollatingSource):
     def __init__(self, samples: Any, collate_fn: Collate | None, seed: int) -> None:
         super().__init__(collate_fn, seed)
         self._data = samples
-        self._runs_UserCode = collate_fn is not None or not _is_plain(samples)
+        self._runs_user_code = collate_fn is not None or not _is_plain(samples)
         self._fetch_together = getattr(samples, "__getitems__", None)
 
     def _fetch_and_join(self, indices: Indices, epoch: int, position: int) -> tuple[Any, list[Any]]:
         wanted = indices.tolist()
-        if not self._runs_UserCode:
+        if not self._runs_user_code:
             return self._join([self._data[i] for i in wanted], wanted)
         block_seed = derive_seed(self._seed, Purpose.SAMPLE_BLOCK, epoch, position)
         with host_randomness() as randomness:
@@ -222,19 +223,19 @@ class Samples(WrappedData, CollatingSource):
             return self._join(fetched, wanted)
 
 
+@dataclass(eq=False)
 class Cycle(WrappedData):
     """Batches, or single samples, in a fixed order, repeated up to `length`; they are not collated.
 
     Random numbers are seeded as in `Samples`; every pass over the items counts as an epoch.
     """
 
-    def __init__(self, items: Sequence[Any], length: int, seed: int) -> None:
-        self._data = items
-        self._length = length
-        self._seed = seed
+    _data: Sequence[Any]
+    length: int
+    seed: int
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         (index,) = indices.tolist()
@@ -242,7 +243,7 @@ class Cycle(WrappedData):
         if _is_plain(self._data):
             return self._data[item]
         with host_randomness() as randomness:
-            randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, pass_number, item))
+            randomness.seed(derive_seed(self.seed, Purpose.SAMPLE, pass_number, item))
             with UserCode("reading sample {} of the data set", item):
                 return self._data[item]
 

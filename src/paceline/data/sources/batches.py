@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.generators import host_randomness
@@ -48,15 +49,15 @@ class PerWorker:
         self.iterables: Sequence[Any] = tuple(_restartable(iterable, "PerWorker") for iterable in iterables)
 
 
+@dataclass(eq=False)
 class WholeBatches(WrappedData):
     """A data set whose items are already batches: each index is one micro-batch."""
 
     counts_samples = True
 
-    def __init__(self, items: Any, convert: Callable[[Any], Any], seed: int) -> None:
-        self._data = items
-        self._convert = convert
-        self._seed = seed
+    _data: Any
+    convert: Callable[[Any], Any]
+    seed: int
 
     def read(self, indices: Indices, epoch: int, position: int) -> Any:
         return self.read_counted(indices, epoch, position, is_weighed=True).batch
@@ -64,8 +65,8 @@ class WholeBatches(WrappedData):
     def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
         (index,) = indices.tolist()
         with host_randomness() as randomness, UserCode("reading batch {} of the data set", index):
-            randomness.seed(derive_seed(self._seed, Purpose.SAMPLE, epoch, index))
-            batch = as_pair(self._convert(self._data[index]))
+            randomness.seed(derive_seed(self.seed, Purpose.SAMPLE, epoch, index))
+            batch = as_pair(self.convert(self._data[index]))
             return Read(batch, num_samples_of(batch, is_weighed=is_weighed))
 
 

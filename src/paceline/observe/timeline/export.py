@@ -24,28 +24,21 @@ _STEPS_PER_INTERVAL = 64
 _WRITING_TID = 100_000
 
 
-def to_json(timeline: Timeline) -> str:
+def to_json(timeline: Timeline, lanes: Sequence[Lane] | None = None) -> str:
     """Everything, as one JSON object. Times are seconds since `began`.
 
-    `spans` are [kind, start, end, step, first step]; the steps differ where old spans were condensed to sums.
+    `spans` are [kind, start, end, step, first step]; the steps differ where old spans were condensed to sums. lanes:
+    instead of the timeline's own.
     """
-    return _to_json(timeline, timeline.lanes)
-
-
-def _to_json(timeline: Timeline, lanes: Sequence[Lane]) -> str:
+    fields = ("rank", "host", "device", "num_steps", "total_s", "seconds", "writing_s", "use", "extents", "spans")
     workers = [
-        {
-            **{name: getattr(lane, name) for name in ("rank", "host", "device", "num_steps", "total_s", "seconds")},
-            **{name: getattr(lane, name) for name in ("writing_s", "use", "extents", "spans", "writing", "noted")},
-            "samples": [{"time": sample.time, "seconds": sample.seconds, **sample.values} for sample in lane.samples],
-        }
-        for lane in lanes
+        {name: getattr(lane, name) for name in (*fields, "writing", "noted")}
+        | {"samples": [{"time": time, "seconds": seconds, **values} for time, seconds, values in lane.samples]}
+        for lane in (timeline.lanes if lanes is None else lanes)
     ]
     return json_lines.to_json(
         {
-            "name": timeline.name,
-            "began": timeline.began,
-            "duration_s": timeline.duration_s,
+            **{name: getattr(timeline, name) for name in ("name", "began", "duration_s")},
             "workers": workers,
             "events": [asdict(event) for event in timeline.events],
             "idle_gaps": [asdict(gap) for gap in timeline.idle_gaps()],
@@ -133,5 +126,5 @@ def to_html(timeline: Timeline, *, max_spans: int = MAX_SPANS) -> str:
         lanes.append(replace(lane, spans=spans))
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     # Names must not end the page's script element.
-    text = _to_json(timeline, lanes).replace("</", "<\\/").replace("<!--", "<\\u0021--")
+    text = to_json(timeline, lanes).replace("</", "<\\/").replace("<!--", "<\\u0021--")
     return template.replace("/*DATA*/null", text, 1)

@@ -11,8 +11,8 @@ where
     a sample is     [time, seconds it covers, {name: value}]
 
 Condensing keeps a file small. The newer half is left alone. Older steps are summed over 16, 32, 64 or more steps: a
-span per kind, laid end to end. Older samples become means over longer times. This goes on until they fit into a quarter
-of the file.
+span per kind, laid end to end. Older samples become means over longer times. This is repeated until they fit into a
+quarter of the file.
 """
 
 from __future__ import annotations

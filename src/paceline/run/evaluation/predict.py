@@ -45,7 +45,11 @@ def predict(model: Any, data: EvaluationData, fn: Callable[[Any, Any], Any]) -> 
         )
     own = _joined([columns for _, columns in outputs]) if data.mine else None
     columns = _joined([part for part in gather(own, data.communicator) if part is not None])
-    return _filled(structure, columns)
+
+    def filled(value: Any) -> Any:
+        return columns[value.number] if isinstance(value, _ColumnNumber) else _rebuild(value, filled)
+
+    return filled(structure)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,15 +78,6 @@ def _split(output: Any, num_samples: int) -> tuple[Any, list[Column]]:
         return rebuilt
 
     return visit(output), columns
-
-
-def _filled(structure: Any, columns: list[Column]) -> Any:
-    """The inverse of `_split`."""
-
-    def visit(value: Any) -> Any:
-        return columns[value.number] if isinstance(value, _ColumnNumber) else _rebuild(value, visit)
-
-    return visit(structure)
 
 
 def _column(value: Column, num_samples: int) -> Column:

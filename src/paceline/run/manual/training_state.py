@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from paceline.comm.messages import gather
 from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import MisuseError
 from paceline.core.settings import check_value
-from paceline.core.world import World, choose_device
+from paceline.core.world import World, choose_device, unconnected_gpus
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import LoadingOptions
 from paceline.plan.shares import ranges
@@ -250,10 +249,7 @@ def _choose_devices(devices: Sequence[torch.device | str] | None) -> tuple[World
 
 
 def report_missing_peer_access(devices: Sequence[torch.device]) -> None:
-    gpus = sorted({device for device in devices if device.type == "cuda"}, key=str)
-    can_reach = torch.cuda.can_device_access_peer
-    apart = [f"{a} and {b}" for a, b in combinations(gpus, 2) if not (can_reach(a, b) and can_reach(b, a))]
-    if apart:
+    if apart := unconnected_gpus(sorted((device for device in devices if device.type == "cuda"), key=str)):
         print(
             f"paceline: no direct access between {', '.join(apart)}: gradients go through the host in every step. "
             "`paceline devices` measures how fast",

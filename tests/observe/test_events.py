@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from paceline.observe.events import WorldChange, describe_changes, read_world_changes
 from paceline.observe.run_files import prepare_run_folder
-from paceline.observe.world_changes import WorldChange, describe_changes, read_world_changes
 
 
 def test_changes_are_read_from_the_events_and_described(tmp_path: Path) -> None:
