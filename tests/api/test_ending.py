@@ -84,7 +84,7 @@ def test_the_end_of_an_epoch_may_be_the_end_of_the_run() -> None:
 
 def test_what_has_no_end_or_would_end_apart_is_refused() -> None:
     with setup() as trainer:
-        with pytest.raises(ValueError, match=r"epochs\(\) without an end: give the number of epochs, or max_steps"):
+        with pytest.raises(ValueError, match=r"epochs\(\) needs an end: give the number of epochs, or max_steps"):
             next(trainer.epochs())
         for _ in next(trainer.epochs(1)):
             with pytest.raises(pl.errors.MisuseError, match=r"end\(\) was called inside an epoch's loop"):

@@ -19,7 +19,7 @@ import paceline
 # Beside our own: the standard library, and a few small modules that torch and numpy do not import by themselves.
 ALLOWED_PACKAGES = {"paceline", *sys.stdlib_module_names}
 ALLOWED_MODULES = {"numpy.typing", "numpy._typing._add_docstring"}
-MAX_MODULES_RATIO = 1.17
+MAX_MODULES_RATIO = 1.2
 
 LIST_MODULES = """
 import json, sys

@@ -114,7 +114,8 @@ class SharedMemoryCommunicator:
         numel: int | None = None,
     ) -> Pending:
         buffer.num_used = numel or buffer.tensor.numel()
-        call = f"{operation} of {buffer.num_used} in {buffer.name}"
+        part = "" if buffer.num_used == buffer.tensor.numel() else f"the first {buffer.num_used} of "
+        call = f"{operation} of {part}{buffer.name}"
         if buffer.is_busy:
             raise MisuseError(f"{call} is called while the buffer is in another exchange: wait() for that one first")
         buffer.is_busy = True
