@@ -69,7 +69,7 @@ def test_a_cadence_is_simulated_by_its_own_planner() -> None:
 
 
 def test_bad_scenarios() -> None:
-    with pytest.raises(ValueError, match="averaging restarts after a death"):
+    with pytest.raises(ValueError, match="averaging is not simulated"):
         Simulation(Workload(4, 4, 0, strategy=Averaging()), [FAST], Scenario(1))
     with pytest.raises(ValueError, match="the trace names worker 2: there are 2, counted from 0"):
         Simulation(WORK, [FAST, FAST], Scenario(1, trace=[(0.0, 2, "die")]))

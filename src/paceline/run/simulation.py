@@ -105,13 +105,13 @@ class _Times:
 
 
 class Simulation:
-    """One run. `workload.strategy` is "gradients" or a `Cadence`: averaging does not survive a death."""
+    """One run. `workload.strategy` is "gradients" or a `Cadence`; averaging is not simulated."""
 
     def __init__(
         self, workload: Workload, devices: Sequence[Device], scenario: Scenario, hardware: Hardware | None = None
     ) -> None:
         if not (isinstance(workload.strategy, Cadence) or workload.strategy == "gradients"):
-            raise ValueError("a simulation needs strategy 'gradients' or a cadence: averaging restarts after a death")
+            raise ValueError("a simulation needs strategy 'gradients' or a cadence: averaging is not simulated")
         self._workload, self._scenario, self._hardware = workload, scenario, hardware or Hardware()
         self._random = np.random.default_rng(scenario.seed)
         hosts = {name: number for number, name in enumerate(dict.fromkeys(device.host for device in devices))}
