@@ -155,7 +155,7 @@ def test_batches_without_labels_are_refused() -> None:
     assert weigh is not None
     assert weigh({"labels": torch.tensor([[5, 5, -100, 5]])}) == 2
     assert weigh({"labels": torch.zeros(1, 3), "shift_labels": torch.tensor([[5, 5, 5]])}) == 3
-    with pytest.raises(ValueError, match=r"a batch for LlamaForCausalLM has no labels.* give weight_fn"):
+    with pytest.raises(ValueError, match=r"a batch for LlamaForCausalLM has no labels.* pass a weight_fn"):
         weigh({"input_ids": torch.zeros(2, 3)})
     with pytest.raises(ValueError, match="has no labels"):
         weigh(torch.zeros(2, 3))

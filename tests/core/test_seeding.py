@@ -54,6 +54,7 @@ def test_purposes_never_change() -> None:
         "SAMPLE_BLOCK": 6,
         "SHUFFLE_BUFFER": 7,
         "ORDER": 8,
+        "COMPRESSION": 9,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -64,9 +65,11 @@ def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     dtype = next((p.dtype for p in group["params"]), torch.float32)
     parameter = torch.nn.Parameter(torch.ones(_PROBE_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
-    settings = {name: group[name] for name in optimizer.defaults if name in group and name != "fused"}
+    make: Any = type(optimizer)
+    # Not all defaults are arguments: AdamW has one of Adam's.
+    settings = {name: group[name] for name in inspect.signature(make).parameters if name in group and name != "fused"}
+    settings.pop("params", None)
     try:
-        make: Any = type(optimizer)
         trial = make([parameter], **settings)
         trial.step()
     except Exception as error:  # an optimizer of the user's, with a constructor of its own

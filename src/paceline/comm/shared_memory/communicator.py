@@ -100,10 +100,12 @@ class SharedMemoryCommunicator:
         return self._start(buffer, operation, source, None, tensor.numel())
 
     def _buffer_of(self, tensor: torch.Tensor) -> SharedBuffer | None:
-        """The buffer of `empty` that this tensor is, or the beginning of; None for other tensors."""
+        """The buffer of `empty` that this tensor is, or if it is a large one, its beginning; None for other tensors."""
         buffer = self._buffers.get((tensor.data_ptr(), tensor.dtype))
-        is_inside = buffer is not None and 0 < tensor.numel() <= buffer.tensor.numel() and tensor.is_contiguous()
-        return buffer if is_inside else None
+        if buffer is None or not tensor.is_contiguous():
+            return None
+        is_part = 0 < tensor.numel() < buffer.tensor.numel() and isinstance(buffer, LargeBuffer)
+        return buffer if is_part or tensor.numel() == buffer.tensor.numel() else None
 
     def _start(
         self,

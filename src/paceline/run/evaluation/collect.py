@@ -59,16 +59,22 @@ def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
 
 
 @contextmanager
-def main_first(
-    communicator: Communicator, together: Callable[[Callable[[], bytes | None]], bytes | None]
-) -> Iterator[None]:
+def main_first(communicator: Communicator, together: Callable[[Callable[[], bytes]], bytes]) -> Iterator[None]:
     """Rank 0 runs the block, then the others do. An error on rank 0 is raised on all.
 
     together: does what it is given, again if a worker is lost. If rank 0 is lost, the new one runs the block.
     """
 
-    failure = together(lambda: None if communicator.world.is_main else from_rank_0(b"", communicator))
-    if failure is not None:
+    def wait_for_main() -> bytes:
+        if communicator.world.is_main:
+            raise _IsMain  # not an operation that is complete: the others have yet to wait
+        return from_rank_0(b"", communicator)
+
+    try:
+        failure = together(wait_for_main)
+    except _IsMain:
+        pass
+    else:
         if failure:
             raise PacelineError(f"on rank 0: {failure.decode()}")
         yield
@@ -80,6 +86,10 @@ def main_first(
             from_rank_0(f"{type(error).__name__}: {error}".encode(), communicator)
         raise
     together(lambda: from_rank_0(b"", communicator))
+
+
+class _IsMain(Exception):
+    """This worker is rank 0."""
 
 
 def _kind(value: Any) -> str:

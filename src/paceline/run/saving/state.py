@@ -70,6 +70,12 @@ def model_differences(saved: Any, now: Mapping[str, Any]) -> list[str]:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     expected = [set(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
+    # Files hold contiguous tensors. Fused kernels walk through memory: a state must lie there as its parameter does.
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items():
+            is_like_it = isinstance(value, torch.Tensor) and value.shape == parameter.shape
+            if is_like_it and value.stride() != parameter.stride():
+                values[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     # Checked afterwards, because torch adds settings that an older version did not have.
     for number, (names, group) in enumerate(zip(expected, optimizer.param_groups, strict=True)):
         if missing := sorted(names.difference(group)):

@@ -20,7 +20,7 @@ from paceline.sync.gradients.shards import Shards, flat
 # Each element's update depends on that element alone, so any piece of a parameter may be updated separately.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
 # Each parameter's update depends on that whole parameter and no other.
-BY_PARAMETER = ("Muon", "Adafactor")
+BY_PARAMETER = ("Muon",)
 # How the class of another optimizer says which of these it is.
 DECLARATION = "paceline_shard"
 # What torch's optimizers keep once per parameter, also for one that is a single number itself.
@@ -33,12 +33,12 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer can update whole parameters only. Raises for one that cannot be divided."""
     kind = type(optimizer)
     declared = getattr(kind, DECLARATION, None)
-    is_torchs = kind.__module__.startswith("torch.optim.")
+    is_torchs = f"{kind.__module__}.".startswith("torch.optim.")
     if declared == "elements" or (is_torchs and kind.__name__ in ELEMENTWISE):
         return False
     if declared == "parameters" or (is_torchs and kind.__name__ in BY_PARAMETER):
         return True
-    why = "its step uses all parameters at once" if is_torchs else "it is not known whether its parts are independent"
+    why = "it is not known whether its parts are independent"
     raise ValueError(
         f"the state of {kind.__name__} cannot be divided among the workers: {why}. Leave shard= out, choose one of "
         f"torch.optim's {', '.join((*ELEMENTWISE, *BY_PARAMETER))}, or, for an optimizer of your own, set the class "
