@@ -205,7 +205,7 @@ def test_hosts_have_nothing_but_their_link_which_is_as_slow_as_asked_until_the_l
     for interfaces, limited, lifted in by_rank:
         assert {"lo", INTERFACE} <= interfaces
         assert "eth0" not in interfaces
-        assert limited < 240 < lifted  # a bucket of tokens lets a burst pass
+        assert limited < 220 < lifted  # a burst may pass
 
 
 @needs_link
@@ -214,7 +214,7 @@ def test_three_hosts_have_a_link_each_to_a_switch() -> None:
         by_rank = run_workers(probe, 3, link)
         assert len(hosts_of(os.getpid())) == 4
     assert hosts_of(os.getpid()) == []
-    assert all(limited < 240 < lifted for _, limited, lifted in by_rank)
+    assert all(limited < 220 < lifted for _, limited, lifted in by_rank)
 
 
 @needs_link
