@@ -238,7 +238,18 @@ def test_overhead_names_the_peers_it_had_to_skip(monkeypatch: pytest.MonkeyPatch
 SHORT_RUNS = {  # of those that run everywhere; test_hetero.py has its own
     "import": ["--turns", "1"],
     "overhead": ["--turns", "1", "--steps", "8", "--peers", "bare loop, DataLoader"],
-    "scaling": ["--turns", "1", "--seconds", "0.1", "--micro-batch", "1"],
+    "scaling": [
+        "--turns",
+        "1",
+        "--seconds",
+        "0.1",
+        "--micro-batch",
+        "1",
+        "--membership-turns",
+        "2",
+        "--membership-seconds",
+        "0.01",
+    ],
     "crowded": ["--workers", "1", "--turns", "1", "--seconds", "0.1", "--micro-batch", "1"],
 }
 PEERS = {
