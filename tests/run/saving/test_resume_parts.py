@@ -220,3 +220,26 @@ def test_an_optimizer_keeps_state_that_is_finer_than_its_parameters(tmp_path: Pa
     run(tmp_path, 4, **settings)
     assert run(tmp_path, **settings) == run(None, **settings)
     assert complete_steps(tmp_path) == [4, NUM_STEPS]
+
+
+def test_state_of_channels_last_parameters_lies_in_memory_as_they_do(tmp_path: Path) -> None:
+    """Fused kernels go through memory: a contiguous momentum would belong to other weights."""
+
+    def train(steps: int, checkpoints: pl.Checkpoints | None) -> str:
+        with pl.Trainer.setup(
+            lambda: torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last),
+            lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+            data=torch.randn(32, 3, 5, 5, generator=torch.Generator().manual_seed(0)),
+            global_batch=4,
+            micro_batch=4,
+            exact=True,
+            checkpoints=checkpoints,
+        ) as trainer:
+            for epoch in trainer.epochs(max_steps=steps):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch).square().mean())
+                    trainer.step()
+            return digest(trainer.model.state_dict())
+
+    train(3, pl.Checkpoints(tmp_path, every_steps=3))
+    assert train(6, pl.Checkpoints(tmp_path, every_steps=3)) == train(6, None)
