@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -431,3 +433,35 @@ def test_master_weights_need_weights_of_half_precision() -> None:
         )
     with pytest.raises(ValueError, match="master_weights=True needs shard='optimizer'"):
         pl.Optimization(master_weights=True)
+
+
+def train_until_lost(folder: Path, lost_at: int | None) -> str:
+    """Rank 1 is killed once, before step `lost_at` is complete."""
+    mark = folder / "lost"
+    with pl.Trainer.setup(
+        mlp,
+        torch.optim.AdamW,
+        data=vectors(64),
+        global_batch=16,
+        micro_batch=4,
+        exact=True,
+        shard="optimizer",
+        balancing=pl.Balancing(shares="equal"),
+        checkpoints=pl.Checkpoints(folder, every_steps=2),
+    ) as trainer:
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                if trainer.world.rank == 1 and trainer.position.step == lost_at and not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        return digest(trainer.model.state_dict())
+
+
+def test_a_lost_worker_restarts_all_from_a_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    expected = pl.launch(train_until_lost, 2, args=(tmp_path / "undisturbed", None))
+    disturbed = tmp_path / "disturbed"
+    disturbed.mkdir()
+    assert pl.launch(train_until_lost, 2, args=(disturbed, 5), min_workers=1, max_restarts=1) == expected
+    assert "restart 1: rank 1 was killed by SIGKILL" in capfd.readouterr().err
