@@ -139,8 +139,12 @@ class StepNumbersWriter:
                 self.note_largest(number, magnitude)
         else:
             torch.maximum(self.peaks[own], peaks.amax(0), out=self.peaks[own])
-            for number, largest in zip(numbers, peaks.amax(1), strict=True):
-                self.note_largest(number, largest)
+            if numbers[-1] - numbers[0] == len(numbers) - 1:  # nearly always
+                largest = self._largest[numbers[0] : numbers[-1] + 1]
+                torch.maximum(largest, peaks.amax(1), out=largest)
+                return
+            for number, magnitude in zip(numbers, peaks.amax(1), strict=True):
+                self.note_largest(number, magnitude)
 
     def note_largest(self, number: int, magnitude: torch.Tensor | float) -> None:
         """The largest magnitude of a micro-batch's terms."""

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.sync.gradients import rounding
 from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout
-from paceline.sync.gradients.rounding import RoundedAddition
+from paceline.sync.gradients.rounding import CollectedGradients
+from paceline.sync.gradients.rounding_gpu import SWITCH, KernelAddition, kernels_on, rounded_addition
+from paceline.sync.gradients.sums import ExactSums, OneTermSums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,34 +20,47 @@ SIZES = (1, 5, BLOCK_NUMEL, 10_000, 0, 3 * BLOCK_NUMEL + 1)
 SCALES = (1.0, 1e-20, 1e20, 1e-3, 1.0, 1e6)
 
 
-def totals(device: str, dtype: torch.dtype, weight: float) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def gradients_of(layout: BucketLayout, generator: torch.Generator, where: str) -> list[torch.Tensor | None]:
+    """where: aligned as autograd leaves them, at odd addresses, or with one of them missing."""
+    made: list[torch.Tensor | None] = []
+    for p, scale in zip(layout.parameters, SCALES, strict=True):
+        values = (torch.randn(p.numel(), generator=generator) * scale).to(p.dtype)
+        room = torch.zeros(p.numel() + 1, dtype=p.dtype, device=p.device)
+        made.append(room[1:].copy_(values) if where == "odd" else values.to(p.device))
+    if where == "missing":
+        made[3] = None
+    return made
+
+
+def totals(
+    device: str, dtype: torch.dtype, weight: float, where: str = "aligned"
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Three terms added up, and the peaks of each."""
     generator = torch.Generator().manual_seed(0)
     parameters = {f"p{i}": torch.zeros(n, dtype=dtype, device=device) for i, n in enumerate(SIZES)}
     layout = BucketLayout(parameters, 0)
-    gradient = torch.zeros(layout.numel, dtype=dtype, device=device)
     total = torch.zeros(layout.numel, dtype=torch.float64, device=device)
-    addition = RoundedAddition(layout, gradient, total)
+    addition = rounded_addition(layout, CollectedGradients(layout), total)
+    assert isinstance(addition, KernelAddition) == (kernels_on(layout.device) is not None)
     addition.set_anchors(3.0 * 2.0 ** np.round(np.log2(SCALES) + 6))
     peaks = []
     for number in range(3):
-        for view, scale in zip(layout.views(gradient), SCALES, strict=True):
-            view.copy_((torch.randn(view.numel(), generator=generator) * scale).to(dtype))
-        addition.add(weight, first=number == 0)
+        addition.add(gradients_of(layout, generator, where), weight, first=number == 0)
         peaks.append(addition.take_peaks()[0].clone().cpu())
     return total.cpu(), peaks
 
 
+@pytest.mark.parametrize("where", ["aligned", "odd", "missing"])
 @pytest.mark.parametrize("weight", [1.0, 1 / 3, 0.0625])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_kernel_torch_and_cpu_have_the_same_bits(
-    dtype: torch.dtype, weight: float, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, weight: float, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, expected_peaks = totals("cpu", dtype, weight)
-    with_kernel, peaks = totals("cuda", dtype, weight)
-    assert rounding._kernel_on(torch.device("cuda:0")) is not None
-    monkeypatch.setenv(rounding.SWITCH, "0")
-    without, other_peaks = totals("cuda", dtype, weight)
+    expected, expected_peaks = totals("cpu", dtype, weight, where)
+    assert kernels_on(torch.device("cuda:0")) is not None
+    with_kernel, peaks = totals("cuda", dtype, weight, where)
+    monkeypatch.setenv(SWITCH, "0")
+    without, other_peaks = totals("cuda", dtype, weight, where)
     assert torch.equal(with_kernel, expected)
     assert torch.equal(without, expected)
     for own, other, cpu in zip(peaks, other_peaks, expected_peaks, strict=True):
@@ -56,8 +70,41 @@ def test_kernel_torch_and_cpu_have_the_same_bits(
 
 def test_not_a_number_is_the_largest_of_all() -> None:
     layout = BucketLayout({"p": torch.zeros(1000, device="cuda"), "q": torch.zeros(3, device="cuda")}, 0)
-    gradient = torch.ones(layout.numel, device="cuda")
-    gradient[700] = torch.nan
-    addition = RoundedAddition(layout, gradient, torch.zeros(layout.numel, dtype=torch.float64, device="cuda"))
-    addition.add(1.0, first=True)
+    gradients: list[torch.Tensor | None] = [torch.ones(1000, device="cuda"), torch.ones(3, device="cuda")]
+    torch.Tensor.__setitem__(gradients[0], 700, torch.nan)
+    total = torch.zeros(layout.numel, dtype=torch.float64, device="cuda")
+    addition = rounded_addition(layout, CollectedGradients(layout), total)
+    addition.add(gradients, 1.0, first=True)
     assert addition.take_peaks().isnan().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_completed_sum_is_the_mean_without_a_further_pass(dtype: torch.dtype) -> None:
+    """`last` writes the means that `means` would compute from the total."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = {f"p{i}": torch.zeros(n, dtype=dtype, device="cuda") for i, n in enumerate(SIZES)}
+    layout = BucketLayout(parameters, 0)
+    terms = [gradients_of(layout, generator, "aligned") for _ in range(3)]
+    means = []
+    for completes in (False, True):
+        sums = ExactSums(layout, torch.zeros(layout.numel, dtype=torch.float64, device="cuda"))
+        sums.set_anchors(3.0 * 2.0 ** np.round(np.log2(SCALES) + 6))
+        for number, gradients in enumerate(terms):
+            sums.add(gradients, 1 / 3, first=number == 0, last=completes and number == 2)
+        means.append([mean.clone() for mean in sums.means(None)])
+    assert all(map(torch.equal, *means))
+    assert any(mean.any() for mean in means[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_lone_term_stays_in_place_without_signed_zeros(dtype: torch.dtype) -> None:
+    values = [torch.tensor([1.0, -0.0, -3.0, 0.0] * 100), torch.tensor([-0.0]), torch.tensor([2.0] * BLOCK_NUMEL)]
+    layout = BucketLayout({str(i): v.to("cuda", dtype) for i, v in enumerate(values)}, 0)
+    sums = OneTermSums(layout, torch.zeros(layout.numel, device="cuda", dtype=torch.float64), in_place=True)
+    gradients: list[torch.Tensor | None] = [v.to("cuda", dtype) for v in values]
+    sums.add(gradients, 1.0, first=True)
+    assert sums.largest().item() == 3.0
+    for mean, gradient, value in zip(sums.means(None), gradients, values, strict=True):
+        assert mean is gradient
+        assert mean.tolist() == value.tolist()
+        assert not mean[mean == 0].signbit().any()

@@ -18,7 +18,7 @@ from paceline.plan.shares import Plan, owner
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.grids import Grids
 from paceline.sync.gradients.layout import BucketLayout, cut_into_buckets, sum_dtype
-from paceline.sync.gradients.sums import ExactSums, PlainSums
+from paceline.sync.gradients.sums import ExactSums, OneTermSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.numbers import SILENCE, WorkerMessage
 from paceline.sync.step_numbers import Layout, StepNumbers, StepNumbersWriter
@@ -75,7 +75,7 @@ class MeanGradients:
 
     def _lay_out(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
         world = self._communicator.world
-        is_alone = world.size == 1
+        self._is_alone = world.size == 1
         self._pending: list[Pending] = []
         self._was_left_exchanging = False
         layouts = self._cut(parameters)
@@ -103,7 +103,7 @@ class MeanGradients:
         # A parameter may continue in the next bucket.
         first_of = {name: number for number, layout in reversed([*enumerate(layouts)]) for name in layout.names}
         self._bucket_of = [first_of[name] for name in self._names]
-        if self._overlap and not is_alone and len(layouts) > 1:
+        if self._overlap and not self._is_alone and len(layouts) > 1:
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._hook(index))
                 for index, parameter in enumerate(self._parameters)
@@ -133,7 +133,9 @@ class MeanGradients:
 
     def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
         flat.zero_()
-        return ExactSums(layout, flat) if self._is_exact else PlainSums(layout, flat, is_one_term=self._is_one_term)
+        if self._is_exact:
+            return ExactSums(layout, flat)
+        return OneTermSums(layout, flat, in_place=self._is_alone) if self._is_one_term else PlainSums(layout, flat)
 
     def _all_sums(self) -> Sequence[Sums]:
         return self._sums
@@ -172,6 +174,7 @@ class MeanGradients:
         self._number = number
         self._writer.set_weight(number, weight)
         self._factor = weight / self._scale
+        self._completes_sums = is_last and self._is_alone and not self._must_divide
         self._may_send = is_last and bool(self._hooks) and self._factor > 0 and self._is_calibrated
         if self._hooks:
             self._fired = [0] * len(self._names)
@@ -286,13 +289,15 @@ class MeanGradients:
     # Sums
 
     def _add(self, sums: Sums, gradients: list[torch.Tensor | None]) -> None:
-        sums.add(gradients, self._factor, first=self._is_first)
         if isinstance(sums, ExactSums):
+            sums.add(gradients, self._factor, first=self._is_first, last=self._completes_sums)
             numbers = [*self._with_peaks.get(sums, ()), self._number]
             self._with_peaks[sums] = numbers
             if len(numbers) == sums.peaks_capacity:
                 self._note_peaks()
-        elif self._is_one_term:
+            return
+        sums.add(gradients, self._factor, first=self._is_first)
+        if isinstance(sums, OneTermSums):
             self._writer.note_largest(self._number, sums.largest())
 
     def _note_peaks(self) -> None:

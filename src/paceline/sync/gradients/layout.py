@@ -91,3 +91,8 @@ def sum_dtype(parameters: Sequence[torch.Tensor]) -> torch.dtype:
 def _dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     """The parameter's memory layout without gaps, which fused optimizers expect of its gradient."""
     return torch.empty_like(parameter, device="meta").stride()
+
+
+def memory_order(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Stride and size of each dimension that has more than one element."""
+    return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]

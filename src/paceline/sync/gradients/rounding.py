@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import os
-import struct
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
+from itertools import repeat
+from operator import is_not
+from typing import cast
 
 import numpy as np
 import torch
 
 from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout
 
-logger = logging.getLogger("paceline")
-
-SWITCH = "PACELINE_TRITON"
 # Blocks per chunk on a CPU: the intermediate values stay in the cache.
 CPU_BLOCKS = 1024
-# Micro-batches whose peaks are computed together on a CPU, where small operations cost more than their work.
-CPU_PEAKS = 8
-_GPU_ROWS = 32  # blocks per program of the kernel
+# Micro-batches whose peaks are computed together, because small operations cost more than their work.
+NUM_PEAKS = 8
 
 
 def _scratch() -> torch.Tensor:
@@ -39,6 +34,44 @@ class Workspace:
         self.scratch = _scratch() if device.type == "cpu" else torch.empty(0, dtype=torch.float64)
 
 
+class CollectedGradients:
+    """The gradients of one bucket in a flat buffer, in the parameters' dtype. Its views are the parameters'.
+
+    workspace: shared with other buckets; without one, the buffer is the bucket's own.
+    """
+
+    def __init__(self, layout: BucketLayout, workspace: Workspace | None = None) -> None:
+        self.flat = (
+            torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+            if workspace is None
+            else workspace.gradients[: layout.numel]
+        )
+        self.views = layout.views(self.flat)
+        self._gaps = [] if workspace is None else layout.gaps(self.flat)
+
+    def collect(self, gradients: list[torch.Tensor | None]) -> None:
+        """Copy them. One that is missing counts as zeros."""
+        if self._gaps:  # they have what another bucket left there
+            torch._foreach_zero_(self._gaps)
+        views, found = present(self.views, gradients, clear_missing=True)
+        if found:
+            torch._foreach_copy_(views, found)
+
+
+def present(
+    views: list[torch.Tensor], gradients: list[torch.Tensor | None], *, clear_missing: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients that are not None, with their views. clear_missing: zero the views of the others."""
+    if all(map(is_not, gradients, repeat(None))):
+        return views, cast("list[torch.Tensor]", gradients)
+    pairs = list(zip(views, gradients, strict=True))
+    if clear_missing:
+        for view, gradient in pairs:
+            if gradient is None:
+                view.zero_()
+    return [view for view, g in pairs if g is not None], [g for _, g in pairs if g is not None]
+
+
 class RoundedAddition:
     """total += round(weight * gradient) over the flat buffers of one bucket, each block on its parameter's grid.
 
@@ -47,17 +80,21 @@ class RoundedAddition:
     """
 
     def __init__(
-        self, layout: BucketLayout, gradient: torch.Tensor, total: torch.Tensor, workspace: Workspace | None = None
+        self,
+        layout: BucketLayout,
+        collected: CollectedGradients,
+        total: torch.Tensor,
+        workspace: Workspace | None = None,
     ) -> None:
         self._layout = layout
-        self._gradient = gradient.view(-1, BLOCK_NUMEL)
+        self._collected = collected
+        self._gradient = collected.flat.view(-1, BLOCK_NUMEL)
         self._total = total.view(-1, BLOCK_NUMEL)
         self._anchors = torch.ones(len(layout), dtype=torch.float64, device=layout.device)
         self._peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
         self._weights: list[float] = []  # of the calls whose peaks were not taken yet
-        self._kernel = _kernel_on(layout.device)
         self._owners = torch.from_numpy(layout.owner_of_block.astype(np.int32)).to(layout.device)
-        self.capacity = CPU_PEAKS if layout.device.type == "cpu" and workspace is None else 1
+        self.capacity = NUM_PEAKS if layout.device.type == "cpu" and workspace is None else 1
         if layout.device.type == "cpu":
             self._anchor_of_block = torch.ones(layout.num_blocks, 1, dtype=torch.float64)
             scratch = _scratch() if workspace is None else workspace.scratch
@@ -72,16 +109,16 @@ class RoundedAddition:
         if self._layout.device.type == "cpu":
             np.take(anchors, self._layout.owner_of_block, out=self._anchor_of_block.numpy()[:, 0])
 
-    def add(self, weight: float, *, first: bool) -> None:
-        """`first` overwrites the total instead of adding to it."""
-        if first:
-            self._weights.clear()
-        self._weights.append(weight)
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> bool:
+        """`first` overwrites the total instead of adding to it.
+
+        `last` allows it to write the sum to the collected gradients instead of the total. Returns whether it did.
+        """
+        self._begin(weight, first=first)
+        self._collected.collect(gradients)
         if not self._layout.num_blocks:
-            return
-        if self._kernel is not None:
-            self._add_by_kernel(weight, first=first)
-        elif self._layout.device.type == "cpu":
+            return False
+        if self._layout.device.type == "cpu":
             self._add_on_host(weight, first=first)
         else:
             term = self._gradient.to(torch.float64).mul_(weight)
@@ -89,9 +126,16 @@ class RoundedAddition:
             anchors = self._anchors[self._owners][:, None]
             term.add_(anchors).sub_(anchors)
             self._total.copy_(term) if first else self._total.add_(term)
+        return False
 
-    def peaks_of_gradient(self, weight: float) -> torch.Tensor:
-        """The peaks of the gradient, without adding it."""
+    def _begin(self, weight: float, *, first: bool) -> None:
+        if first:
+            self._weights.clear()
+        self._weights.append(weight)
+
+    def peaks_of(self, gradients: list[torch.Tensor | None], weight: float) -> torch.Tensor:
+        """The peaks of these gradients, without adding them."""
+        self._collected.collect(gradients)
         if self._layout.num_blocks:
             self._gather_peaks(self._gradient.to(torch.float64).mul_(weight).abs_().amax(1))
         return self._peaks
@@ -124,24 +168,6 @@ class RoundedAddition:
 
     def _gather_peaks(self, peak_of_block: torch.Tensor) -> None:
         self._peaks.copy_(torch.from_numpy(self._layout.peaks(peak_of_block.double().cpu().numpy())))
-
-    def _add_by_kernel(self, weight: float, *, first: bool) -> None:
-        self._peaks.zero_()
-        num_blocks = self._layout.num_blocks
-        with torch.cuda.device(self._layout.device):
-            self._kernel[(-(-num_blocks // _GPU_ROWS),)](
-                self._gradient,
-                self._total,
-                self._owners,
-                self._anchors,
-                self._peaks.view(torch.int64),
-                num_blocks,
-                _bits(weight),
-                IS_FIRST=first,
-                ROWS=_GPU_ROWS,
-                BLOCK=BLOCK_NUMEL,
-                enable_fp_fusion=False,  # fused multiply-add would round once instead of twice
-            )
 
 
 class _Ends:
@@ -179,43 +205,6 @@ class _Ends:
         return self._layout.peaks(np.abs(self._ends[:num_calls]).max(1), self._first_segments)
 
 
-def _kernel_on(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return None
-    if os.environ.get(SWITCH) == "0":
-        logger.info("exact sums on %s do not use the Triton kernel: %s=0", device, SWITCH)
-        return None
-    return _tried_kernel(device)
-
-
-@cache
-def _tried_kernel(device: torch.device) -> Any:
-    """The kernel, after a trial run. None, if it fails: the fallback has the same result."""
-    try:
-        from paceline.sync.gradients.exact_kernel import add_rounded
-
-        number = torch.zeros(BLOCK_NUMEL, device=device)
-        double = number.double()
-        owner = torch.zeros(1, dtype=torch.int32, device=device)
-        bits = double[:1].clone().view(torch.int64)
-        with torch.cuda.device(device):
-            add_rounded[(1,)](
-                number, double, owner, double + 1, bits, 1, _bits(1.0),
-                IS_FIRST=True, ROWS=_GPU_ROWS, BLOCK=BLOCK_NUMEL, enable_fp_fusion=False,
-            )  # fmt: skip
-    except Exception as error:  # no package, no compiler, no support for the device, ...
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        logger.info("exact sums on %s do not use the Triton kernel: %s", device, reason)
-        return None
-    return add_rounded
-
-
 @lru_cache(maxsize=64)
 def _fits_29_bits(number: float) -> bool:
     return math.ldexp(math.frexp(number)[0], 29).is_integer()
-
-
-def _bits(number: float) -> int:
-    """The bits of a float64 as an integer: Triton passes floats to kernels as float32."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    return int(bits)

@@ -19,7 +19,7 @@ from paceline.sync.gradients.exchange import MeanGradients, Sums
 from paceline.sync.gradients.layout import BucketLayout
 from paceline.sync.gradients.rounding import Workspace
 from paceline.sync.gradients.shards import Bucket, Shards
-from paceline.sync.gradients.sums import ExactSums, PlainSums
+from paceline.sync.gradients.sums import ExactSums, OneTermSums, PlainSums
 from paceline.sync.numbers import SILENCE, WorkerMessage
 from paceline.sync.step_numbers import StepNumbers
 
@@ -74,10 +74,8 @@ class ShardedGradients(MeanGradients):
     def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
         if self._is_exact:
             return ExactSums(layout, flat.zero_(), self._workspaces[layout.dtype])
-        sums = PlainSums(layout, flat.zero_(), is_one_term=self._is_one_term)
-        if self._is_one_term:  # whose largest number is looked for
-            sums.gaps = layout.gaps(flat)
-        return sums
+        flat.zero_()
+        return OneTermSums(layout, flat, has_gaps=True) if self._is_one_term else PlainSums(layout, flat)
 
     # A step
 
@@ -89,7 +87,7 @@ class ShardedGradients(MeanGradients):
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         self._is_sent_now = is_last or self._every_micro_batch
         super().begin_micro_batch(number, weight, is_last=self._is_sent_now)
-
+        self._completes_sums = False  # an owner has other sums
         self._sent = []
 
     def _send_complete(self) -> None:

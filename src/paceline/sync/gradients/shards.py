@@ -11,7 +11,7 @@ from paceline.comm.base import Communicator, Pending
 from paceline.core.errors import MisuseError
 from paceline.plan.memory import CHUNK_NUMEL, GPU_CHUNK_NUMEL, NUM_SLOTS, chunk_numel
 from paceline.plan.sharding import Chunk, Piece, Size, cut
-from paceline.sync.gradients.layout import BucketLayout
+from paceline.sync.gradients.layout import BucketLayout, memory_order
 
 
 class Bucket:
@@ -212,7 +212,7 @@ class Shards:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a range of memory, each place once."""
     expected = 1
-    for stride, size in sorted(_places(tensor)):
+    for stride, size in sorted(memory_order(tensor)):
         if stride != expected:
             return tensor.numel() == 0
         expected *= size
@@ -221,11 +221,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def flat(tensor: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
     """The elements in the order of the memory of `like` (default: of the tensor itself), without a copy if possible."""
-    if like is not None and _places(tensor) != _places(like):
+    if like is not None and memory_order(tensor) != memory_order(like):
         tensor = torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return torch.as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
-
-
-def _places(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """Stride and size of each dimension that has more than one element."""
-    return [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]

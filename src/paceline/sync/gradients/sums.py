@@ -6,15 +6,14 @@ parameters.
 
 from __future__ import annotations
 
-from itertools import repeat
-from operator import is_not
-from typing import cast
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from paceline.sync.gradients.layout import BucketLayout
-from paceline.sync.gradients.rounding import RoundedAddition, Workspace
+from paceline.sync.gradients.rounding import CollectedGradients, Workspace, present
+from paceline.sync.gradients.rounding_gpu import InPlaceTerms, kernels_on, rounded_addition
 
 SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
 
@@ -22,16 +21,13 @@ SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
 class PlainSums:
     """Sums in the parameters' own precision, float32 at least. `flat` is exchanged; its end, `tail`, has other numbers.
 
-    flat: zeros, of `sum_dtype`. is_one_term: exact mode with one micro-batch per step. Turns -0.0 into 0.0, as adding
-    the zeros of other workers does.
+    flat: zeros, of `sum_dtype`.
     """
 
-    def __init__(self, layout: BucketLayout, flat: torch.Tensor, *, is_one_term: bool = False) -> None:
-        self._is_one_term = is_one_term
+    def __init__(self, layout: BucketLayout, flat: torch.Tensor) -> None:
         self.layout = layout
         self.flat = flat
         self.tail = self.flat[layout.numel :]
-        self.gaps: list[torch.Tensor] = []  # between parameters, if something else may be left there
         self._payload = self.flat[: layout.numel]
         self._views = layout.views(self.flat)
         # The same memory: NumPy multiplies small arrays in a quarter of torch's time.
@@ -40,15 +36,13 @@ class PlainSums:
 
     def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
         """sums += weight * gradients; `first` overwrites the sums of the previous step."""
-        views, present = _present(self._views, gradients, clear_missing=first)
-        if not present:
+        views, found = present(self._views, gradients, clear_missing=first)
+        if not found:
             return
         if not first:
-            torch._foreach_add_(views, present, alpha=weight)
+            torch._foreach_add_(views, found, alpha=weight)
             return
-        torch._foreach_copy_(views, present)
-        if self.gaps:
-            torch._foreach_zero_(self.gaps)
+        torch._foreach_copy_(views, found)
         if weight == 1.0:
             return
         if self._small is None:
@@ -56,22 +50,65 @@ class PlainSums:
         else:
             np.multiply(self._small, weight, out=self._small)
 
-    def largest(self) -> torch.Tensor:
-        """The largest magnitude in the sums; NaN if there is a NaN."""
-        return torch.maximum(self._payload.amax(), -self._payload.amin())  # a third of the time of aminmax
-
     def clear(self) -> None:
         self._payload.zero_()
 
-    def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
+    def means(self, divisor: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """The sums over all workers, divided by `divisor` if given, in the parameters' dtype."""
         if divisor is not None:
             self._payload.div_(divisor)
-        if self._is_one_term:
-            self._payload.add_(0.0)
         if self.layout.dtype == self.flat.dtype:
             return self._views
         return [view.to(self.layout.dtype) for view in self._views]
+
+
+class OneTermSums(PlainSums):
+    """The sums of exact mode with one micro-batch per step, which need no rounding: all but one worker add zeros.
+
+    -0.0 becomes 0.0, as by adding the zeros of other workers. has_gaps: something else may be left between the
+    parameters. in_place: the sums are not exchanged, so gradients may stay where they are.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, flat: torch.Tensor, *, has_gaps: bool = False, in_place: bool = False
+    ) -> None:
+        super().__init__(layout, flat)
+        self._gaps = layout.gaps(flat) if has_gaps else []
+        kernels = kernels_on(layout.device) if in_place else None
+        self._in_place = None if kernels is None or not layout.num_blocks else InPlaceTerms(layout, kernels)
+        self._taken: list[torch.Tensor | None] | None = None  # the gradients that were left in place
+        self._largest: torch.Tensor | None = None
+
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
+        self._taken = None
+        if self._in_place is not None and weight == 1.0:
+            self._largest = self._in_place.take(gradients)
+            if self._largest is not None:
+                self._taken = gradients
+                return
+        super().add(gradients, weight, first=first)
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
+
+    def largest(self) -> torch.Tensor:
+        """The largest magnitude in the sums; NaN if there is a NaN."""
+        if self._taken is not None and self._largest is not None:
+            return self._largest
+        return torch.maximum(self._payload.amax(), -self._payload.amin())  # a third of the time of aminmax
+
+    def clear(self) -> None:
+        super().clear()
+        self._taken = None
+
+    def means(self, divisor: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+        if self._taken is not None:
+            if divisor is None:
+                return self._taken
+            super().add(self._taken, 1.0, first=True)
+        if divisor is not None:
+            self._payload.div_(divisor)
+        self._payload.add_(0.0)
+        return super().means(None)
 
 
 class ExactSums:
@@ -86,22 +123,17 @@ class ExactSums:
         self.tail = self.flat[layout.numel :]
         self._payload = self.flat[: layout.numel]
         # In the parameters' dtype: the gradients of a micro-batch while they are added, and finally the means.
-        self._own = (
-            torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
-            if workspace is None
-            else workspace.gradients[: layout.numel]
-        )
-        self._gaps = [] if workspace is None else layout.gaps(self._own)
-        self._views = layout.views(self._own)
-        self._rounded = RoundedAddition(layout, self._own, self._payload, workspace)
+        self._collected = CollectedGradients(layout, workspace)
+        self._has_means = False
+        self._rounded = rounded_addition(layout, self._collected, self._payload, workspace)
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The anchors of the grids, one per parameter of the bucket."""
         self._rounded.set_anchors(anchors)
 
-    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
-        self._collect(gradients)
-        self._rounded.add(weight, first=first)
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> None:
+        """last: the sums are complete after this, are not exchanged, and `means` has no divisor."""
+        self._has_means = self._rounded.add(gradients, weight, first=first, last=last)
 
     @property
     def peaks_capacity(self) -> int:
@@ -114,34 +146,14 @@ class ExactSums:
 
     def peaks_of(self, gradients: list[torch.Tensor | None], weight: float) -> torch.Tensor:
         """The peaks of these gradients, without adding them."""
-        self._collect(gradients)
-        return self._rounded.peaks_of_gradient(weight)
+        return self._rounded.peaks_of(gradients, weight)
 
     def clear(self) -> None:
         self._payload.zero_()
+        self._has_means = False
         self._rounded.forget_peaks()
 
     def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
-        self._own.copy_(self._payload if divisor is None else self._payload / divisor)
-        return self._views
-
-    def _collect(self, gradients: list[torch.Tensor | None]) -> None:
-        if self._gaps:  # they have what another bucket left there
-            torch._foreach_zero_(self._gaps)
-        views, present = _present(self._views, gradients, clear_missing=True)
-        if present:
-            torch._foreach_copy_(views, present)
-
-
-def _present(
-    views: list[torch.Tensor], gradients: list[torch.Tensor | None], *, clear_missing: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients that are not None, with their views. clear_missing: zero the views of the others."""
-    if all(map(is_not, gradients, repeat(None))):
-        return views, cast("list[torch.Tensor]", gradients)
-    pairs = list(zip(views, gradients, strict=True))
-    if clear_missing:
-        for view, gradient in pairs:
-            if gradient is None:
-                view.zero_()
-    return [view for view, g in pairs if g is not None], [g for _, g in pairs if g is not None]
+        if not self._has_means:
+            self._collected.flat.copy_(self._payload if divisor is None else self._payload / divisor)
+        return self._collected.views

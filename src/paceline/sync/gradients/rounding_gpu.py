@@ -1,0 +1,169 @@
+"""Exact sums on a GPU by one kernel per bucket, which reads the gradients where autograd left them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections import OrderedDict
+from functools import cache
+from itertools import repeat
+from operator import attrgetter, is_not
+from typing import Any
+
+import torch
+
+from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout, memory_order
+from paceline.sync.gradients.rounding import NUM_PEAKS, CollectedGradients, RoundedAddition, Workspace
+
+logger = logging.getLogger("paceline")
+
+SWITCH = "PACELINE_TRITON"
+ALIGNMENT_BYTES = 16  # of what the kernels load at a time
+_ROWS = 32  # blocks per program of a kernel
+# Allocators give a step's gradients the same few addresses again and again.
+_MAX_TABLES = 64
+_dtype = attrgetter("dtype")
+
+
+def rounded_addition(
+    layout: BucketLayout, collected: CollectedGradients, total: torch.Tensor, workspace: Workspace | None = None
+) -> RoundedAddition:
+    """With the kernel where it can be used; the result is the same."""
+    kernels = kernels_on(layout.device)
+    if kernels is None or not layout.num_blocks:
+        return RoundedAddition(layout, collected, total, workspace)
+    return KernelAddition(layout, collected, total, kernels)
+
+
+class GradientTables:
+    """What the kernels know of the parameters of a bucket, and where their gradients are."""
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self._device = layout.device
+        self._likes = layout.views(torch.empty(layout.numel, dtype=layout.dtype, device="meta"))
+        starts = layout.owner_of_block.searchsorted(range(len(layout))).tolist()
+        self.first_blocks = torch.tensor(starts, dtype=torch.int32, device=layout.device)
+        self.numels = torch.tensor([p.numel() for p in layout.parameters], device=layout.device)
+        self.owner_of_block = torch.tensor(layout.owner_of_block, dtype=torch.int32, device=layout.device)
+        self._tables: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
+
+    def addresses_of(self, gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """One per parameter, on the device; 0 for one that is missing. None if the kernels cannot read them."""
+        if not self._has_layout(gradients):
+            return None
+        addresses = tuple([0 if gradient is None else gradient.data_ptr() for gradient in gradients])
+        table = self._tables.get(addresses)
+        if table is None:
+            if any(address % ALIGNMENT_BYTES for address in addresses):
+                return None
+            # From pinned memory: the host does not wait for the device.
+            table = torch.tensor(addresses, pin_memory=True).to(self._device, non_blocking=True)
+            self._tables[addresses] = table
+            if len(self._tables) > _MAX_TABLES:
+                self._tables.popitem(last=False)
+        return table
+
+    def _has_layout(self, gradients: list[torch.Tensor | None]) -> bool:
+        """Whether all have the dtype and memory layout of their parameter. Those that the user assigned may not."""
+        likes = self._likes
+        if not all(map(is_not, gradients, repeat(None))):
+            likes = [like for like, gradient in zip(likes, gradients, strict=True) if gradient is not None]
+        found = [gradient for gradient in gradients if gradient is not None]
+        if any(map(is_not, map(_dtype, found), map(_dtype, likes))):
+            return False
+        if list(map(torch.Tensor.stride, found)) == list(map(torch.Tensor.stride, likes)):
+            return True
+        return all(memory_order(g) == memory_order(like) for g, like in zip(found, likes, strict=True))
+
+
+class KernelAddition(RoundedAddition):
+    """`RoundedAddition` by a kernel. Only gradients that it cannot read in place are collected first."""
+
+    def __init__(self, layout: BucketLayout, collected: CollectedGradients, total: torch.Tensor, kernels: Any) -> None:
+        super().__init__(layout, collected, total)
+        self._kernel = kernels.add_rounded
+        self._tables = GradientTables(layout)
+        self.capacity = NUM_PEAKS
+        self._peaks_of_calls = torch.zeros(NUM_PEAKS, len(layout), dtype=torch.float64, device=layout.device)
+
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> bool:
+        self._begin(weight, first=first)
+        if len(self._weights) == 1:
+            self._peaks_of_calls.zero_()
+        addresses = self._tables.addresses_of(gradients)
+        if addresses is None:
+            self._collected.collect(gradients)
+            addresses = self._tables.addresses_of([*self._collected.views])
+            assert addresses is not None
+        tables, num_blocks = self._tables, self._layout.num_blocks
+        with torch.cuda.device(self._layout.device):
+            self._kernel[(-(-num_blocks // _ROWS),)](
+                addresses, tables.first_blocks, tables.numels, tables.owner_of_block, self._anchors,
+                self._peaks_of_calls[len(self._weights) - 1].view(torch.int64), self._total, self._gradient,
+                num_blocks, _bits(weight), IS_FIRST=first, IS_LAST=last, ROWS=_ROWS, BLOCK=BLOCK_NUMEL,
+                enable_fp_fusion=False,  # fused multiply-add would round once instead of twice
+            )  # fmt: skip
+        return last
+
+    def take_peaks(self) -> torch.Tensor:
+        weights, self._weights = self._weights, []
+        return self._peaks_of_calls[: len(weights)]
+
+
+class InPlaceTerms:
+    """The gradients of a step that has only one micro-batch, left where they are: they are their own sum."""
+
+    def __init__(self, layout: BucketLayout, kernels: Any) -> None:
+        self._layout = layout
+        self._kernel = kernels.clear_signs_of_zeros
+        self._tables = GradientTables(layout)
+        self._peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
+        self._like = torch.empty(1, dtype=layout.dtype, device=layout.device)
+
+    def take(self, gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
+        """Turn -0.0 into 0.0. Returns the largest magnitude, NaN if there is a NaN; None if this is not possible."""
+        addresses = self._tables.addresses_of(gradients)
+        if addresses is None:
+            return None
+        self._peaks.zero_()
+        tables, num_blocks = self._tables, self._layout.num_blocks
+        with torch.cuda.device(self._layout.device):
+            self._kernel[(-(-num_blocks // _ROWS),)](
+                addresses, tables.first_blocks, tables.numels, tables.owner_of_block,
+                self._peaks.view(torch.int64), self._like, num_blocks, ROWS=_ROWS, BLOCK=BLOCK_NUMEL,
+            )  # fmt: skip
+        return self._peaks.amax()
+
+
+def kernels_on(device: torch.device) -> Any:
+    """The module of the kernels. None if they cannot be used on the device: torch's operations have the same result."""
+    if device.type != "cuda":
+        return None
+    if os.environ.get(SWITCH) == "0":
+        logger.info("exact sums on %s do not use the Triton kernels: %s=0", device, SWITCH)
+        return None
+    return _tried_kernels(device)
+
+
+@cache
+def _tried_kernels(device: torch.device) -> Any:
+    try:
+        from paceline.sync.gradients import exact_kernel
+
+        layout = BucketLayout({"": torch.zeros(BLOCK_NUMEL, device=device)}, 0)
+        total = torch.zeros(BLOCK_NUMEL, dtype=torch.float64, device=device)
+        KernelAddition(layout, CollectedGradients(layout), total, exact_kernel).add(
+            [*layout.parameters], 1.0, first=True
+        )
+    except Exception as error:  # no package, no compiler, no support for the device, ...
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        logger.info("exact sums on %s do not use the Triton kernels: %s", device, reason)
+        return None
+    return exact_kernel
+
+
+def _bits(number: float) -> int:
+    """The bits of a float64 as an integer: Triton passes floats to kernels as float32."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return int(bits)
