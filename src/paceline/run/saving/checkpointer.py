@@ -74,9 +74,7 @@ class Checkpointer:
         self.requested = Decision.CONTINUE  # what this worker asks all workers to do; the largest request counts
         self._must_stop = False  # requested, and not done yet
         self._agreed = Decision.CONTINUE
-        # On a GPU the numbers arrive late. All workers read them with the same delay.
-        lag_steps = GPU_LAG_STEPS if self._world.device.type == "cuda" and self._world.size > 1 else 0
-        self._reader = DeferredReader[Numbers](self._agree, lag_steps)
+        self._reader = self._make_reader()
         self._registered: dict[str, tuple[HasState, Pattern]] = {}
         self._metrics: dict[str, float] | None = None  # of a save requested by `save`
         self._has_saved = self._is_prepared = self._has_failed = self._is_finished = False
@@ -131,6 +129,11 @@ class Checkpointer:
             for writer in self._writers:  # otherwise rank 0 waits for the part of a lost worker
                 run.communicator.abort_with(writer.abandon)
 
+    def _make_reader(self) -> DeferredReader[Numbers]:
+        """Of the numbers of completed steps. From a GPU they arrive late; all workers read them with the same delay."""
+        is_late = self._world.device.type == "cuda" and self._world.size > 1
+        return DeferredReader(self._agree, GPU_LAG_STEPS if is_late else 0)
+
     def reconnect(self, loop: Loop) -> None:
         """Save with the workers of the new world, which call this together.
 
@@ -138,7 +141,7 @@ class Checkpointer:
         """
         communicator = self._run.communicator
         self._world = communicator.world
-        self._reader.clear()
+        self._reader = self._make_reader()  # a newcomer's was that of a world of one
         if self._agreed is Decision.CHANGE:
             self._agreed = Decision.CONTINUE
         self._set_request(Decision.CONTINUE if self.requested is Decision.CHANGE else self.requested)
