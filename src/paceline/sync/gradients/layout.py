@@ -18,7 +18,7 @@ BLOCK_NUMEL = 128
 class BucketLayout:
     """The parameters of one bucket, all of one dtype, and their offsets in a flat buffer of `numel` elements.
 
-    first: the index of its first parameter among those of all buckets.
+    first: the index of its first parameter among those of all buckets. offsets: of the parameters, in elements.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], first: int) -> None:
@@ -32,7 +32,7 @@ class BucketLayout:
         ends = np.cumsum(sizes)
         self.num_blocks = int(ends[-1])
         self.numel = self.num_blocks * BLOCK_NUMEL
-        self._offsets: list[int] = ((ends - sizes) * BLOCK_NUMEL).tolist()
+        self.offsets: list[int] = ((ends - sizes) * BLOCK_NUMEL).tolist()
         # By block: the index of its parameter within the bucket.
         self.owner_of_block = np.repeat(np.arange(len(sizes)), sizes)
         self._has_blocks = np.array(sizes) > 0
@@ -46,13 +46,13 @@ class BucketLayout:
         """Each parameter's view of a flat buffer, with the parameter's shape and strides."""
         return [
             torch.as_strided(flat, p.shape, _dense_strides(p), flat.storage_offset() + offset)
-            for p, offset in zip(self.parameters, self._offsets, strict=True)
+            for p, offset in zip(self.parameters, self.offsets, strict=True)
         ]
 
     def gaps(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a flat buffer between the parameters."""
-        ends = [*self._offsets[1:], self.numel]
-        starts = [offset + p.numel() for offset, p in zip(self._offsets, self.parameters, strict=True)]
+        ends = [*self.offsets[1:], self.numel]
+        starts = [offset + p.numel() for offset, p in zip(self.offsets, self.parameters, strict=True)]
         return [flat[start:end] for start, end in zip(starts, ends, strict=True) if start < end]
 
     def peaks(self, peak_of_part: np.ndarray, first_parts: np.ndarray | None = None) -> np.ndarray:

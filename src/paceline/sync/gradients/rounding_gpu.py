@@ -11,6 +11,7 @@ from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
 
+import numpy as np
 import torch
 
 from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout, memory_order
@@ -19,8 +20,8 @@ from paceline.sync.gradients.rounding import NUM_PEAKS, CollectedGradients, Roun
 logger = logging.getLogger("paceline")
 
 SWITCH = "PACELINE_TRITON"
-ALIGNMENT_BYTES = 16  # of what the kernels load at a time
-_ROWS = 32  # blocks per program of a kernel
+ALIGNMENT_BYTES = 16  # at least what the kernels load at a time
+CHUNK_NUMEL = 4096  # of a program of the kernels
 # Allocators give a step's gradients the same few addresses again and again.
 _MAX_TABLES = 64
 _dtype = attrgetter("dtype")
@@ -42,10 +43,15 @@ class GradientTables:
     def __init__(self, layout: BucketLayout) -> None:
         self._device = layout.device
         self._likes = layout.views(torch.empty(layout.numel, dtype=layout.dtype, device="meta"))
-        starts = layout.owner_of_block.searchsorted(range(len(layout))).tolist()
-        self.first_blocks = torch.tensor(starts, dtype=torch.int32, device=layout.device)
-        self.numels = torch.tensor([p.numel() for p in layout.parameters], device=layout.device)
-        self.owner_of_block = torch.tensor(layout.owner_of_block, dtype=torch.int32, device=layout.device)
+        numels = np.array([p.numel() for p in layout.parameters])
+        num_chunks = -(-numels // CHUNK_NUMEL)
+        self.num_chunks = int(num_chunks.sum())
+        first_chunks = (num_chunks.cumsum() - num_chunks).astype(np.int32)
+        owner_of_chunk = np.repeat(np.arange(len(layout), dtype=np.int32), num_chunks)
+        self.numels, self.first_chunks, self.owner_of_chunk, self.offsets = (
+            torch.from_numpy(table).to(layout.device)
+            for table in (numels, first_chunks, owner_of_chunk, np.array(layout.offsets))
+        )
         self._tables: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
 
     def addresses_of(self, gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
@@ -96,12 +102,12 @@ class KernelAddition(RoundedAddition):
             self._collected.collect(gradients)
             addresses = self._tables.addresses_of([*self._collected.views])
             assert addresses is not None
-        tables, num_blocks = self._tables, self._layout.num_blocks
+        tables = self._tables
         with torch.cuda.device(self._layout.device):
-            self._kernel[(-(-num_blocks // _ROWS),)](
-                addresses, tables.first_blocks, tables.numels, tables.owner_of_block, self._anchors,
+            self._kernel[(tables.num_chunks,)](
+                addresses, tables.numels, tables.first_chunks, tables.owner_of_chunk, tables.offsets, self._anchors,
                 self._peaks_of_calls[len(self._weights) - 1].view(torch.int64), self._total, self._gradient,
-                num_blocks, _bits(weight), IS_FIRST=first, IS_LAST=last, ROWS=_ROWS, BLOCK=BLOCK_NUMEL,
+                _bits(weight), IS_FIRST=first, IS_LAST=last, CHUNK=CHUNK_NUMEL, BLOCK=BLOCK_NUMEL,
                 enable_fp_fusion=False,  # fused multiply-add would round once instead of twice
             )  # fmt: skip
         return last
@@ -127,11 +133,11 @@ class InPlaceTerms:
         if addresses is None:
             return None
         self._peaks.zero_()
-        tables, num_blocks = self._tables, self._layout.num_blocks
+        tables = self._tables
         with torch.cuda.device(self._layout.device):
-            self._kernel[(-(-num_blocks // _ROWS),)](
-                addresses, tables.first_blocks, tables.numels, tables.owner_of_block,
-                self._peaks.view(torch.int64), self._like, num_blocks, ROWS=_ROWS, BLOCK=BLOCK_NUMEL,
+            self._kernel[(tables.num_chunks,)](
+                addresses, tables.numels, tables.first_chunks, tables.owner_of_chunk, self._peaks.view(torch.int64),
+                self._like, CHUNK=CHUNK_NUMEL,
             )  # fmt: skip
         return self._peaks.amax()
 
