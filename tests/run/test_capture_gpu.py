@@ -14,6 +14,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
+from paceline.run.capture.graphs import CudaGraphs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -198,3 +199,14 @@ def test_steps_neither_allocate_nor_wait_once_they_are_captured() -> None:
                 allocated.append(torch.cuda.memory_allocated())
             torch.cuda.set_sync_debug_mode("default")
     assert max(allocated[40:]) <= max(allocated[20:40])
+
+
+def test_graphs_can_be_recorded_again_after_all_were_dropped() -> None:
+    """Torch frees the memory pool with its last graph. It cannot be used again: another one is."""
+    graphs = CudaGraphs(torch.device("cuda", torch.cuda.current_device()))
+    x = torch.ones(1000, device="cuda")
+    for _ in range(3):
+        graph, doubled = graphs.record(lambda: 2 * x)
+        graph.replay()
+        assert doubled.sum().item() == 2000
+        del graph, doubled

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from time import perf_counter
 from typing import NamedTuple, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -42,10 +43,13 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._alive: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
     def record(self, work: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
         """Record the kernels that `work` launches, without running them. The memory of its result is kept."""
         graph = torch.cuda.CUDAGraph()
+        if not self._alive:  # torch frees a pool with its last graph, and cannot use it again
+            self._pool = torch.cuda.graph_pool_handle()
         try:
             # Other threads may use the device meanwhile, for checkpoints or the exchange.
             with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -53,6 +57,7 @@ class CudaGraphs:
         except Exception as error:
             reason = _first_cause(error)
         else:
+            self._alive.add(graph)
             return graph, made
         # Outside of `except`: there the error would keep the tensors of the failed capture alive.
         del graph
