@@ -292,7 +292,7 @@ class MeanGradients:
             self._with_peaks[sums] = numbers
             if len(numbers) == sums.peaks_capacity:
                 self._note_peaks()
-        elif self._is_one_term:
+        elif self._is_one_term and not sums.are_surely_finite():
             self._writer.note_largest(self._number, sums.largest())
 
     def _note_peaks(self) -> None:

@@ -6,6 +6,7 @@ parameters.
 
 from __future__ import annotations
 
+import math
 from itertools import repeat
 from operator import is_not
 from typing import cast
@@ -56,6 +57,10 @@ class PlainSums:
         else:
             np.multiply(self._small, weight, out=self._small)
 
+    def are_surely_finite(self) -> bool:
+        """A fast check on a CPU. False if the sum of the sums overflows, and always on a GPU."""
+        return self._payload.is_cpu and math.isfinite(self._payload.sum())
+
     def largest(self) -> torch.Tensor:
         """The largest magnitude in the sums; NaN if there is a NaN."""
         return torch.maximum(self._payload.amax(), -self._payload.amin())  # a third of the time of aminmax
@@ -82,9 +87,9 @@ class ExactSums:
 
     def __init__(self, layout: BucketLayout, flat: torch.Tensor, workspace: Workspace | None = None) -> None:
         self.layout = layout
-        self.flat = flat
-        self.tail = self.flat[layout.numel :]
-        self._payload = self.flat[: layout.numel]
+        self._flat = flat
+        self.tail = flat[layout.numel :]
+        self._payload = flat[: layout.numel]
         # In the parameters' dtype: the gradients of a micro-batch while they are added, and finally the means.
         self._own = (
             torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
@@ -94,6 +99,12 @@ class ExactSums:
         self._gaps = [] if workspace is None else layout.gaps(self._own)
         self._views = layout.views(self._own)
         self._rounded = RoundedAddition(layout, self._own, self._payload, workspace)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The sums of all calls of `add`, to be exchanged."""
+        self._rounded.settle()
+        return self._flat
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The anchors of the grids, one per parameter of the bucket."""
@@ -118,10 +129,10 @@ class ExactSums:
         return self._rounded.peaks_of_gradient(weight)
 
     def clear(self) -> None:
-        self._payload.zero_()
-        self._rounded.forget_peaks()
+        self._rounded.clear()
 
     def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
+        self._rounded.settle()
         self._own.copy_(self._payload if divisor is None else self._payload / divisor)
         return self._views
 
