@@ -27,6 +27,7 @@ _RATE_PARTS = 3
 _DIGEST, _REQUEST, _GROUP = 5, 7, 8
 _MESSAGE = _GROUP + 1 + _RATE_PARTS
 _NO_RATE = [0.0] * (1 + _RATE_PARTS)
+_FEW = 512
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Layout:
         m, workers = self.num_micro_batches, self.num_workers
         return {
             "losses": m,
-            "largest": m if self.is_exact else 0,  # by micro-batch: the largest magnitude of its terms
+            "largest": m if self.is_exact else 0,  # by micro-batch: the largest magnitude, unless it is finite
             "peaks": workers * self.num_grids,  # by worker and tensor: the largest of the worker's terms
             "weights": m,
             "untold": 1,  # micro-batches without a known loss: the user called loss.backward()
@@ -133,10 +134,11 @@ class StepNumbersWriter:
         """The largest magnitudes of some micro-batches' terms (rows), for the tensors from index `first` on."""
         own = slice(first, first + peaks.shape[1])
         if peaks.is_cpu:  # NumPy is faster for few numbers
-            rows = peaks.numpy()
-            np.maximum(self._host_peaks[own], rows.max(0), out=self._host_peaks[own])
-            for number, magnitude in zip(numbers, rows.max(1).tolist(), strict=True):
-                self.note_largest(number, magnitude)
+            rows, so_far = peaks.numpy(), self._host_peaks[own]
+            np.maximum(so_far, np.maximum.reduce(rows), out=so_far)
+            if not math.isfinite(np.add.reduce(so_far)):
+                for number, magnitude in zip(numbers, rows.max(1).tolist(), strict=True):
+                    self.note_largest(number, magnitude)
         else:
             torch.maximum(self.peaks[own], peaks.amax(0), out=self.peaks[own])
             if numbers[-1] - numbers[0] == len(numbers) - 1:  # nearly always
@@ -147,7 +149,7 @@ class StepNumbersWriter:
                 self.note_largest(number, magnitude)
 
     def note_largest(self, number: int, magnitude: torch.Tensor | float) -> None:
-        """The largest magnitude of a micro-batch's terms."""
+        """The largest magnitude of a micro-batch's terms. One that is known to be finite need not be noted."""
         if isinstance(magnitude, torch.Tensor):
             largest = self._largest[number]
             torch.maximum(largest, magnitude, out=largest)
@@ -203,7 +205,7 @@ class StepNumbers:
         if not tail.is_cpu:
             self._source = HostCopy(tail)
         else:  # a list is faster for few numbers
-            self._source = tail.numpy().copy() if layout.num_grids else tail.tolist()
+            self._source = tail.tolist() if layout.total <= _FEW else tail.numpy().copy()
 
     @property
     def has_arrived(self) -> bool:
@@ -276,8 +278,8 @@ class StepNumbers:
     @property
     def peaks(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """By tensor with a grid: the largest magnitude of any micro-batch's weighted term."""
-        peaks = self._part("peaks").reshape(self._layout.num_workers, -1).max(0)
-        return np.asarray(peaks, np.float64)
+        peaks = self._part("peaks").reshape(self._layout.num_workers, -1)
+        return np.asarray(np.maximum.reduce(peaks), np.float64)
 
     def non_finite(self) -> tuple[str, float, int] | None:
         for what, part in (("loss", "losses"), ("gradient", "largest")):

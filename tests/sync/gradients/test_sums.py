@@ -74,17 +74,18 @@ def test_a_parameter_without_a_gradient_keeps_nothing_of_an_earlier_step(kind: t
 @pytest.mark.parametrize("weight", [1.0, 0.5, 1 / 3])
 @pytest.mark.parametrize("numel", [1, BLOCK_NUMEL, CPU_BLOCKS * BLOCK_NUMEL + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_exact_sums_are_those_of_the_formula(numel: int, weight: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_terms", [1, 2, 3])
+def test_exact_sums_are_those_of_the_formula(numel: int, weight: float, dtype: torch.dtype, num_terms: int) -> None:
     generator = torch.Generator().manual_seed(numel)
     made = layout((numel,), (7,), dtype=dtype)
-    terms = [[torch.randn(n, generator=generator).to(dtype) for n in (numel, 7)] for _ in range(2)]
+    terms = [[torch.randn(n, generator=generator).to(dtype) for n in (numel, 7)] for _ in range(num_terms)]
     sums, grids = exact_sums(made, terms)
     for number, term in enumerate(terms):
         sums.add(term, weight, first=number == 0)
     assert sums.take_peaks().tolist() == [[abs(t.double() * weight).max().item() for t in term] for term in terms]
     for index, (view, anchor) in enumerate(zip(made.views(sums.flat), grids.anchors, strict=True)):
         rounded = [(term[index].double() * weight + anchor) - anchor for term in terms]
-        assert torch.equal(view, rounded[0] + rounded[1])
+        assert torch.equal(view, torch.stack(rounded).sum(0))
 
 
 def test_not_a_number_passes_through_and_is_seen() -> None:

@@ -297,7 +297,7 @@ class MeanGradients:
                 self._note_peaks()
             return
         sums.add(gradients, self._factor, first=self._is_first)
-        if isinstance(sums, OneTermSums):
+        if isinstance(sums, OneTermSums) and not sums.are_surely_finite():
             self._writer.note_largest(self._number, sums.largest())
 
     def _note_peaks(self) -> None:

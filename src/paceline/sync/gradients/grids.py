@@ -101,8 +101,9 @@ class Grids:
     def are_comfortable(self, peaks: Floats, num_terms: int) -> bool:
         """A fast check: True if all fit and none would move."""
         _, high = self._comfort()
-        relative = peaks * (num_terms / high)
-        return bool(relative.max() <= 1 and relative.min() >= _LEAST_COMFORTABLE)  # False if there is a NaN
+        relative = peaks / high
+        largest, least = np.maximum.reduce(relative) * num_terms, np.minimum.reduce(relative) * num_terms
+        return bool(largest <= 1 and least >= _LEAST_COMFORTABLE)  # False if there is a NaN
 
     def _comfort(self) -> tuple[Floats, Floats]:
         if self._limits is None:

@@ -77,6 +77,9 @@ class RoundedAddition:
 
     `take_peaks` returns each parameter's largest |weight * gradient| in the calls of `add` since the last time; it must
     be called after `capacity` of them.
+
+    On a CPU the total has its blocks' anchors added to it after every other call, until `settle`: anchors of
+    alternating signs cancel, which saves a pass over all numbers.
     """
 
     def __init__(
@@ -93,12 +96,14 @@ class RoundedAddition:
         self._anchors = torch.ones(len(layout), dtype=torch.float64, device=layout.device)
         self._peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
         self._weights: list[float] = []  # of the calls whose peaks were not taken yet
+        self._is_anchored = False
         self._owners = torch.from_numpy(layout.owner_of_block.astype(np.int32)).to(layout.device)
         self.capacity = NUM_PEAKS if layout.device.type == "cpu" and workspace is None else 1
         if layout.device.type == "cpu":
-            self._anchor_of_block = torch.ones(layout.num_blocks, 1, dtype=torch.float64)
+            ones = torch.ones(layout.num_blocks, 1, dtype=torch.float64)
+            self._anchors_of_block = torch.stack([ones, -ones])
             scratch = _scratch() if workspace is None else workspace.scratch
-            whole = self._gradient, self._total, self._anchor_of_block
+            whole = self._gradient, self._total, *self._anchors_of_block
             chunks = zip(*(each.split(CPU_BLOCKS) for each in whole), strict=True)
             self._chunks = [(*chunk, scratch[: len(chunk[0])]) for chunk in chunks]
             self._ends = _Ends(layout, self._gradient, self.capacity)
@@ -107,7 +112,9 @@ class RoundedAddition:
         """One per parameter of the bucket."""
         self._anchors.copy_(torch.from_numpy(anchors))
         if self._layout.device.type == "cpu":
-            np.take(anchors, self._layout.owner_of_block, out=self._anchor_of_block.numpy()[:, 0])
+            positive, negative = self._anchors_of_block.numpy()[:, :, 0]
+            np.take(anchors, self._layout.owner_of_block, out=positive)
+            np.negative(positive, out=negative)
 
     def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> bool:
         """`first` overwrites the total instead of adding to it.
@@ -147,24 +154,36 @@ class RoundedAddition:
             return self._peaks[None]
         return torch.from_numpy(self._ends.peaks(len(weights)) * np.abs(weights)[:, None])
 
-    def forget_peaks(self) -> None:
+    def clear(self) -> None:
+        """The total is zero, and no peaks are known."""
+        self._total.zero_()
         self._weights.clear()
+        self._is_anchored = False
 
     def _add_on_host(self, weight: float, *, first: bool) -> None:
         is_one_pass = self._layout.dtype != torch.float64 and _fits_29_bits(weight)
         call = len(self._weights) - 1
-        for number, (gradient, total, anchors, scratch) in enumerate(self._chunks):
+        self._is_anchored = first or not self._is_anchored
+        for number, (gradient, total, positive, negative, scratch) in enumerate(self._chunks):
             term = total if first else scratch
+            anchors = positive if self._is_anchored else negative
             term.copy_(gradient)
             if is_one_pass:
                 # The product is exact in float64, so fused and separate rounding agree.
                 torch.add(anchors, term, alpha=weight, out=term)
             else:
                 term.mul_(weight).add_(anchors)
-            term.sub_(anchors)
             if not first:
+                # Exact, with or without the anchor: |total| <= 2**top, and the anchor is 3 * 2**top.
                 total.add_(term)
             self._ends.note(call, number)  # while the chunk is in the cache
+
+    def settle(self) -> None:
+        """Let the total be the sum of the terms."""
+        if self._is_anchored:
+            self._is_anchored = False
+            for _, total, _, negative, _ in self._chunks:
+                total.add_(negative)
 
     def _gather_peaks(self, peak_of_block: torch.Tensor) -> None:
         self._peaks.copy_(torch.from_numpy(self._layout.peaks(peak_of_block.double().cpu().numpy())))
@@ -181,6 +200,7 @@ class _Ends:
         firsts = np.arange(0, layout.num_blocks, CPU_BLOCKS)
         segments = np.union1d(layout.first_blocks, firsts)
         self._first_segments = np.searchsorted(segments, layout.first_blocks)
+        self._are_parameters = len(segments) == len(layout)
         dtype = np.float64 if layout.dtype == torch.float64 else np.float32
         self._ends = np.zeros((num_calls, 2, len(segments)), dtype)
         self._chunks = []
@@ -202,7 +222,10 @@ class _Ends:
 
     def peaks(self, num_calls: int) -> np.ndarray:
         """By call and parameter: the largest magnitude; NaN if there is a NaN."""
-        return self._layout.peaks(np.abs(self._ends[:num_calls]).max(1), self._first_segments)
+        ends = self._ends[:num_calls]
+        np.abs(ends, out=ends)
+        largest: np.ndarray = np.maximum(ends[:, 0], ends[:, 1])
+        return largest if self._are_parameters else self._layout.peaks(largest, self._first_segments)
 
 
 @lru_cache(maxsize=64)

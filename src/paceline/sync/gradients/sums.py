@@ -6,6 +6,7 @@ parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -90,6 +91,10 @@ class OneTermSums(PlainSums):
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
+    def are_surely_finite(self) -> bool:
+        """A fast check on a CPU. False if the sum of the sums overflows, and always on a GPU."""
+        return self._payload.is_cpu and math.isfinite(self._payload.sum())
+
     def largest(self) -> torch.Tensor:
         """The largest magnitude in the sums; NaN if there is a NaN."""
         if self._taken is not None and self._largest is not None:
@@ -119,13 +124,19 @@ class ExactSums:
 
     def __init__(self, layout: BucketLayout, flat: torch.Tensor, workspace: Workspace | None = None) -> None:
         self.layout = layout
-        self.flat = flat
-        self.tail = self.flat[layout.numel :]
-        self._payload = self.flat[: layout.numel]
+        self._flat = flat
+        self.tail = flat[layout.numel :]
+        self._payload = flat[: layout.numel]
         # In the parameters' dtype: the gradients of a micro-batch while they are added, and finally the means.
         self._collected = CollectedGradients(layout, workspace)
         self._has_means = False
         self._rounded = rounded_addition(layout, self._collected, self._payload, workspace)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The sums of all calls of `add`, to be exchanged."""
+        self._rounded.settle()
+        return self._flat
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The anchors of the grids, one per parameter of the bucket."""
@@ -149,11 +160,11 @@ class ExactSums:
         return self._rounded.peaks_of(gradients, weight)
 
     def clear(self) -> None:
-        self._payload.zero_()
         self._has_means = False
-        self._rounded.forget_peaks()
+        self._rounded.clear()
 
     def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
         if not self._has_means:
+            self._rounded.settle()
             self._collected.flat.copy_(self._payload if divisor is None else self._payload / divisor)
         return self._collected.views
