@@ -165,7 +165,7 @@ class Evidence:
 
 
 class Lines:
-    """The newest lines of metrics.jsonl, added as they are read. Damaged fields are left out; lines without a step too."""
+    """The newest lines of metrics.jsonl, added as they are read; without damaged fields and lines without a step."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]] = ()) -> None:
         self._lines: deque[tuple[Line, float]] = deque(maxlen=MAX_KEPT_LINES)  # with their times
