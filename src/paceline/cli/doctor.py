@@ -53,7 +53,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _head(files: RunFiles, evidence: Evidence) -> str:
     words = [f"{files.root.name}: {evidence.state}"]
     words += [f"step {evidence.lines[-1].step:,}"] if evidence.lines else []
-    if recent := evidence.recent():
+    if recent := evidence.recent:
         words.append(f"verdicts on steps {recent[0].since_step + 1:,} to {recent[-1].step:,}")
     return formats.one_line(", ".join(words))
 

@@ -2,13 +2,13 @@
 
     {"rank": 3, "host": "b", "device": "cuda:1", "device_name": "NVIDIA H200", "pid": 4715, "process_started": 123456,
      "time": 1763296811.5, "step": 1210, "step_at": 1763296811.4, "cpu": 101.5, "memory": 3221225472,
-     "memory_limit": 137438953472, "gpu": 97.0, "gpu_memory": 62277025792, "gpu_memory_limit": 150323855360,
-     "peak_bytes": 61203283968}
+     "memory_limit": 137438953472, "host_cpu": 61.0, "host_memory": 23622320128, "gpu": 97.0,
+     "gpu_memory": 62277025792, "gpu_memory_limit": 150323855360, "peak_bytes": 61203283968}
 
 `step_at` is when the step was first seen; times are Unix times. Memory is in bytes, `cpu` in percent of a core, `gpu`
-in percent; values that cannot be read are left out. `peak_bytes` is the most memory that the worker used: of its GPU,
-or else of its process. A background thread replaces the file once a second, so a file that
-is much older belongs to a worker that was suspended or killed.
+and `host_cpu` in percent; values that cannot be read are left out. The first worker of a host has those of the host.
+`peak_bytes` is the most memory that the worker used: of its GPU, or else of its process. A background thread replaces
+the file once a second, so a file that is much older belongs to a worker that was suspended or killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class WorkerStatus:
 
     def __init__(self, files: RunFiles, world: Callable[[], World], step: Callable[[], int]) -> None:
         self._files, self._world, self._step = files, world, step
-        self._sampler = SystemSampler(world().device, whole_host=False)
+        self._sampler = SystemSampler(world().device, whole_host=world().local_rank == 0)
         self._fixed = {
             **_hardware(world().device),
             "pid": os.getpid(),

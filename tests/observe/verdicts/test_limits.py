@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.verdicts.diagnose import diagnose
-from paceline.observe.verdicts.evidence import Evidence, Happened, Line, WorkerFacts, WorkerPart, lines_of
+from paceline.observe.verdicts.evidence import Evidence, Happened, Line, Lines, WorkerFacts, WorkerPart
 from paceline.observe.verdicts.verdict import Change, Limits, Verdict
 
 NUM_LINES = 12
@@ -40,6 +40,13 @@ def losses(*values: float, **facts: Any) -> Evidence:
     return Evidence(**{"lines": lines, "first_loss": values[0], **facts})
 
 
+def became_slow(*seconds: float) -> Evidence:
+    """Lines of 0.1 s, then lines of so many seconds in which a worker is slow, then one of 0.1 s as it was at first."""
+    usual = [replace(line, seconds=0.1) for line in 3 * run(part(), part()).lines]
+    slow = [replace(run(part(), part(speed=10)).lines[-1], seconds=each) for each in seconds]
+    return Evidence(lines=[*usual, *slow, usual[-1]])
+
+
 def on(host: str = "a", **values: Any) -> WorkerFacts:
     return WorkerFacts(host=host, device="cuda:0", **values)
 
@@ -65,6 +72,9 @@ TABLE = {
         Evidence(lines=[*run(part(), part(speed=10)).lines[:-1], run(part(), part()).lines[-1]]),
         FINE,
     ),
+    "slow in a single long line": (became_slow(10.0), FINE),
+    "slow in two long lines after many short ones": (became_slow(1.0, 1.0), ["slow worker"]),
+    "slow for less than most of the time": (became_slow(0.7, 0.7), FINE),
     "another world before": (run(part(), part(), before=(part(), part(), part(speed=1))), FINE),
     "alone before": (run(part(), part(speed=10), before=(part(),)), ["slow worker"]),
     "slow before, not now": (run(part(), part(), before=(part(), part(speed=10))), FINE),
@@ -295,7 +305,7 @@ DAMAGED: list[Any] = [
 
 
 def test_damaged_lines_give_no_error() -> None:
-    lines = lines_of(DAMAGED)
+    lines = Lines(DAMAGED).newest()
     assert [line.step for line in lines] == [5, 6, 7]
     assert kinds(Evidence(lines=lines * 5)) == ["diverging"]
 

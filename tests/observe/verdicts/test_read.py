@@ -6,12 +6,13 @@ import json
 import os
 from pathlib import Path
 from time import time
+from typing import Any
 
 import pytest
 from timeline_files import session, write_lines
 
 from paceline.observe.run_files import RunFiles, prepare_run_folder, write_json
-from paceline.observe.verdicts.read import read_evidence
+from paceline.observe.verdicts.read import EvidenceReader, read_evidence
 
 NOW = time()
 
@@ -23,6 +24,11 @@ def files(tmp_path: Path) -> RunFiles:
 
 def line(step: int, loss: float = 1.0) -> dict[str, float]:
     return {"step": step, "time": float(step), "loss": loss}
+
+
+def append_lines(path: Path, *records: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(f"{json.dumps(record)}\n" for record in records)
 
 
 def test_lines_before_a_resume_are_superseded(files: RunFiles) -> None:
@@ -41,6 +47,29 @@ def test_of_a_long_file_the_first_line_and_the_end_are_read(files: RunFiles) -> 
     assert read_evidence(files).is_whole
 
 
+def test_what_is_new_is_read_each_time(files: RunFiles) -> None:
+    """As a whole file would be: incomplete lines, a resume, another file of that name."""
+    reader = EvidenceReader(files)
+    assert reader.read().lines == []
+    write_lines(files.metrics, line(10, 5.0), line(20))
+    assert reader.read(NOW) == read_evidence(files, NOW)
+    with files.metrics.open("a") as file:
+        file.write(json.dumps(line(30))[:9])
+        file.flush()
+        assert [each.step for each in reader.read().lines] == [10, 20]
+        file.write(json.dumps(line(30))[9:] + "\n" + json.dumps({"resumed_from": 20}) + "\n")
+    append_lines(files.metrics, {"step": 25, "time": 40.0, "loss": 2.0})
+    append_lines(files.events, {"step": 25, "event": "world", "details": {"size": 1}})
+    found = reader.read()
+    assert [(each.step, each.since_step, each.seconds) for each in found.lines][1:] == [(20, 10, 10.0), (25, 20, 20.0)]
+    assert (found.is_whole, found.first_loss, found.num_workers) == (True, 5.0, 1)
+    assert reader.read(NOW) == read_evidence(files, NOW)
+    files.metrics.rename(files.metrics.with_suffix(".old"))
+    write_lines(files.metrics, line(1, 7.0))
+    assert [(each.step, each.loss) for each in reader.read().lines] == [(1, 7.0)]
+    assert reader.read().first_loss == 7.0
+
+
 def test_an_evaluation_is_not_a_line_of_its_own(files: RunFiles) -> None:
     write_lines(files.metrics, line(10), {"step": 10, "time": 14.0, "eval": {"loss": 1.0}}, line(20))
     assert [(each.step, each.seconds) for each in read_evidence(files).lines] == [(10, 0.0), (20, 10.0)]
@@ -51,7 +80,7 @@ def test_facts_come_from_the_status_of_a_worker_before_its_timeline(files: RunFi
     for rank in (0, 1):
         path = write_lines(files.timeline / f"rank-{rank}.jsonl", session(rank, 2), {"samples": samples})
         os.utime(path, (NOW - 20, NOW - 20))
-    status = {"rank": 1, "host": "b", "device": "cuda:1", "cpu": 99.0, "time": 0.0}
+    status = {"rank": 1, "host": "b", "device": "cuda:1", "cpu": 99.0, "gpu_memory": 3e9, "time": 0.0}
     write_json(files.ranks / "rank-1.json", status)
     os.utime(files.ranks / "rank-1.json", (NOW - 2, NOW - 2))
     devices = [{"name": "x"}, {"name": "x", "memory_bytes": 10_000}]
@@ -59,7 +88,7 @@ def test_facts_come_from_the_status_of_a_worker_before_its_timeline(files: RunFi
     first, second = read_evidence(files, NOW).workers
     assert (first.host, first.device, first.cpu) == ("a", "cpu", 50.0)
     assert first.silent_s == pytest.approx(20, abs=0.1)
-    assert (second.host, second.device, second.cpu, second.gpu_memory_bytes) == ("b", "cuda:1", 99.0, 2e9)
+    assert (second.host, second.device, second.cpu, second.gpu_memory_bytes) == ("b", "cuda:1", 99.0, 3e9)
     assert second.silent_s == pytest.approx(2, abs=0.1)
     assert second.gpu_memory_total_bytes == 10_000
     evidence = read_evidence(files, NOW)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_runs import Case, Death, Points, check, expected, launch, loop, wait_for_members
+from elastic_runs import (
+    NUM_SAMPLES,
+    Case,
+    Death,
+    Points,
+    check,
+    expected,
+    launch,
+    loop,
+    loss_of,
+    vectors,
+    wait_for_members,
+)
+from waiting import wait_until
 
 import paceline as pl
 from paceline.errors import WorkerError
@@ -54,6 +69,50 @@ def test_replacements_join(capfd: pytest.CaptureFixture[str]) -> None:
     errors = capfd.readouterr().err
     assert "paceline: restart 1: rank 2 was killed by SIGKILL" in errors
     assert "rank 0 failed: AcceleratorError: CUDA error: an illegal memory access was encountered: 2 workers" in errors
+
+
+def count_work(here: Points, trainer: pl.Trainer, folder: str) -> list[tuple[int, int]]:
+    """Train until a replacement has taken part. Every worker notes the micro-batches that it computes.
+
+    The replacement sets itself up only when the others have completed three more steps. They go on until it is in.
+    """
+    work = (Path(folder) / f"work-{'-'.join(map(str, here.own))}").open("w", buffering=1)
+    marks = Path(folder) / "marks"
+
+    def after_step(record: pl.StepRecord) -> None:
+        (marks / f"{record.step}").touch()
+        if record.step == 9:  # by then it may still be in its set-up
+            wait_for_members(3)
+
+    trainer.every(1, after_step)
+    for epoch in trainer.epochs(4):
+        for batch in epoch:
+            here("micro-batch", trainer.position.step)
+            trainer.backward(loss_of(trainer.model, batch))
+            work.write(f"{trainer.position.step} {batch.x.sum().item().hex()}\n")
+            trainer.step()
+
+
+def test_a_newcomer_costs_no_step(tmp_path: Path) -> None:
+    """The others train while it sets itself up, and repeat nothing when it joins: only the death costs a step."""
+    (tmp_path / "marks").mkdir()
+
+    def data() -> Any:
+        if Membership.from_environment() and Points([]).own[1] == 1:
+            wait_until(lambda: (tmp_path / "marks" / "6").exists())  # the step of the death is the third
+        return vectors(NUM_SAMPLES)
+
+    case = Case([Death(1, step=2)], data=data, train=partial(count_work, folder=str(tmp_path)))
+    [outcomes] = launch([case], 3, max_restarts=1)
+    assert [outcome["member"] for outcome in outcomes] == [(0, 0, 0), (1, 1, 0), (2, 0, 0)]
+    assert changes(outcomes[0])[1:] == [(2, 3, [], [1])]
+    work = [line for path in tmp_path.glob("work-*") for line in path.read_text().splitlines()]
+    times = Counter(work)
+    assert {line.split()[0] for line, count in times.items() if count > 1} <= {"2"}, "only the abandoned step"
+    by_newcomer = {int(line.split()[0]) for line in (tmp_path / "work-1-1-0").read_text().splitlines()}
+    assert min(by_newcomer) >= 6
+    assert by_newcomer == set(range(min(by_newcomer), 12)), "from then on it works in every step"
+    assert len(times) == sum(10 if step % 3 < 2 else 8 for step in range(12)), "every micro-batch, by whomever"
 
 
 def test_workers_stand_still_and_leave(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 from elastic_runs import Case, Death, Points, check, expected, launch, loop
 
 import paceline as pl
@@ -59,3 +60,19 @@ def test_the_next_rank_0_records_the_run(tmp_path: Path) -> None:
     assert max(Counter(line["step"] for line in lines(files)).values()) == 1
     events = [line for line in LineReader(files.events).read() if line["event"] == "world"]
     assert [event["details"]["left"] for event in events] == [[0], [0]]
+
+
+def test_the_next_rank_0_shows_the_progress(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Here and in the file of rank 0's output, which `paceline train` shows: the loss of the worker, and the end."""
+    recording = {"quiet": False, "run": pl.Recording(tmp_path, name="run", log_every=LOG_EVERY)}
+    case = Case([Death(0, step=2)], recording)
+    [outcomes] = launch([case], 3, logs=tmp_path / "logs")
+    shown = capfd.readouterr().out
+    assert (tmp_path / "logs" / "rank-0.out").read_text() in shown
+    steps = [line.split()[1] for line in shown.splitlines() if line.startswith("step ")]
+    assert [steps[0], steps[-1]] == ["1/6", "6/6"], shown
+    assert steps == sorted(set(steps)), "no step twice"
+    [moved] = [number for number, line in enumerate(shown.splitlines()) if "rank 0 was killed by SIGKILL" in line]
+    last = next(number for number, line in enumerate(shown.splitlines()) if "6/6" in line)
+    assert moved < last
+    assert [outcome["member"][0] for outcome in outcomes] == [1, 2]

@@ -11,7 +11,7 @@ from fake_workers import FakeNode, MakeNode, fake_node
 
 from paceline.run.launching import worker
 from paceline.run.launching.stalls import MIN_STALL_S, STALL_FACTOR, STOPPED_S
-from paceline.run.launching.supervisor import FINISH_S, MAX_BACK_OFF_S
+from paceline.run.launching.supervisor import FINISH_S, MAX_BACK_OFF_S, MAX_REPORTED_LOSSES
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 from paceline.run.membership.board import Activity
 from paceline.run.membership.generation import Member
@@ -37,6 +37,22 @@ def test_the_others_go_on_without_one_that_died(node: MakeNode, capfd: pytest.Ca
     assert "rank 1 was killed: 2 workers go on" in capfd.readouterr().err
     own.look()
     assert not own.replaced
+
+
+def test_reports_do_not_grow_with_the_losses_of_weeks(node: MakeNode) -> None:
+    own = node(2, max_restarts=1000)
+    own.enter_all()
+    for start in range(100):
+        assert own.end(1).kind is ExitKind.LEFT
+        own.look()
+        assert own.replaced[-1] == Member(0, 1, start + 1)
+        own.enter_all()
+        own.ready(1)
+        own.look()
+        assert own.generation.members == (Member(0, 0), Member(0, 1, start + 1))
+        own.enter_all()
+    lost = own.supervisor._report().lost
+    assert list(lost) == [Member(0, 1, start) for start in range(100 - MAX_REPORTED_LOSSES, 100)]
 
 
 def test_rank_0_is_a_worker_like_any_other(node: MakeNode) -> None:

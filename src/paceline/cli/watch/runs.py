@@ -43,6 +43,7 @@ class RunEntry:
         self.id = id_of(root.name)
         self.status: Status | None = None
         self.last: dict[str, Any] = {}  # by name, the newest values of the last lines
+        self.names: dict[str, None] = {}  # of metrics that were seen, in order
         self.work: list[float] = []  # by worker, micro-batches of the last lines with the newest number of workers
         self.last_step = 0
         self.pace_s: float | None = None  # seconds per step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import resource
 import socket
 from contextlib import suppress
@@ -20,6 +21,7 @@ DEFAULT_PORT = 8642
 # Connections without a complete request are closed after this time.
 REQUEST_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
+TICK_S = 0.5
 MAX_HEADER_BYTES = 16 << 10
 
 
@@ -50,7 +52,7 @@ class WatchServer:
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
 
     @property
     def address(self) -> str:
@@ -66,6 +68,14 @@ class WatchServer:
     def stop(self) -> None:
         """From another thread."""
         self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Looks less often whether it is to end: looking ten times a second costs as much as showing a run."""
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(TICK_S)
 
 
 class _Protocol(H11Protocol):

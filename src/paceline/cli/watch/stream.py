@@ -163,10 +163,6 @@ class RunSource:
         return f"metrics={self._metrics.offset}&events={self._events.offset}"
 
     def new(self) -> Iterator[Event]:
-        run = self._runs.find(self._run.id)
-        if run is None:
-            yield "gone", {}
-            return
         records, happened = self._metrics.records(), self._events.records()
         if records is None or happened is None:
             yield "restart", {}
@@ -174,13 +170,14 @@ class RunSource:
             yield "metrics", {"records": shown, "offset": self._metrics.offset}
         if events := [each for record in happened or () if (each := view.shown_event(record)) is not None]:
             yield "events", {"events": events, "offset": self._events.offset}
-        if self._logs is not None:
-            yield from self._logs.new()
         if monotonic() - self._viewed_at >= VIEW_INTERVAL_S:
             self._viewed_at = monotonic()
-            yield from self._changes(run)
+            run = self._runs.find(self._run.id)
+            yield from [("gone", {})] if run is None else self._changes(run)
 
     def _changes(self, run: RunEntry) -> Iterator[Event]:
+        if self._logs is not None:
+            yield from self._logs.new()
         found = view.view(run)
         if found | {"now": 0} != self._view:
             self._view = found | {"now": 0}

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
 from time import monotonic
 from typing import Any
 
 from paceline.observe.run_files import RunFiles
 from paceline.observe.verdicts.diagnose import diagnose
-from paceline.observe.verdicts.read import read_evidence
+from paceline.observe.verdicts.read import EvidenceReader
 from paceline.observe.verdicts.verdict import Verdict
 
-# A page asks once a second, and reading the evidence takes some milliseconds.
-INTERVAL_S = 2.0
-_known: dict[str, tuple[float, list[dict[str, Any]]]] = {}
+# Several pages may show one run.
+INTERVAL_S = 0.5
+MAX_RUNS = 16
 
 
 def verdicts_of(files: RunFiles) -> list[dict[str, Any]]:
     """The most important first; at most `INTERVAL_S` old. The keys are those of docs/watch-api.md."""
-    made, found = _known.get(str(files.root), (0.0, []))
-    if monotonic() - made >= INTERVAL_S:
-        found = [_shown(verdict) for verdict in diagnose(read_evidence(files))]
-        _known[str(files.root)] = monotonic(), found
-    return found
+    return _judge(files.root).verdicts()
+
+
+class _Judge:
+    """Of one run. It reads what is new in the run's files. Thread-safe."""
+
+    def __init__(self, root: Path) -> None:
+        self._evidence = EvidenceReader(RunFiles(root))
+        self._lock = Lock()
+        self._made_s, self._found = -INTERVAL_S, list[dict[str, Any]]()
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        with self._lock:
+            if monotonic() - self._made_s >= INTERVAL_S:
+                self._found = [_shown(verdict) for verdict in diagnose(self._evidence.read())]
+                self._made_s = monotonic()
+            return self._found
+
+
+_judge = lru_cache(maxsize=MAX_RUNS)(_Judge)
 
 
 def _shown(verdict: Verdict) -> dict[str, Any]:

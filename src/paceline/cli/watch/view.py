@@ -65,12 +65,15 @@ def end_of(path: Path) -> int:
 
 
 def names_of(run: RunEntry) -> list[str]:
-    """The names in the first and the last lines of the metrics, by first appearance."""
+    """The names in the first lines of the metrics and in those that were last at some time, by first appearance."""
     found = file_stat(run.files.metrics)
     if found is None:
         return []
-    head = _head_names(run.files.metrics, found.st_ino, min(found.st_size, HEAD_BYTES))
-    return list(head | dict.fromkeys(name for name, _ in flat_items(run.last) if name != "step"))
+    # A short file grows: it is read when its size has doubled.
+    num_bytes = min(1 << found.st_size.bit_length() >> 1, HEAD_BYTES)
+    run.names |= _head_names(run.files.metrics, found.st_ino, num_bytes)
+    run.names |= dict.fromkeys(name for name, _ in flat_items(run.last) if name != "step")
+    return list(run.names)
 
 
 @lru_cache(maxsize=64)

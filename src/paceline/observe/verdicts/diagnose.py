@@ -39,7 +39,7 @@ def diagnose(evidence: Evidence, limits: Limits | None = None) -> list[Verdict]:
 
 
 def _nothing_wrong(evidence: Evidence) -> Verdict:
-    lines = evidence.recent()
+    lines = evidence.recent
     rate = evidence.lines[-1].samples_per_s if evidence.lines else None
     speed_text = "" if rate is None else f" at {formats.rate(rate)} samples/s"
     if not lines:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import isfinite
 from statistics import median
 from typing import Any
 
 from paceline.observe.json_lines import is_count, is_number
+from paceline.observe.metrics import RESUMED_FROM
 
 # Recent lines: at least this many, and as many more as cover this time, up to a limit.
 MIN_LINES, RECENT_S, MAX_LINES = 3, 2.0, 50
+# The newest lines that are kept.
+MAX_KEPT_LINES = 256
 
 _LANES = ("computing", "data", "exchange")
 
@@ -138,41 +143,51 @@ class Evidence:
         has_several = len({worker.host for worker in self.workers}) > 1
         return f"worker {rank} on host {host}" if has_several and host else f"worker {rank}"
 
-    def timed(self) -> Sequence[Line]:
-        """The newest lines whose time is known, back to where the number of workers changed."""
+    def timed(self) -> Iterator[Line]:
+        """The newest lines whose time is known, from the last one back to where the number of workers changed."""
+        count = None
+        for line in reversed(self.lines):
+            if line.workers and line.seconds > 0:
+                if count not in (None, len(line.workers)):
+                    return
+                count = len(line.workers)
+                yield line
+
+    @cached_property
+    def recent(self) -> Sequence[Line]:
+        """The last of `timed`, in order; empty if there are too few."""
         kept: list[Line] = []
-        for line in (line for line in reversed(self.lines) if line.workers and line.seconds > 0):
-            if kept and len(line.workers) != len(kept[0].workers):
+        for line in self.timed():
+            if len(kept) >= MAX_LINES or (len(kept) >= MIN_LINES and sum(each.seconds for each in kept) >= RECENT_S):
                 break
             kept.append(line)
-        return kept[::-1]
-
-    def recent(self) -> Sequence[Line]:
-        """The last of `timed`; empty if there are too few."""
-        lines = self.timed()
-        count, seconds = 0, 0.0
-        for line in reversed(lines):
-            if count >= MAX_LINES or (count >= MIN_LINES and seconds >= RECENT_S):
-                break
-            count, seconds = count + 1, seconds + line.seconds
-        return lines[len(lines) - count :] if count >= MIN_LINES else ()
+        return kept[::-1] if len(kept) >= MIN_LINES else ()
 
 
-def lines_of(records: Sequence[Mapping[str, Any]]) -> list[Line]:
-    """Lines of metrics.jsonl without superseded ones. Damaged fields are left out; lines without a step too."""
-    lines: list[Line] = []
-    step, time = 0, None
-    for record in records:
-        if not is_count(record.get("step")) or not is_number(record.get("time")):
-            continue
-        if "loss" not in record and "samples_per_s" not in record:
-            continue  # an evaluation: its time counts as that of the next line
-        now = float(record["time"])
-        seconds = 0.0 if time is None else max(now - time, 0.0)
-        numbers = {name: _number(record.get(name)) for name in ("loss", "lr", "samples_per_s")}
-        lines.append(Line(record["step"], step, seconds, **numbers, workers=_parts(record)))
-        step, time = record["step"], now
-    return lines
+class Lines:
+    """The newest lines of metrics.jsonl, added as they are read; without damaged fields and lines without a step."""
+
+    def __init__(self, records: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._lines: deque[tuple[Line, float]] = deque(maxlen=MAX_KEPT_LINES)  # with their times
+        self.add(records)
+
+    def add(self, records: Sequence[Mapping[str, Any]]) -> None:
+        for record in records:
+            if is_count(record.get(RESUMED_FROM)) and "step" not in record:
+                while self._lines and self._lines[-1][0].step > record[RESUMED_FROM]:
+                    self._lines.pop()  # superseded
+            if not is_count(record.get("step")) or not is_number(record.get("time")):
+                continue
+            if "loss" not in record and "samples_per_s" not in record:
+                continue  # an evaluation: its time counts as that of the next line
+            now = float(record["time"])
+            before, time = (self._lines[-1][0].step, self._lines[-1][1]) if self._lines else (0, now)
+            numbers = {name: _number(record.get(name)) for name in ("loss", "lr", "samples_per_s")}
+            line = Line(record["step"], before, max(now - time, 0.0), **numbers, workers=_parts(record))
+            self._lines.append((line, now))
+
+    def newest(self) -> list[Line]:
+        return [line for line, _ in self._lines]
 
 
 def median_of(values: Sequence[float | None]) -> float | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from math import isfinite
-from statistics import median
+
+import numpy as np
 
 from paceline.observe import formats
 from paceline.observe.verdicts import remedies
@@ -90,7 +91,8 @@ def left(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
 
 def diverging(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     lines = [line for line in evidence.lines if line.loss is not None]
-    best = min(_medians(lines), default=None)
+    medians = _medians(lines)
+    best = min(medians, default=None)
     lowest, at = best if best is not None else (None, 0)
     rate = next((line.lr for line in lines if line.step == at), None) or (lines[0].lr if lines else None)
     changes = remedies.divergence(evidence, rate)
@@ -109,8 +111,8 @@ def diverging(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
         return
     if lowest is None:
         return
-    recent = _medians(lines)[-1][0]
-    first = max(_medians(lines)[0][0], evidence.first_loss or 0.0)
+    recent = medians[-1][0]
+    first = max(medians[0][0], evidence.first_loss or 0.0)
     is_higher = recent > limits.loss_ratio * lowest if lowest > 0 else recent > first
     if is_higher and recent - lowest >= limits.loss_regained * (first - lowest):
         ratio = f", {recent / lowest:.1f} times its minimum" if lowest > 0 else ""
@@ -149,8 +151,8 @@ def _medians(lines: Sequence[Line]) -> list[tuple[float, int]]:
     if not losses:
         return []
     size = min(_SMOOTH, len(losses))
-    ends = range(size, len(losses) + 1)
-    return [(median(loss for loss, _ in losses[end - size : end]), losses[end - 1][1]) for end in ends]
+    windows = np.lib.stride_tricks.sliding_window_view([loss for loss, _ in losses], size)
+    return list(zip(np.median(windows, axis=1).tolist(), [step for _, step in losses[size - 1 :]], strict=True))
 
 
 def _of(used: float, total: float) -> str:

@@ -2,57 +2,104 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
+from stat import S_ISREG
 from time import time
 from typing import Any
 
 from paceline.observe.json_lines import LineReader, is_count, is_number, parse_lines
-from paceline.observe.metrics import RESUMED_FROM
 from paceline.observe.run_files import RunFiles, read_json, read_status, state_of
 from paceline.observe.timeline.files import timeline_files
-from paceline.observe.verdicts.evidence import Evidence, Happened, WorkerFacts, lines_of
+from paceline.observe.verdicts.evidence import Evidence, Happened, Lines, WorkerFacts
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16
+# The newest ones that are kept.
+MAX_EVENTS = 500
 
 
 def read_evidence(files: RunFiles, now: float | None = None) -> Evidence:
     """now: Unix time; the current time by default."""
-    now = time() if now is None else now
-    status = read_status(files)
-    state = state_of(files, status)
-    records = list(_tail(files.metrics))
-    events = [
-        Happened(str(record["event"]), record["step"], _mapping(record.get("details")))
-        for record in _tail(files.events)
-        if "event" in record and is_count(record.get("step"))
-    ]
-    environment = _mapping(read_json(files.environment))
-    host = _mapping(environment.get("host"))
-    found = _workers(files, now)
-    for facts in found.values():
-        if facts.get("host") == host.get("name"):
-            facts.setdefault("memory_limit", host.get("memory_bytes"))
-            facts.setdefault("gpu_memory_limit", _device_memory(environment, str(facts.get("device"))))
-    lines = lines_of(_current(records))
-    head = lines_of(_head(files.metrics))
-    return Evidence(
-        state=state,
-        reason=status.reason if status else None,
-        lines=lines,
-        is_whole=bool(lines and head) and lines[0].step == head[0].step,
-        first_loss=head[0].loss if head else None,
-        events=events,
-        workers=[_facts(found.get(rank, {})) for rank in range(max(found, default=-1) + 1)],
-        silent_s=max(now - files.metrics.stat().st_mtime, 0.0) if files.metrics.is_file() else None,
-        settings=read_settings(files.config),
-        host_memory_bytes=_number(found.get(0, {}).get("host_memory")),
-        host_memory_total_bytes=_number(found.get(0, {}).get("memory_limit")),
-        cores=cores if is_count(cores := host.get("cores")) else None,
-    )
+    return EvidenceReader(files).read(now)
+
+
+class EvidenceReader:
+    """Reads a run's evidence as often as asked: after the first time, only what is new in its files."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self._files = files
+        self._metrics, self._events = _Growing(files.metrics), _Growing(files.events)
+        self._lines, self._head = Lines(), Lines()
+        self._happened: deque[Happened] = deque(maxlen=MAX_EVENTS)
+
+    def read(self, now: float | None = None) -> Evidence:
+        """now: Unix time; the current time by default."""
+        files, now = self._files, time() if now is None else now
+        status = read_status(files)
+        self._read_lines()
+        environment = _mapping(read_json(files.environment))
+        host = _mapping(environment.get("host"))
+        found = _workers(files, now)
+        for facts in found.values():
+            if facts.get("host") == host.get("name"):
+                facts.setdefault("memory_limit", host.get("memory_bytes"))
+                facts.setdefault("gpu_memory_limit", _device_memory(environment, str(facts.get("device"))))
+        lines, head = self._lines.newest(), self._head.newest()
+        return Evidence(
+            state=state_of(files, status),
+            reason=status.reason if status else None,
+            lines=lines,
+            is_whole=bool(lines and head) and lines[0].step == head[0].step,
+            first_loss=head[0].loss if head else None,
+            events=[*self._happened],
+            workers=[_facts(found.get(rank, {})) for rank in range(max(found, default=-1) + 1)],
+            silent_s=max(now - files.metrics.stat().st_mtime, 0.0) if files.metrics.is_file() else None,
+            settings=read_settings(files.config),
+            host_memory_bytes=_number(found.get(0, {}).get("host_memory")),
+            host_memory_total_bytes=_number(found.get(0, {}).get("memory_limit")),
+            cores=cores if is_count(cores := host.get("cores")) else None,
+        )
+
+    def _read_lines(self) -> None:
+        records, is_other = self._metrics.read()
+        if is_other:
+            self._lines = Lines()
+        if is_other or not self._head.newest():
+            self._head = Lines(_head(self._files.metrics))
+        self._lines.add(records)
+        records, is_other = self._events.read()
+        if is_other:
+            self._happened.clear()
+        for record in records:
+            if "event" in record and is_count(record.get("step")):
+                happened = Happened(str(record["event"]), record["step"], _mapping(record.get("details")))
+                self._happened.append(happened)
+
+
+class _Growing:
+    """A file of JSON lines, from near its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader: LineReader | None = None
+        self._inode = 0
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The new records, and whether they are of another file than those before."""
+        try:
+            found = self._path.stat()
+            if not S_ISREG(found.st_mode):
+                return [], False
+            is_other = self._reader is None or self._inode != found.st_ino or self._reader.offset > found.st_size
+            if self._reader is None or is_other:
+                self._reader, self._inode = LineReader(self._path, tail=True), found.st_ino
+            return ([] if self._reader.offset == found.st_size else self._reader.read()), is_other
+        except OSError:
+            return [], False
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -86,13 +133,6 @@ def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{name}", value
 
 
-def _tail(path: Path) -> list[dict[str, Any]]:
-    try:
-        return LineReader(path, tail=True).read() if path.is_file() else []
-    except OSError:
-        return []
-
-
 def _head(path: Path) -> list[dict[str, Any]]:
     """The first line."""
     try:
@@ -103,30 +143,17 @@ def _head(path: Path) -> list[dict[str, Any]]:
     return [value for value in values if isinstance(value, dict)]
 
 
-def _current(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without lines that a resumed run superseded."""
-    kept: list[dict[str, Any]] = []
-    for record in records:
-        if is_count(record.get(RESUMED_FROM)) and "step" not in record:
-            kept = [line for line in kept if line["step"] <= record[RESUMED_FROM]]
-        elif is_count(record.get("step")):
-            kept.append(record)
-    return kept
-
-
 def _workers(files: RunFiles, now: float) -> dict[int, dict[str, Any]]:
-    """By rank: from the workers' status files, and from the ends of their timelines what these lack."""
+    """By rank: from the workers' status files; from the ends of their timelines where there are none."""
     found: dict[int, dict[str, Any]] = {}
-    for path in timeline_files(files.root):
-        facts = _from_timeline(path, now)
-        if is_count(facts.get("rank")):
-            found[facts["rank"]] = facts
     for path in files.ranks.glob("rank-*.json"):
         facts = _mapping(read_json(path))
         if is_count(facts.get("rank")):
             # The time of the file, not the one in it: the clocks of hosts differ.
-            silent_s = now - path.stat().st_mtime
-            found[facts["rank"]] = {**found.get(facts["rank"], {}), **facts, "silent_s": silent_s}
+            found[facts["rank"]] = {**facts, "silent_s": now - path.stat().st_mtime}
+    for path in timeline_files(files.root):
+        if (rank := path.stem.removeprefix("rank-")).isdecimal() and int(rank) not in found:
+            found[int(rank)] = _from_timeline(path, now)
     return found
 
 
@@ -154,7 +181,7 @@ def _facts(values: Mapping[str, Any]) -> WorkerFacts:
 def _from_timeline(path: Path, now: float) -> dict[str, Any]:
     """The last session's header, with the newest samples."""
     values: dict[str, Any] = {}
-    for line in [*_head(path), *_tail(path)]:
+    for line in [*_head(path), *_Growing(path).read()[0]]:
         values |= _mapping(line.get("session"))
         with suppress(TypeError, ValueError):
             for _, _, sample in line.get("samples", ()):

@@ -18,16 +18,18 @@ def slow_workers(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
     The plan gives a slow worker less to do, so nobody may wait for it: what counts is its time per micro-batch.
     """
-    lines = evidence.recent()
+    lines = evidence.recent
     count = len(lines[-1].workers) if lines else 0
     if count < 2:
         return
     slow = []
     for rank in range(count):
         ratios = [_ratio(line, rank) for line in lines]
-        # Most lines must agree: a worker that is slow now and then is not a slow worker.
-        if median(ratios) >= limits.slower and sorted(ratios)[len(ratios) // 4] >= limits.slower**0.5:
-            slow.append((median(ratios), rank))
+        # For most of the time, and not in a single line: a worker that is slow now and then is not a slow worker.
+        # By time, because a worker that becomes slow makes the lines longer, and so fewer.
+        usual, least = (_quantile(ratios, [line.seconds for line in lines], part) for part in (0.5, 0.25))
+        if usual >= limits.slower and least >= limits.slower**0.5 and sorted(ratios)[-2] >= limits.slower:
+            slow.append((usual, rank))
     for ratio, rank in sorted(slow, reverse=True)[:MAX_NAMED]:
         if _busy(lines, rank) >= limits.busy:
             yield _slow_worker(evidence, lines, rank, ratio, limits)
@@ -68,7 +70,7 @@ def _slow_worker(evidence: Evidence, lines: Sequence[Line], rank: int, ratio: fl
 
 def unbalanced(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     """Workers wait for one another although none is slow for long."""
-    lines = evidence.recent()
+    lines = evidence.recent
     parts = [part for part in _parts(lines, "waiting") if part is not None]
     if len(parts) < 2 or fmean(parts) < limits.unbalanced or next(slow_workers(evidence, limits), None):
         return
@@ -83,7 +85,7 @@ def unbalanced(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 def data_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     """All workers wait for data. One that does so alone is a slow worker."""
-    lines = evidence.recent()
+    lines = evidence.recent
     parts = _parts(lines, "data")
     part = median_of(parts)
     if part is None or min(p or 0.0 for p in parts) < limits.data:
@@ -95,7 +97,7 @@ def data_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 
 def exchange_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
-    lines = evidence.recent()
+    lines = evidence.recent
     parts = _parts(lines, "exchange")
     part = median_of(parts)
     if len(parts) < 2 or part is None or part < limits.exchange:
@@ -108,7 +110,7 @@ def exchange_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 def host_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     """The least used GPU whose idle time neither data nor the other workers explain."""
     found = []
-    lines = evidence.recent()
+    lines = evidence.recent
     for rank, facts in enumerate(evidence.workers):
         if not lines or rank >= len(lines[-1].workers) or facts.gpu is None or facts.gpu >= limits.gpu_percent:
             continue
@@ -148,6 +150,16 @@ def _ratio(line: Line, rank: int) -> float:
     return own / median(others) if own and others else 1.0
 
 
+def _quantile(values: Sequence[float], weights: Sequence[float], part: float) -> float:
+    """The smallest value that, with all smaller ones, has more than this part of the weight."""
+    below = 0.0
+    for value, weight in sorted(zip(values, weights, strict=True)):
+        below += weight
+        if below > part * sum(weights):
+            return value
+    return max(values)
+
+
 def _busy(lines: Sequence[Line], rank: int) -> float:
     """The fraction of its time that a worker spends on micro-batches; 1 if it is unknown."""
     computing, data = mean_part(lines, rank, "computing"), mean_part(lines, rank, "data")
@@ -169,7 +181,7 @@ def _is_slow_by_data(lines: Sequence[Line], rank: int, ratio: float) -> bool:
 
 def _since(evidence: Evidence, rank: int, level: float) -> tuple[int | None, str]:
     """The first step from which this worker was slower without a break, and in words. None: from the start."""
-    lines = evidence.timed()
+    lines = [*evidence.timed()][::-1]
     ratios = [_ratio(line, rank) for line in lines]
     first = len(lines) - 1
     # Smoothed: a single line is not a change.

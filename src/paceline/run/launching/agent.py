@@ -234,7 +234,8 @@ class Agent:
                 self._exits[rank] = ended
         if self._supervisor is not None and self._sent is None and not self._failures():
             self._supervisor.poll()
-            if self._supervisor.is_over and self._server.running:
+            may_be_over = bool(self._exits) or self._nodes.num_nodes > 1
+            if may_be_over and self._supervisor.is_over and self._server.running:
                 self._send(signal.SIGKILL)
         if self._on_poll():
             self._server.kill()

@@ -130,7 +130,7 @@ class ElasticNodes:
         return {index: record.report for index, record in self._heartbeats.records.items()}, self._silent()
 
     def propose(self, generation: Generation) -> None:
-        self._proposed = [*self._proposed, generation]
+        self._proposed = [*(each for each in self._proposed if each.number >= len(self._decided)), generation]
         self._heartbeats.wake()
 
     def asked_to_leave(self) -> frozenset[Member]:

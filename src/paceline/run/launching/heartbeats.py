@@ -14,6 +14,8 @@ from typing import Any, Generic, Self, TypeVar
 HEARTBEAT_S = 0.2
 # Silence that counts between two looks.
 MAX_LOOK_S = 0.5
+# Nodes that were lost for so long are not read any more, as those that have left: hosts may come and go for weeks.
+FORGET_S = 60.0
 LEAVE_S = 30.0  # how long the node with the store waits at its end for the others
 
 
@@ -147,11 +149,17 @@ class Heartbeats(Generic[R]):
         own = replace(self.own, heartbeat=self._num_heartbeats)
         store.set(f"node-{self._index}", own.to_json())
         for index in range(count_nodes()):
-            if index != self._index and (index in self.peers or store.check([f"node-{index}"])):
+            if index == self._index or self._is_forgotten(index):
+                continue
+            if index in self.peers or store.check([f"node-{index}"]):
                 self._hear(index, own.parse(store.get(f"node-{index}")))
         also(self)
         self._store_silence.hear()
         return own.has_left and (self.are_others_gone or not self._hosts_store)
+
+    def _is_forgotten(self, index: int) -> bool:
+        peer = self.peers.get(index)
+        return peer is not None and (peer.has_left or self._silence[index].seconds > FORGET_S)
 
     def _hear(self, index: int, record: R) -> None:
         silence = self._silence.setdefault(index, Silence())

@@ -55,14 +55,16 @@ class Stalls:
         """Called for a running worker. elapsed_s: since the last look."""
         seen, pid = self._watched.setdefault(slot, _Watched()), self._server.pids[self._first_rank + slot]
         activity, num_ticks = self._board.activity(slot), self._board.num_ticks(slot)
-        if num_ticks == seen.num_ticks:
+        has_begun_nothing = num_ticks == seen.num_ticks
+        if has_begun_nothing:
             seen.idle_s += elapsed_s
         else:
             if seen.was_computing:  # and has completed it
                 self._longest_s = max(self._longest_s, seen.idle_s)
             seen.num_ticks, seen.idle_s = num_ticks, 0.0
         seen.was_computing = activity is Activity.COMPUTING
-        seen.stopped_s = seen.stopped_s + elapsed_s if _is_stopped(pid) else 0.0
+        # Asking the kernel takes longer than all the rest: not about workers that have just begun something.
+        seen.stopped_s = seen.stopped_s + elapsed_s if has_begun_nothing and _is_stopped(pid) else 0.0
         if seen.ending_since_s is not None:
             self._end(slot, seen)
         elif (seen.was_computing and seen.idle_s > self._limit_s) or seen.stopped_s > self._stopped_limit_s:

@@ -28,6 +28,7 @@ from paceline.run.membership.roster import Report, is_entered_by_all, next_gener
 MAX_LOOK_S = 1.0
 MAX_BACK_OFF_S = 30.0
 FINISH_S = 2.0
+MAX_REPORTED_LOSSES = 32
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,10 @@ class Supervisor:
         alive = {number: slot.member for number, slot in self._slots.items() if slot.member not in gone}
         ready = {member for number, member in alive.items() if self._board.activity(number) is Activity.READY}
         entered = {member: self._board.entered(number) for number, member in alive.items()}
-        return Report(dict(self._lost), dict(self._leaving), frozenset(ready), entered)
+        # A decision may have missed the newest losses. Older ones concern nobody: runs may last for weeks.
+        newest = {*list(self._lost)[-MAX_REPORTED_LOSSES:], *self.generation.members}
+        lost = {member: why for member, why in self._lost.items() if member in newest}
+        return Report(lost, dict(self._leaving), frozenset(ready), entered)
 
     # Replacements
 

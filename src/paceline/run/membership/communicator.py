@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # or too few members are left.
 NEWS_WAIT_S = 6.0
 # How often a thread looks whether the exchange in progress must be aborted. Shared memory notices a loss earlier.
-WATCH_S = 0.05
+WATCH_S = 0.1
 WATCHER_NAME = "paceline membership"
 
 
