@@ -23,13 +23,14 @@ DIVIDED = {"shard": "optimizer", "redundancy": 2, "max_grad_norm": 0.1, "ema": 0
 class Point(NamedTuple):
     """Where the third step, or what follows it, is disturbed.
 
-    place: a method of the update, or "move", which hands over pieces after a loss. dying: slots that are killed when
-    they call it. failing: slots on which it is interrupted when it is complete, as if the loss had been noticed there.
+    place: a method of the update, or "divide_again", when all pieces were handed over after a loss. dying: slots that
+    are killed when they call it. failing: slots on which the loss is noticed in it: when it is complete, or before.
     """
 
     place: str
     dying: tuple[int, ...] = ()
     failing: tuple[int, ...] = ()
+    is_before: bool = False
 
 
 def small_pieces() -> Any:
@@ -46,7 +47,7 @@ def usual_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def train(here: Points, trainer: pl.Trainer, points: Sequence[Point] = ()) -> str:
     """A digest of the averaged weights."""
     run, slot = trainer.run, here.own[0]
-    homes: dict[str, Any] = {"move": run.loop.replica.pieces}
+    update: Any = run.loop.update
 
     def disturb(point: Point, original: Callable[..., Any]) -> Callable[..., Any]:
         has_happened: list[bool] = []
@@ -55,7 +56,7 @@ def train(here: Points, trainer: pl.Trainer, points: Sequence[Point] = ()) -> st
             is_now = trainer.position.step >= 2 and not has_happened
             if is_now and slot in point.dying:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = original(*args)
+            result = None if is_now and slot in point.failing and point.is_before else original(*args)
             if is_now and slot in point.failing:
                 has_happened.append(True)
                 run.communicator.interrupt(CommunicationError("a worker was lost"))
@@ -64,7 +65,7 @@ def train(here: Points, trainer: pl.Trainer, points: Sequence[Point] = ()) -> st
         return disturbed
 
     for point in points if run.rejoining is not None else ():
-        home = homes.get(point.place, run.loop.update)
+        home = update._shards if point.place == "divide_again" else update
         setattr(home, point.place, disturb(point, getattr(home, point.place)))
     loop(here, trainer)
     with trainer.ema_weights():
@@ -98,12 +99,15 @@ def test_a_step_that_some_have_updated_is_completed_by_all(failing: tuple[int, .
 
 def test_another_death_while_pieces_are_handed_over() -> None:
     """Some have their new pieces then, others not yet."""
-    each = case(Point("_norm", dying=(3,)), Point("move", dying=(2,), failing=(0,)))
+    interrupted = Point("divide_again", dying=(2,), failing=(1,), is_before=True)
+    each = case(Point("_norm", dying=(3,)), interrupted, redundancy=3)
     [outcomes] = launch([each], 5)
     check(outcomes, expected(each), 3)
 
 
-@pytest.mark.parametrize("settings", [{"shard": "gradients"}, {"precision": "fp16", "max_grad_norm": None, "exact": False}])
+@pytest.mark.parametrize(
+    "settings", [{"shard": "gradients"}, {"precision": "fp16", "max_grad_norm": None, "exact": False}]
+)
 def test_other_settings(settings: dict[str, Any]) -> None:
     each = case(Point("share", dying=(1,)), **settings)
     [outcomes] = launch([each], 3)
@@ -126,9 +130,7 @@ def test_a_replacement_gets_its_pieces() -> None:
     check(outcomes, expected(each), 3)
 
 
-def test_without_any_holder_all_restart_from_a_checkpoint(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_without_any_holder_all_restart_from_a_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = {"checkpoints": pl.Checkpoints(tmp_path / "run", every_steps=1)}
     each = case(Point("_norm", dying=(0, 1)))
     whole = Case([], {**each.settings, **folder}, data=small_pieces, train=each.train)

@@ -284,7 +284,7 @@ class Rejoining:
         division = pieces.shards.division
         ranks = generation.previous_ranks(self._divided_in[0])
         sources = [next((ranks.index(rank) for rank in c.holders if rank in ranks), None) for c in division.chunks]
-        names = self._loop.replica.names_of(division.parameters)
+        names = self._loop.replica.names_of(division.parameters[::-1])  # `cover` reverses them
         exchange = self._loop.exchange.state_dict()
         sources, names, exchange = collect.broadcast((sources, names, exchange), source, communicator)
         if None in sources:

@@ -111,6 +111,7 @@ class ShardedGradients(MeanGradients):
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         if self._failure is not None:
+            self.abandon()
             raise self._failure
         super().end_micro_batch(loss)
         for index in self._sent:

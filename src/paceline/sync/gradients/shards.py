@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -74,17 +75,23 @@ class Shards:
                 {name: division.tensor(piece) for name, piece in pieces.items()}, index_of[next(iter(pieces))]
             )
             self.buckets.append(Bucket(len(self.buckets), chunk, layout, list(pieces.values())))
+        self._for_weights: dict[int, torch.Tensor] = {}
         self._views: dict[int, list[torch.Tensor]] = {}  # of the pieces, in the memory of their exchange
         self._addresses = [parameter.data_ptr() for parameter in self.trained.values()]
 
     def slot(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """The memory in which a bucket is exchanged in this dtype. NUM_SLOTS buckets later it is used again."""
+        """The memory in which the sums of a bucket, of this dtype, and later its weights are exchanged.
+
+        NUM_SLOTS buckets later it is used again.
+        """
         if dtype not in self._slots or self._slots[dtype][0].numel() < self._slot_numel:
             device = self.communicator.world.device
             self._slots[dtype] = [
                 self.communicator.empty(self._slot_numel, dtype, device).zero_() for _ in range(NUM_SLOTS)
             ]
-        return self._slots[dtype][bucket.number % NUM_SLOTS][: bucket.layout.numel]
+        memory = self._slots[dtype][bucket.number % NUM_SLOTS]
+        self._for_weights[bucket.number] = memory.view(bucket.layout.dtype)[: bucket.layout.numel]
+        return memory[: bucket.layout.numel]
 
     @property
     def _slot_numel(self) -> int:
@@ -97,27 +104,27 @@ class Shards:
         return self.communicator.all_reduce(sums)
 
     def gather_weights(self) -> None:
-        """Send every worker's updated pieces to all others. Called by all workers together."""
+        """Send every owner's updated pieces to all others. Called by all workers together."""
         self._check_memory()
-        in_flight: list[tuple[Bucket, torch.Tensor, Pending]] = []
+        in_flight: list[Pending] = []
         for bucket in self.buckets:
             if len(in_flight) == NUM_SLOTS:
-                self._receive(*in_flight.pop(0))
-            slot = self.slot(bucket, bucket.layout.dtype)
+                in_flight.pop(0).wait()
+            slot = self._for_weights[bucket.number]
             if bucket.owner == self.communicator.world.rank:
                 torch._foreach_copy_(self._views_of(bucket, slot), bucket.layout.parameters)
-            in_flight.append((bucket, slot, self.communicator.broadcast(slot, bucket.owner)))
-        for each in in_flight:
-            self._receive(*each)
+            in_flight.append(self.communicator.deliver(slot, bucket.owner, partial(self._receive, bucket)))
+        for pending in in_flight:
+            pending.wait()
 
-    def _receive(self, bucket: Bucket, slot: torch.Tensor, pending: Pending) -> None:
-        pending.wait()
-        if bucket.owner != self.communicator.world.rank:
-            torch._foreach_copy_(bucket.layout.parameters, self._views_of(bucket, slot))
+    @torch.no_grad()
+    def _receive(self, bucket: Bucket, memory: torch.Tensor) -> None:
+        torch._foreach_copy_(bucket.layout.parameters, self._views_of(bucket, memory))
 
-    def _views_of(self, bucket: Bucket, slot: torch.Tensor) -> list[torch.Tensor]:
+    def _views_of(self, bucket: Bucket, memory: torch.Tensor) -> list[torch.Tensor]:
+        """The pieces of a bucket in the memory of its exchange, which is the same in every step."""
         if bucket.number not in self._views:
-            self._views[bucket.number] = bucket.layout.views(slot)
+            self._views[bucket.number] = bucket.layout.views(memory)
         return self._views[bucket.number]
 
     def _check_memory(self) -> None:
