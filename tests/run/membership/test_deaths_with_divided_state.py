@@ -64,7 +64,8 @@ def train(here: Points, trainer: pl.Trainer, points: Sequence[Point] = ()) -> st
 
         return disturbed
 
-    for point in points if run.rejoining is not None else ():
+    is_first = here.own[1:] == (0, 0)  # neither a replacement nor restarted
+    for point in points if run.rejoining is not None and is_first else ():
         home = update._shards if point.place == "divide_again" else update
         setattr(home, point.place, disturb(point, getattr(home, point.place)))
     loop(here, trainer)
@@ -133,8 +134,8 @@ def test_a_replacement_gets_its_pieces() -> None:
 def test_without_any_holder_all_restart_from_a_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = {"checkpoints": pl.Checkpoints(tmp_path / "run", every_steps=1)}
     each = case(Point("_norm", dying=(0, 1)))
-    whole = Case([], {**each.settings, **folder}, data=small_pieces, train=each.train)
-    [outcomes] = launch([whole], 3, max_restarts=1)
+    saved = Case([], {**each.settings, **folder}, data=small_pieces, train=each.train)
+    [outcomes] = launch([saved], 3, max_restarts=1)
     want = expected(each)
     assert [outcome["digest"] for outcome in outcomes] == [want["digest"]] * len(outcomes)
     assert "restart 1" in capfd.readouterr().err
