@@ -237,7 +237,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the transformer (default: %(default)s)")
     parser.add_argument("--vocabulary", type=int, default=8192, help="(default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: memory only, on one GPU")
-    parser.add_argument("--memory-only", action="store_true", help="measure no speed")
+    parser.add_argument("--part", choices=("speed", "memory"), help="measure only this (default: both)")
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -257,8 +257,8 @@ def run(options: argparse.Namespace) -> Result:
         for num_workers in options.workers
     ]
     count = sum(parameter.numel() for parameter in make_model(tasks[0]).parameters())
-    memory = {str(task.num_workers): _memory(task) for task in tasks}
-    if options.memory_only or options.device == "cuda":
+    memory = {} if options.part == "speed" else {str(task.num_workers): _memory(task) for task in tasks}
+    if options.part == "memory" or options.device == "cuda":
         result = _memory_result(tasks[0], memory[str(tasks[0].num_workers)], count)
     else:
         result, *others = [_speed(task, count) for task in tasks]
@@ -267,7 +267,7 @@ def run(options: argparse.Namespace) -> Result:
             result.detail["notes"].append(f"{task.num_workers} workers: {DIVIDED} over {WHOLE}, by turn: {ratio:.3f}")
             result.detail[f"speed_{task.num_workers}"] = other.detail["spread"]
     result.detail["memory"] = memory
-    for task in tasks:
+    for task in tasks if memory else ():
         result.detail["notes"] += _lines(task, memory[str(task.num_workers)])
     return result
 

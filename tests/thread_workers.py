@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.base import Pending
+from paceline.comm.base import Pending, Received
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
 
@@ -45,6 +45,10 @@ class ThreadCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         return self._exchange(tensor, lambda tensors: tensors[source].clone())
+
+    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
+        pending = self.broadcast(tensor, source)
+        return pending if source == self.world.rank else Received(pending, tensor, receive)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)

@@ -61,6 +61,32 @@ def test_all_get_what_the_source_has(gathering: Gathering, source: int, numel: i
 
 
 @every_kind
+@pytest.mark.parametrize("numel", NUMELS)
+def test_deliveries_reach_the_others_before_the_source_goes_on(gathering: Gathering, numel: int) -> None:
+    """The source changes its tensor at once for the next delivery; another one is late to receive it."""
+    with gathering() as workers:
+        tensors = buffers(workers, numel)
+        received: list[list[float]] = [[] for _ in workers]
+
+        def deliver(rank: int) -> None:
+            for number, source in enumerate([0, 1, 1, 3, 0]):
+                if rank == source:
+                    tensors[rank].fill_(number + 1)
+                else:
+                    tensors[rank].fill_(-1)
+
+                def receive(found: torch.Tensor, number: int = number) -> None:
+                    assert found.shape == (numel,)
+                    assert (found == number + 1).all()
+                    received[rank].append(number)
+
+                workers[rank].deliver(tensors[rank], source, receive).wait()
+
+        assert not any(together([partial(deliver, rank) for rank in range(SIZE)]))
+        assert received == [[1, 2, 3], [0, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 4]]
+
+
+@every_kind
 @pytest.mark.parametrize(("target", "numel"), [(0, 1), (1, 40_000), (2, 900_001), (3, 900_001)])
 def test_the_target_gets_the_sum(gathering: Gathering, target: int, numel: int) -> None:
     with gathering() as workers:

@@ -24,6 +24,7 @@ PER_PARAMETER = [
     ({"num_workers": 2, "exact": True}, (4, 4, 12, 8)),
     ({"num_workers": 4, "shard": "optimizer"}, (4, 4, 1, 2)),
     ({"num_workers": 4, "shard": "optimizer", "share": 0.5}, (4, 4, 2, 4)),
+    ({"num_workers": 4, "shard": "optimizer", "redundancy": 2}, (4, 4, 2, 4)),
     ({"num_workers": 4, "shard": "optimizer", "exact": True}, (4, 4, 3, 2)),
     ({"num_workers": 4, "shard": "optimizer", "micro_batches": 3}, (4, 4, 5, 2)),
     ({"num_workers": 4, "shard": "gradients", "micro_batches": 3}, (4, 4, 1, 2)),
@@ -38,6 +39,11 @@ def test_bytes_per_parameter(settings: dict[str, object], expected: tuple[float,
     found = (report.weights, report.gradients, report.sums, report.optimizer)
     assert tuple(each / count for each in found) == expected
     assert (report.exchange > 0) == ("shard" in settings)
+
+
+def test_averages_are_divided_too() -> None:
+    assert memory_of(StateSize(1_000_000, num_workers=4, ema=True)).ema == 4_000_000
+    assert memory_of(StateSize(1_000_000, num_workers=4, ema=True, shard="optimizer")).ema == 1_000_000
 
 
 def test_the_text_names_every_part() -> None:

@@ -30,12 +30,18 @@ CUTS = [
 @pytest.mark.parametrize(("sizes", "weights", "numel", "expected"), CUTS)
 def test_chunks(sizes: list[int], weights: tuple[float, ...], numel: int, expected: list[object]) -> None:
     chunks = cut([Size(size) for size in sizes], weights, numel)
-    assert chunks == [Chunk(owner, tuple(Piece(*each) for each in pieces)) for owner, pieces in expected]
+    assert chunks == [Chunk((owner,), tuple(Piece(*each) for each in pieces)) for owner, pieces in expected]
 
 
 def test_a_whole_parameter_is_not_cut_and_kinds_do_not_mix() -> None:
     sizes = [Size(35, is_whole=True), Size(3, "bf16"), Size(3, "float32")]
     assert [chunk.pieces for chunk in cut(sizes, (1, 1), 20)] == [((0, 0, 35),), ((1, 0, 3),), ((2, 0, 3),)]
+
+
+def test_copies_are_held_by_different_workers() -> None:
+    chunks = cut([Size(10)] * 6, (1, 1, 1, 0), 10, copies=2)
+    assert [chunk.holders for chunk in chunks] == [(0, 1), (2, 0), (1, 2)] * 2
+    assert [chunk.holders for chunk in cut([Size(10)], (1, 0), 10, copies=2)] == [(0,)]
 
 
 def test_what_workers_own_already_counts() -> None:

@@ -19,7 +19,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.checkpoint.reader import checkpoint_at
-from paceline.errors import MisuseError
+from paceline.errors import MisuseError, WorkerError
 from paceline.plan import sharding
 
 SEGMENT_NUMEL = 256  # small, so that the parameters of small models are cut too
@@ -62,7 +62,7 @@ def whole(name: str) -> tuple[str, list[float]]:
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_same_bits_on_any_number_of_workers(name: str, shard: str, pool: WorkerPool) -> None:
     reference = whole(name)
-    for shares, shard_by in [([4, 4], "equal"), ([1, 5, 2], (1, 3, 0)), ([2, 2, 2, 2], (4, 3, 2, 1))]:
+    for shares, shard_by in [([8], "equal"), ([4, 4], "equal"), ([1, 5, 2], (1, 3, 0)), ([2, 2, 2, 2], (4, 3, 2, 1))]:
 
         def divided(shares: Any = shares, shard_by: Any = shard_by) -> Any:
             return train(name, shard=shard, shard_by=shard_by, shares=shares)
@@ -153,10 +153,10 @@ def test_every_optimizer_has_the_bits_of_the_whole_one(pool: WorkerPool) -> None
 
     reference = all_of_them()
     assert len(set(reference.values())) == len(reference)
-    for size, shard_by in ((2, "auto"), (3, (2, 0, 1))):
+    for size, other in ((2, {}), (3, {"shard_by": (2, 0, 1)}), (3, {"redundancy": 2})):
 
-        def divided(shard_by: Any = shard_by) -> dict[str, str]:
-            return all_of_them(shard="optimizer", shard_by=shard_by)
+        def divided(other: Any = other) -> dict[str, str]:
+            return all_of_them(shard="optimizer", **other)
 
         for found in pool.run(divided, size):
             assert found == reference
@@ -212,8 +212,12 @@ def test_the_files_of_a_divided_state_are_those_of_a_whole_one(pool: WorkerPool,
     make = OPTIMIZERS["AdamW"]
     train_odd(make, 3, str(tmp_path / "whole"))
     pool.run(lambda: train_odd(make, 3, str(tmp_path / "divided"), shard="optimizer"), 2)
-    saved = [checkpoint_at(tmp_path / name).load("optimizer") for name in ("whole", "divided")]
-    assert digest(saved[0]) == digest(saved[1])
+    for component in ("optimizer", "ema"):
+        saved = [checkpoint_at(tmp_path / name).load(component) for name in ("whole", "divided")]
+        assert digest(saved[0]) == digest(saved[1])
+        # Each worker has written what it holds.
+        files = checkpoint_at(tmp_path / "divided").manifest.contents.components[component].parts["whole"]
+        assert [f"{component}-0000{number}-of-00002.safetensors" in files for number in (1, 2)] == [True, True]
 
 
 def grow(**settings: Any) -> str:
@@ -357,6 +361,10 @@ def test_refusals_name_the_reason(pool: WorkerPool) -> None:
 def test_settings_without_effect_are_refused() -> None:
     with pytest.raises(ValueError, match="shard_by='equal' would be ignored"):
         pl.Optimization(shard_by="equal")
+    with pytest.raises(ValueError, match="redundancy=2 would be ignored: give shard='optimizer' too"):
+        pl.Optimization(redundancy=2)
+    with pytest.raises(ValueError, match=r"redundancy=2 needs shard_by=.*\[3.0, 1.0\] does not say"):
+        pl.Optimization(shard="optimizer", redundancy=2, shard_by=(3, 1))
     with pytest.raises(ValueError, match="at least one worker must get a part"):
         pl.Optimization(shard="optimizer", shard_by=(0, 0))
 
@@ -435,9 +443,9 @@ def test_master_weights_need_weights_of_half_precision() -> None:
         pl.Optimization(master_weights=True)
 
 
-def train_until_lost(folder: Path, lost_at: int | None) -> str:
-    """Rank 1 is killed once, before step `lost_at` is complete."""
-    mark = folder / "lost"
+def train_until_lost(folder: Path, lost_at: int | None, shard: str | None = "optimizer") -> str:
+    """The last rank is killed once, before step `lost_at` is complete."""
+    mark = folder / f"lost-{lost_at}"
     with pl.Trainer.setup(
         mlp,
         torch.optim.AdamW,
@@ -445,13 +453,14 @@ def train_until_lost(folder: Path, lost_at: int | None) -> str:
         global_batch=16,
         micro_batch=4,
         exact=True,
-        shard="optimizer",
+        shard=shard,
         balancing=pl.Balancing(shares="equal"),
         checkpoints=pl.Checkpoints(folder, every_steps=2),
     ) as trainer:
+        is_dying = trainer.world.rank == trainer.world.size - 1
         for epoch in trainer.epochs(2):
             for batch in epoch:
-                if trainer.world.rank == 1 and trainer.position.step == lost_at and not mark.exists():
+                if is_dying and trainer.position.step == lost_at and not mark.exists():
                     mark.touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
@@ -465,3 +474,13 @@ def test_a_lost_worker_restarts_all_from_a_checkpoint(tmp_path: Path, capfd: pyt
     disturbed.mkdir()
     assert pl.launch(train_until_lost, 2, args=(disturbed, 5), min_workers=1, max_restarts=1) == expected
     assert "restart 1: rank 1 was killed by SIGKILL" in capfd.readouterr().err
+
+
+def test_killed_and_resumed_on_other_numbers_of_workers_divided_and_whole(tmp_path: Path) -> None:
+    expected = train_until_lost(tmp_path / "undisturbed", None, None)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    for num_workers, lost_at, shard in ((3, 3, "optimizer"), (1, 4, None), (2, 6, "gradients")):
+        with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+            pl.launch(train_until_lost, num_workers, args=(folder, lost_at, shard))
+    assert pl.launch(train_until_lost, 2, args=(folder, None, None)) == expected

@@ -151,6 +151,6 @@ def _state(trainer: Trainer) -> TrainedState:
         model=copied(model_state(model)),
         parameters=copied(named_parameters(model)),
         buffers=copied(dict(model.named_buffers()) if isinstance(model, nn.Module) else {}),
-        optimizer=copied(optimizer_state(trainer.run.loop.replica)),
+        optimizer=copied(optimizer_state(trainer.run.loop.replica, lambda _: True)),
         position=trainer.position,
     )

@@ -53,13 +53,15 @@ class Component:
     """State that is saved under a name. Every worker passes the same components.
 
     `state` is a tree of tensors and plain values (see `core.tree`), such as a `state_dict()`. With `must_be_finite`, a
-    checkpoint with an inf or NaN in one of its floating-point tensors is not written.
+    checkpoint with an inf or NaN in one of its floating-point tensors is not written. With `is_divided`, each tensor is
+    on one of the workers that write into a folder, and on the meta device of the others.
     """
 
     name: str
     state: Any
     pattern: Pattern = Pattern.REPLICATED
     must_be_finite: bool = False
+    is_divided: bool = False
 
     def __post_init__(self) -> None:
         if not COMPONENT_NAME.fullmatch(self.name) or f"{self.name}.json" == MANIFEST_NAME:
@@ -103,7 +105,7 @@ class AsyncWriter:
 
     def __post_init__(self) -> None:
         self._num_saves = 0
-        self._ranks = writer_ranks(self.world, shared_disk=self.shared_disk)
+        self.ranks = writer_ranks(self.world, shared_disk=self.shared_disk)
         self._is_abandoned = Event()
         self._staging = HostStaging()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
@@ -117,22 +119,17 @@ class AsyncWriter:
         """Whether a save is being written."""
         return self.pending is not None and not self.pending.done()
 
-    @property
-    def writes_replicated(self) -> bool:
-        """Whether this worker writes some of the components that are equal on all workers."""
-        return self.world.rank - self._ranks.start < self.num_shards
-
     def reserve(self, components: Sequence[Component]) -> None:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
-        files = files_of(components, self.world, self._ranks, self.num_shards)
+        files = files_of(components, self.world, self.ranks, self.num_shards)
         self.pending = self._thread.submit(self._staging.reserve, list(_tensors_of(files).values()))
 
     def save(self, manifest: Manifest, components: Sequence[Component]) -> None:
         """Copy the state and write it in the background. Returns when the state may change. `manifest`: no contents."""
         self._num_saves += 1  # first: it must be equal on all workers, also if one of them raises
         self.wait()
-        files = files_of(components, self.world, self._ranks, self.num_shards)
+        files = files_of(components, self.world, self.ranks, self.num_shards)
         tensors = _tensors_of(files)
         copies, wait_for_copies = self._staging.copy(list(tensors.values()))
         copy_of = dict(zip(tensors, copies, strict=True))
@@ -185,7 +182,7 @@ class AsyncWriter:
     # In the background
 
     def _write(self, manifest: Manifest, files: Mapping[str, PlannedFile], partial: Path) -> None:
-        is_first = self.world.rank == self._ranks[0]
+        is_first = self.world.rank == self.ranks[0]
         try:
             # Without parents: if the run folder vanished, its disk may no longer be mounted.
             partial.mkdir(exist_ok=True)
@@ -194,7 +191,7 @@ class AsyncWriter:
                 _leave_record(partial, self.world.rank, own.to_json())
                 return
             deadline = monotonic() + self.timeout_s
-            contents = [own, *(self._record_of(partial, rank, deadline) for rank in self._ranks[1:])]
+            contents = [own, *(self._record_of(partial, rank, deadline) for rank in self.ranks[1:])]
             self._publish(partial, replace(manifest, contents=Contents.merge(contents)))
         except BaseException as error:
             if is_first:
@@ -274,12 +271,27 @@ def files_of(
     }
     files = {}
     for component in components:
-        if is_writer[component.pattern]:
+        part = component.pattern.part_of(world)
+        contents: Iterable[tuple[str, Any]] = ()
+        if component.is_divided:
+            contents = _own_tensors(component, part, index, len(ranks))
+        elif is_writer[component.pattern]:
             shard = (index, min(num_shards, len(ranks))) if component.pattern is Pattern.REPLICATED else (0, 1)
-            part = component.pattern.part_of(world)
-            for name, content in _shard(component, part, *shard):
-                files[name] = PlannedFile(component, part, content)
+            contents = _shard(component, part, *shard)
+        for name, content in contents:
+            files[name] = PlannedFile(component, part, content)
     return files
+
+
+def _own_tensors(component: Component, part: str, index: int, count: int) -> Iterator[tuple[str, Any]]:
+    """Names and contents of the files of a divided component that worker `index` of `count` writes."""
+    flat = flatten(component.state, component.name, is_partial=True)
+    own = {name: tensor for name, tensor in flat.tensors.items() if not tensor.is_meta}
+    stem = component.name if part == WHOLE else f"{component.name}.{part}"
+    if index == 0:
+        yield f"{stem}.json", flat.structure
+    if own:
+        yield f"{stem}{_number(index, count)}{_TENSORS}", own
 
 
 def _shard(component: Component, part: str, shard: int, num_shards: int) -> Iterator[tuple[str, Any]]:
@@ -288,8 +300,7 @@ def _shard(component: Component, part: str, shard: int, num_shards: int) -> Iter
     stem = component.name if part == WHOLE else f"{component.name}.{part}"
     sizes = {name: tensor.nbytes for name, tensor in flat.tensors.items()}
     groups = split(sizes, num_shards)
-    suffixes = [f"-{i + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else "" for i in range(len(groups))]
-    names = [f"{stem}{suffix}{_TENSORS}" for suffix in suffixes]
+    names = [f"{stem}{_number(i, len(groups))}{_TENSORS}" for i in range(len(groups))]
     if shard == 0:
         yield f"{stem}.json", flat.structure
         if len(groups) > 1:  # the index that Hugging Face tools expect beside a model in several files
@@ -299,6 +310,11 @@ def _shard(component: Component, part: str, shard: int, num_shards: int) -> Iter
             yield f"{stem}{_TENSORS}.index.json", {"metadata": metadata, "weight_map": weight_map}
     if shard < len(groups):
         yield names[shard], {name: flat.tensors[name] for name in groups[shard]}
+
+
+def _number(index: int, count: int) -> str:
+    """The end of a file's name, as Hugging Face tools expect it."""
+    return f"-{index + 1:05d}-of-{count:05d}" if count > 1 else ""
 
 
 def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:

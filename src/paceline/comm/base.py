@@ -17,6 +17,7 @@ Failures
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 import torch
@@ -49,6 +50,13 @@ class Communicator(Protocol):
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         """Replace `tensor`, on every worker, by the tensor of rank `source`."""
+
+    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
+        """Call `receive` with the tensor of rank `source` on every other worker, inside `wait`.
+
+        It may be the memory of that worker, for the duration of the call. The content of `tensor` is undefined
+        afterwards, except on rank `source`. Deliveries are waited for in the order of the calls.
+        """
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialized flat buffer for repeated exchanges. All workers make the same calls of `empty`.
@@ -96,6 +104,18 @@ class Done:
 
 
 DONE = Done()
+
+
+class Received:
+    """A `Pending` that hands on what was broadcast."""
+
+    def __init__(self, pending: Pending, tensor: torch.Tensor, receive: Callable[[torch.Tensor], object]) -> None:
+        self._pending = pending
+        self._hand_on = lambda: receive(tensor)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._hand_on()
 
 
 class Failed:

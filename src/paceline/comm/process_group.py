@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.base import DEFAULT_TIMEOUT_S, Pending
+from paceline.comm.base import DEFAULT_TIMEOUT_S, Pending, Received
 from paceline.comm.rendezvous import Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
@@ -98,6 +99,10 @@ class ProcessGroupCommunicator:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         return self._start("broadcast", "broadcast", _as_real(tensor), source)
+
+    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
+        pending = self.broadcast(tensor, source)
+        return pending if source == self.world.rank else Received(pending, tensor, receive)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self._start(f"send to rank {to}", "send", [tensor], to, 0).wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paceline.comm.base import DEFAULT_TIMEOUT_S, DONE, Pending
@@ -24,6 +26,9 @@ class SingleCommunicator:
         return DONE
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
+        return DONE
+
+    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
         return DONE
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -62,13 +62,14 @@ class Flat(NamedTuple):
     structure: Any
 
 
-def flatten(tree: Any, name: str, *, with_classes: bool = False) -> Flat:
+def flatten(tree: Any, name: str, *, with_classes: bool = False, is_partial: bool = False) -> Flat:
     """Flatten `tree`. A value that cannot be stored is a TypeError with its path, which begins with `name`.
 
     `with_classes` also stores named tuples and data classes, by the names of their classes. It is meant for messages
-    between processes of the same program; files outlive classes.
+    between processes of the same program; files outlive classes. `is_partial`: the data of tensors on the meta device
+    is elsewhere.
     """
-    encoder = _Encoder(with_classes)
+    encoder = _Encoder(with_classes, is_partial)
     structure = encoder.encode(tree, (name,))
     return Flat(encoder.tensors, structure)
 
@@ -94,8 +95,9 @@ _CONTAINER_KINDS = {name: kind for kind, name in (_MAPPINGS | _SEQUENCES).items(
 
 
 class _Encoder:
-    def __init__(self, with_classes: bool) -> None:
+    def __init__(self, with_classes: bool, is_partial: bool) -> None:
         self._with_classes = with_classes
+        self._is_partial = is_partial
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[Any, str] = {}
 
@@ -144,7 +146,7 @@ class _Encoder:
         return {"$": _MAPPINGS[type(mapping)], "items": items}
 
     def _encode_tensor(self, tensor: torch.Tensor, path: _Path) -> dict[str, Any]:
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        if tensor.layout is not torch.strided or tensor.is_quantized or (tensor.is_meta and not self._is_partial):
             layout = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
             raise TypeError(f"{_text(path)} is a tensor ({layout}): only dense tensors with data can be stored")
         tensor = tensor.resolve_conj().resolve_neg()
@@ -162,9 +164,9 @@ class _Encoder:
         while name in self.tensors or name == RESERVED_NAME:
             number += 1
             name = f"{wanted}~{number}"
-        # Empty tensors have no address, so each counts as a tensor of its own.
+        # Empty tensors, and those on the meta device, have no address: each counts as a tensor of its own.
         identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
-        first_name = self._names.setdefault(identity if tensor.numel() else name, name)
+        first_name = self._names.setdefault(identity if tensor.data_ptr() else name, name)
         self.tensors[name] = self.tensors.get(first_name, tensor)
         return first_name
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 # The memory of exchanges where state is divided: so many buckets of so many elements are in flight.
 NUM_SLOTS = 4
-CHUNKS_PER_WORKER = 12
+CHUNKS_PER_WORKER = 16
 CHUNK_NUMEL = 1 << 19
 GPU_CHUNK_NUMEL = 1 << 22
 
@@ -16,8 +16,8 @@ class StateSize:
     """What the memory depends on.
 
     parameter_bytes: of one number of the weights. optimizer_bytes: of the optimizer's state for one parameter, 8 for
-    Adam in float32. share: the part of the model that this worker updates, where state is divided. micro_batches: of
-    this worker in a step. frozen: parameters that are not trained.
+    Adam in float32. share: the part of the model that this worker updates, where state is divided. redundancy: workers
+    that update each part. micro_batches: of this worker in a step. frozen: parameters that are not trained.
     """
 
     num_parameters: int
@@ -29,6 +29,7 @@ class StateSize:
     ema: bool = False
     shard: str | None = None
     share: float | None = None
+    redundancy: int = 1
     chunk_numel: int = GPU_CHUNK_NUMEL
     frozen: int = 0
     master_weights: bool = False
@@ -79,11 +80,10 @@ def memory_of(size: StateSize) -> MemoryReport:
         per_sum = 0 if is_alone else sum_bytes + means
         share, exchange, local = 1.0, 0, 0
     else:
-        share = 1 / size.num_workers if size.share is None else size.share
+        share = min(size.redundancy / size.num_workers, 1.0) if size.share is None else size.share
         per_sum = sum_bytes + (gradient_bytes if sum_bytes != gradient_bytes else 0)
         chunk = chunk_numel(count, size.num_workers, size.chunk_numel)
-        slots = NUM_SLOTS * (sum_bytes + (weight if weight != sum_bytes else 0))
-        exchange = chunk * (slots + (weight if sum_bytes == 8 else 0))
+        exchange = chunk * (NUM_SLOTS * sum_bytes + (weight if sum_bytes == 8 else 0))
         local = count * sum_bytes if size.shard == "optimizer" and size.micro_batches > 1 else 0
     return MemoryReport(
         weights=(count + size.frozen) * weight,
@@ -91,7 +91,7 @@ def memory_of(size: StateSize) -> MemoryReport:
         sums=round(share * count * per_sum) + local,
         optimizer=round(share * count * (size.optimizer_bytes + master)),
         exchange=exchange,
-        ema=count * max(weight, 4) if size.ema else 0,
+        ema=round(share * count * max(weight, 4)) if size.ema else 0,
     )
 
 

@@ -23,10 +23,17 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive pieces with one owner. They are exchanged together, and a parameter occurs at most once."""
+    """Consecutive pieces with one owner. They are exchanged together, and a parameter occurs at most once.
 
-    owner: int
+    holders: the ranks that keep and update them, the owner first.
+    """
+
+    holders: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+    @property
+    def owner(self) -> int:
+        return self.holders[0]
 
     @property
     def numel(self) -> int:
@@ -43,21 +50,28 @@ class Size:
 
 
 def cut(
-    sizes: Sequence[Size], weights: Sequence[float], chunk_numel: int, *, loads: Sequence[int] = (), first: int = 0
+    sizes: Sequence[Size],
+    weights: Sequence[float],
+    chunk_numel: int,
+    *,
+    copies: int = 1,
+    loads: Sequence[int] = (),
+    first: int = 0,
 ) -> list[Chunk]:
-    """Chunks of about `chunk_numel` elements, owned in proportion to the weights. A weight of 0 owns nothing.
+    """Chunks of about `chunk_numel` elements, held in proportion to the weights. A weight of 0 holds nothing.
 
-    sizes: in the order in which chunks are to be exchanged. loads: elements that the workers own already. first: the
-    number of the first parameter.
+    sizes: in the order in which chunks are to be exchanged. copies: holders of each chunk, as far as there are so many
+    workers. loads: elements that the workers hold already. first: the number of the first parameter.
     """
     loads = list(loads) or [0] * len(weights)
     able = [rank for rank, weight in enumerate(weights) if weight > 0]
     chunks = []
     for pieces in _group(sizes, chunk_numel, first):
         numel = sum(stop - start for _, start, stop in pieces)
-        owner = min(able, key=lambda rank: ((loads[rank] + numel) / weights[rank], rank))
-        loads[owner] += numel
-        chunks.append(Chunk(owner, tuple(pieces)))
+        holders = sorted(able, key=lambda rank: ((loads[rank] + numel) / weights[rank], rank))[:copies]
+        for rank in holders:
+            loads[rank] += numel
+        chunks.append(Chunk(tuple(holders), tuple(pieces)))
     return chunks
 
 

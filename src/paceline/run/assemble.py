@@ -38,7 +38,7 @@ from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import plain_model
 from paceline.run.step.build import watch_replacement
-from paceline.run.step.ema import WeightAverage
+from paceline.run.step.ema import average_of
 from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
@@ -81,8 +81,10 @@ def assemble(
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
     membership = Membership.from_environment()
-    if membership is not None and config.optimization.shard is not None:
-        logger.info("with shard=, the loss of a worker restarts all of them from the newest checkpoint")
+    if membership is not None and config.optimization.shard is not None and config.optimization.redundancy == 1:
+        logger.info(
+            "with shard= and redundancy=1, the loss of a worker restarts all of them from the newest checkpoint"
+        )
         membership = None
     graphs = graphs_for(config, world)
     with ExitStack() as stack:
@@ -105,7 +107,7 @@ def assemble(
             train_mode=config.optimization.train_mode,
         )
         stack.callback(replica.close)
-        shards = divide(replica, config.optimization, communicator)
+        shards = divide(replica, config.optimization, communicator, can_change=can_change)
         stack.callback(watch_replacement(replica.model, replica.parameters))
         if isinstance(weight_fn, WeightByModel):
             weight_fn = weight_fn.find(plain_model(replica.model))
@@ -129,7 +131,7 @@ def assemble(
         # Loads the weights, before the exchange reads them.
         checkpointer = Checkpointer(checkpoints, init_from, parts)
         stack.callback(checkpointer.close)
-        average = None if ema is None else WeightAverage(replica, ema)
+        average = None if ema is None else average_of(replica, ema)
         if average is not None and checkpoints is not None:
             checkpointer.register("ema", average, Pattern.REPLICATED)
         residuals = Residuals()
@@ -155,7 +157,7 @@ def assemble(
             checkpointer.register("residuals", residuals, Pattern.PER_RANK)
         rejoining = None
         if isinstance(communicator, ElasticCommunicator):
-            rejoining = Rejoining(communicator, loop, checkpointer, average, events)
+            rejoining = Rejoining(communicator, loop, checkpointer, average, events, config.optimization)
             loop.recover_with(rejoining)
         stepping = Stepping(loop, exchange, events, graphs, config)
         is_counted = not isinstance(data, IterableStream)

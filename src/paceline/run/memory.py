@@ -28,7 +28,7 @@ def memory_report(run: Run, num_workers: int | None = None) -> MemoryReport:
     size = num_workers or world.size
     share = None
     if replica.pieces is not None and is_own_world:
-        share = replica.pieces.shards.loads[world.rank] / max(sum(replica.pieces.shards.loads), 1)
+        share = replica.pieces.shards.division.own_share
     report = memory_of(
         StateSize(
             num_parameters=count,
@@ -40,6 +40,7 @@ def memory_report(run: Run, num_workers: int | None = None) -> MemoryReport:
             ema=config.optimization.ema is not None,
             shard=config.optimization.shard,
             share=share,
+            redundancy=config.optimization.redundancy,
             chunk_numel=GPU_CHUNK_NUMEL if world.device.type == "cuda" else CHUNK_NUMEL,
             frozen=everything - count,
             master_weights=config.optimization.master_weights,

@@ -20,7 +20,7 @@ from paceline.run.config import RunConfig
 from paceline.run.membership.rejoining import Rejoining
 from paceline.run.saving.checkpointer import Checkpointer
 from paceline.run.settings import Precision
-from paceline.run.step.ema import WeightAverage
+from paceline.run.step.ema import PieceAverage, WeightAverage
 from paceline.run.step.loop import Loop
 
 T = TypeVar("T")
@@ -68,7 +68,10 @@ class Run:
         """See `Trainer.ema_weights`."""
         if self.average is None:
             raise MisuseError("the run has no average of its weights: set a decay, such as ema=0.999")
-        return self.average.in_model()
+        if not isinstance(self.average, PieceAverage):
+            return self.average.in_model()
+        self.check_between_steps("ema_weights() of a run with shard=")
+        return self.average.in_model(self.together)
 
     def total_steps(self, num_epochs: int | None, max_steps: int | None) -> int | None:
         """Steps of a run with these limits; None if unknown."""

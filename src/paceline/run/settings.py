@@ -105,7 +105,12 @@ class Optimization:
         "auto",
         least=0,
     )
-
+    redundancy: int = setting(
+        "workers that hold each part of the divided state; with 2 or more, a run with min_workers goes on without a "
+        "lost worker",
+        1,
+        least=1,
+    )
     master_weights: bool = setting(
         "update float32 masters of weights in bf16, which are part of the divided state", False, course=True
     )
@@ -118,6 +123,13 @@ class Optimization:
             raise ValueError(f"shard_by={list(self.shard_by)}: at least one worker must get a part")
         if self.shard is None and self.shard_by != "auto":
             raise ValueError(f"shard_by={self.shard_by!r} would be ignored: give shard='optimizer' too")
+        if self.shard is None and self.redundancy > 1:
+            raise ValueError(f"redundancy={self.redundancy} would be ignored: give shard='optimizer' too")
+        if self.redundancy > 1 and not isinstance(self.shard_by, str):
+            raise ValueError(
+                f"redundancy={self.redundancy} needs shard_by='auto', 'equal', 'memory' or 'speed': "
+                f"{list(self.shard_by)} does not say what workers get when one is lost"
+            )
         if self.master_weights and self.shard is None:
             raise ValueError("master_weights=True needs shard='optimizer', whose pieces have the masters")
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 import paceline as pl
 from paceline.run.membership.member import Membership
+from paceline.run.saving.state import optimizer_state
 
 NUM_SAMPLES = 110
 STEPS_PER_EPOCH = 3  # two of ten micro-batches, and one of eight, the last of which is half full
@@ -151,7 +152,8 @@ def run(case: Case) -> list[dict[str, Any]]:
         trainer.listen(lambda event: events.append({**event.details}) if event.name == "world" else None)
         results = case.train(here, trainer) if case.train else loop(here, trainer, case.num_epochs)
         trainer.gather(None)  # a worker may die in the background
-        states = [part.state_dict() for part in (trainer.model, trainer.optimizer, tally)]
+        optimizer = optimizer_state(trainer.run.loop.replica, lambda _: True)  # whole, also if it is divided
+        states = [trainer.model.state_dict(), optimizer, tally.state_dict()]
         world, environment = trainer.world, {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE")}
         own = {
             "digest": digest(*states),

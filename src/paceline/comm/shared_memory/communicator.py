@@ -5,11 +5,12 @@ On one host no socket or port is opened. Tensors that `empty` did not allocate a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from paceline.comm.base import DONE, Pending
+from paceline.comm.base import DONE, Pending, Received
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.shared_memory.bridge import Bridge
 from paceline.comm.shared_memory.buffers import SMALL_BYTES, BridgedBuffer, LargeBuffer, SharedBuffer, SmallBuffer
@@ -36,8 +37,9 @@ class SharedMemoryCommunicator:
         self._hosts = find_hosts(rendezvous.offers)
         [ranks] = [ranks for ranks in self._hosts if world.rank in ranks]
         self._peers = LocalPeers(world, timeout_s, ranks, rendezvous)
-        self._num_buffers = 0
+        self._num_buffers = self._num_deliveries = 0
         self._buffers: dict[tuple[int, torch.dtype], SharedBuffer] = {}
+        self._large_buffers: dict[int, LargeBuffer] = {}  # by address
         self._scratch: dict[tuple[torch.dtype, int], SharedBuffer] = {}
         self._scratch_users: dict[SharedBuffer, _ScratchExchange] = {}
         self._bridge: Bridge | None = None
@@ -70,12 +72,26 @@ class SharedMemoryCommunicator:
             raise ValueError(f"source={source} is not a rank in a world of {self.world.size}")
         return self._exchange(tensor, f"broadcast from {source}", source)
 
+    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
+        """Others read the memory of rank `source`, if it is the beginning, in any dtype, of a large buffer."""
+        buffer = self._large_buffers.get(tensor.data_ptr())
+        if buffer is None or tensor.nbytes > buffer.tensor.nbytes or not tensor.is_contiguous():
+            pending = self.broadcast(tensor, source)
+            return pending if source == self.world.rank else Received(pending, tensor, receive)
+        self._peers.check_usable()
+        part, delivery = buffer.parts[source].view(tensor.dtype)[: tensor.numel()], self._num_deliveries
+        self._num_deliveries += 1
+        operation = f"delivery of {tensor.numel()} elements from {source}"
+        return self._start(buffer, operation, source, delivery=(delivery, lambda: receive(part)))
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._peers.check_usable()
         if device.type != "cpu" or numel == 0:
             return torch.empty(numel, dtype=dtype, device=device)
         buffer = self._allocate(numel, dtype)
         self._buffers[buffer.tensor.data_ptr(), dtype] = buffer
+        if isinstance(buffer, LargeBuffer):
+            self._large_buffers[buffer.tensor.data_ptr()] = buffer
         return buffer.tensor
 
     def abort(self) -> None:
@@ -89,6 +105,7 @@ class SharedMemoryCommunicator:
             self._bridge.close()
             self._bridge = None
         self._buffers.clear()
+        self._large_buffers.clear()
         self._scratch.clear()
         self._scratch_users.clear()
         self._peers.close()
@@ -114,6 +131,7 @@ class SharedMemoryCommunicator:
         source: int | None,
         target: int | None = None,
         numel: int | None = None,
+        delivery: tuple[int, Callable[[], object]] | None = None,
     ) -> Pending:
         buffer.num_used = numel or buffer.tensor.numel()
         part = "" if buffer.num_used == buffer.tensor.numel() else f"the first {buffer.num_used} of "
@@ -126,7 +144,7 @@ class SharedMemoryCommunicator:
         if self._bridge is not None:
             assert isinstance(buffer, BridgedBuffer)
             self._bridge.submit(number, buffer, call, source)
-        return _Exchange(self, buffer, number, call, source, target)
+        return _Exchange(self, buffer, number, call, source, target, delivery)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
         buffer: SharedBuffer
@@ -192,6 +210,7 @@ class _Exchange:
     call: str
     source: int | None
     target: int | None
+    delivery: tuple[int, Callable[[], object]] | None  # its number, and what receives it
     is_done: bool = False
 
     def wait(self) -> None:
@@ -199,12 +218,27 @@ class _Exchange:
             return
         self.communicator._peers.check_usable()
         try:
-            self.buffer.complete(self.number, self.call, self.source, self.target)
+            if self.delivery is None:
+                self.buffer.complete(self.number, self.call, self.source, self.target)
+                self.buffer.turn = 1 - self.buffer.turn
+            else:
+                self._deliver(*self.delivery)
         except BaseException as error:
             self.communicator._fail(error)
             raise
-        self.buffer.is_busy, self.buffer.turn = False, 1 - self.buffer.turn
+        self.buffer.is_busy = False
         self.is_done = True
+
+    def _deliver(self, delivery: int, receive: Callable[[], object]) -> None:
+        peers = self.communicator._peers
+        if delivery != peers.own.num_received:
+            raise MisuseError(f"{self.call}: deliveries must be waited for in the order of their calls")
+        peers.wait_for_calls(self.number, self.call)
+        if self.source != peers.world.rank:
+            receive()
+        peers.own.receive()
+        if self.source == peers.world.rank:  # the others read its memory
+            peers.wait_for_all(lambda peer: peer.num_received > delivery, self.call, "did not receive it")
 
 
 class _ScratchExchange:

@@ -41,7 +41,7 @@ _MADV_COLLAPSE = 25  # Linux 6.1: use huge pages regardless of the system's defa
 _MIN_FILE_BYTES = 2 * HUGE_PAGE_BYTES + _BUFFERS_OFFSET
 
 # Indexes of the header's 8-byte words. The reason of a failure fills the page from _REASON_OFFSET on.
-_TOKEN, _NUM_CALLS, _ACTIVE_CALL, _NUM_COMPLETED, _STATE, _SIGNAL = range(6)
+_TOKEN, _NUM_CALLS, _ACTIVE_CALL, _NUM_COMPLETED, _STATE, _SIGNAL, _NUM_RECEIVED = range(7)
 _REASON_OFFSET = 512
 
 _SYS_FUTEX = 202
@@ -141,6 +141,11 @@ class Segment:
         return self._words[_NUM_COMPLETED]
 
     @property
+    def num_received(self) -> int:
+        """How many deliveries this worker has received or made."""
+        return self._words[_NUM_RECEIVED]
+
+    @property
     def state(self) -> int:
         return self._words[_STATE]
 
@@ -212,6 +217,9 @@ class OwnSegment(Segment):
 
     def complete(self) -> None:
         self._set(_NUM_COMPLETED, self.num_completed + 1)
+
+    def receive(self) -> None:
+        self._set(_NUM_RECEIVED, self.num_received + 1)
 
     def end(self, state: State, reason: str = "") -> None:
         """Tell the peers that this worker takes part in no further exchange. Only the first call counts."""

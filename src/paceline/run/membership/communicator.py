@@ -84,6 +84,12 @@ class ElasticCommunicator:
         except CommunicationError as error:
             self.interrupt(error)
 
+    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
+        try:
+            return _Interruptible(self._inner.deliver(tensor, source, receive), self)
+        except CommunicationError as error:
+            self.interrupt(error)
+
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         try:
             return self._inner.empty(numel, dtype, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import count
 from time import monotonic
@@ -23,9 +23,13 @@ from paceline.run.membership.communicator import ElasticCommunicator
 from paceline.run.membership.generation import Generation
 from paceline.run.saving.checkpointer import Checkpointer
 from paceline.run.saving.state import HasState, load_random_state, load_replica, random_state, replica_states
+from paceline.run.settings import Optimization
 from paceline.run.step import loop_state
-from paceline.run.step.ema import WeightAverage
+from paceline.run.step.ema import PieceAverage, WeightAverage
 from paceline.run.step.loop import Loop
+from paceline.run.step.piece_optimizers import PieceOptimizers
+from paceline.run.step.sharded_update import Phase, ShardedUpdate
+from paceline.run.step.sharding import make_division
 from paceline.sync.compression.residuals import Residuals
 
 T = TypeVar("T")
@@ -47,6 +51,8 @@ class _Progress:
     averages: int
     is_joining: bool
     run: int  # which of the runs that its process has set up
+    phase: Phase = Phase.NONE  # of the update, if the state is divided
+    division: int = -1  # the generation among whose members the state is divided, if it is
 
     @property
     def total(self) -> int:
@@ -71,6 +77,7 @@ class Rejoining:
         checkpointer: Checkpointer,
         average: WeightAverage | None,
         events: Events,
+        optimization: Optimization,
     ) -> None:
         self._communicator = communicator
         self._loop = loop
@@ -85,6 +92,10 @@ class Rejoining:
         self._is_operating = False
         self._has_entered = False
         self._num_unsent_steps = 0  # of a worker, when the last generation ended
+        self._met: list[_Progress] | None = None  # of the newest generation, which has not rejoined yet
+        self._left: Generation | None = None  # the one before it
+        self._optimization = optimization
+        self._divided_in = [self._base]  # among whose members the state is divided; second, and was before
 
     def enter(self) -> None:
         """Set-up is complete: from now on this worker can go on after a loss. A newcomer joins the others here."""
@@ -157,45 +168,84 @@ class Rejoining:
 
     def rejoin(self, error: BaseException | None) -> None:
         """An exchange failed with this error, or a change is due: return when the run can go on, or raise the error."""
-        before, began_s = self._communicator.generation, monotonic()
+        began_s = monotonic()
+        self._interrupt(error)
+        self._repeat(self._rejoin)
+        before, self._left = self._left or self._communicator.generation, None
+        self._row.enter(Activity.ELSEWHERE)
+        self._emit(before, monotonic() - began_s)
+
+    def meet(self, error: BaseException) -> bool:
+        """Whether to complete the update of the open step, for which this worker has all it needs. `rejoin` follows.
+
+        If one of the workers has begun its update, they all had what they needed and complete it. Otherwise none has
+        changed anything.
+        """
+        self._interrupt(error)
+        self._repeat(self._meet)
+        self._row.enter(Activity.ELSEWHERE)
+        assert self._met is not None
+        own = self._met[self._communicator.world.rank]
+        return own.step > self._loop.position.step
+
+    def _interrupt(self, error: BaseException | None) -> None:
+        self._left = self._left or self._communicator.generation
         self._row.enter(Activity.WAITING)  # for the others, who may take any time
         if isinstance(error, CommunicationError):  # of a connection beside the communicator
             with suppress(GenerationEnded):
                 self._communicator.interrupt(error)
+
+    def _repeat(self, attempt: Callable[[], None]) -> None:
+        """Until no other worker is lost meanwhile."""
         while True:
             try:
-                self._rejoin()
-                break
+                return attempt()
             except GenerationEnded:
-                continue  # another one was lost meanwhile
+                self._met = None
             except CommunicationError as another:
+                self._met = None
                 with suppress(GenerationEnded):
                     self._communicator.interrupt(another)
-        self._row.enter(Activity.ELSEWHERE)
-        self._emit(before, monotonic() - began_s)
 
     def _rejoin(self) -> None:
-        communicator = self._communicator
-        generation = communicator.rejoin()
+        if self._met is None:
+            self._meet()
+        assert self._met is not None
+        workers, self._met = self._met, None
         if (averages := self._loop.exchange.averages) is not None:
             averages.drop()
             self._num_unsent_steps = averages.num_unsent_steps
-        self._take_over_state(generation)
+        self._take_over_state(self._communicator.generation, workers)
         self._loop.reconnect()
         self._checkpointer.reconnect(self._loop)
         self._note_entered()
+
+    def _meet(self) -> None:
+        """Connect with the members of the newest generation, and learn how far they are."""
+        communicator, loop = self._communicator, self._loop
+        communicator.rejoin()
+        num_averages = 0 if loop.exchange.averages is None else loop.exchange.averages.num_completed
+        own = _Progress(
+            loop.position.step,
+            self._num_operations,
+            num_averages,
+            communicator.is_joining,
+            self._number,
+            loop.update.phase if isinstance(loop.update, ShardedUpdate) else Phase.NONE,
+            -1 if loop.replica.pieces is None else self._divided_in[0].number,
+        )
+        workers = [_Progress(**json.loads(text)) for text in gather(json.dumps(asdict(own)), communicator)]
+        self._met = workers if loop.replica.pieces is None else _after_update(workers)
 
     def _note_entered(self) -> None:
         self._row.note_steps(self._loop.position.step)
         self._row.note_entered(self._communicator.generation)
 
-    def _take_over_state(self, generation: Generation) -> None:
+    def _take_over_state(self, generation: Generation, workers: list[_Progress]) -> None:
         """Bring all workers to where the most advanced one is, and newcomers too."""
         communicator, loop = self._communicator, self._loop
         rank = communicator.world.rank
-        num_averages = 0 if loop.exchange.averages is None else loop.exchange.averages.num_completed
-        own = _Progress(loop.position.step, self._num_operations, num_averages, communicator.is_joining, self._number)
-        workers = [_Progress(**json.loads(text)) for text in gather(json.dumps(asdict(own)), communicator)]
+        own = workers[rank]
         holders = [rank for rank, each in enumerate(workers) if not each.is_joining]
         if not holders:
             raise CommunicationError("no worker that has the state of the run is left: it starts again")
@@ -212,6 +262,8 @@ class Rejoining:
             result = collect.broadcast(self._result if rank == source else None, source, communicator)
             if own.operations < ahead.operations:
                 self._result = result
+        if loop.replica.pieces is not None:
+            self._divide(loop.replica.pieces, workers, source)
         self._num_operations, communicator.is_joining = ahead.operations, False
         # All plan from the same knowledge: some workers may not have been in the generation before.
         loop.regroup(planner, generation.previous_ranks(Generation.from_json(base)))
@@ -220,6 +272,31 @@ class Rejoining:
         self._base = generation
         if is_state_sent:
             loop.check_replicas()
+
+    def _divide(self, pieces: PieceOptimizers, workers: list[_Progress], source: int) -> None:
+        """Divide the optimizer's state among the workers of this generation, who also get all weights."""
+        communicator, generation = self._communicator, self._communicator.generation
+        numbers = {each.division for each in workers if not each.is_joining}
+        if len(numbers) > 1 and workers[communicator.world.rank].division == max(numbers):
+            # Another worker was lost when some had completed this and others not: nobody has changed anything since.
+            pieces.revert()
+            self._divided_in = self._divided_in[1:]
+        division = pieces.shards.division
+        ranks = generation.previous_ranks(self._divided_in[0])
+        sources = [next((ranks.index(rank) for rank in c.holders if rank in ranks), None) for c in division.chunks]
+        names = self._loop.replica.names_of(division.parameters[::-1])  # `cover` reverses them
+        exchange = self._loop.exchange.state_dict()
+        sources, names, exchange = collect.broadcast((sources, names, exchange), source, communicator)
+        if None in sources:
+            raise CommunicationError(
+                "a part of the optimizer's state was held by lost workers only: the run starts again from its newest "
+                "checkpoint; a larger redundancy= survives more losses at a time"
+            )
+        self._loop.exchange.load_state_dict(exchange)  # grids that some have widened, to begin the step again
+        parameters = self._loop.replica.parameters_named(names)
+        with nullcontext() if self._average is None else self._average.not_in_model():
+            pieces.move(make_division(self._optimization, communicator), sources, parameters)
+        self._divided_in = [generation, *self._divided_in[:1]]
 
     def _check_same_run(self, own: _Progress, workers: list[_Progress], ahead: _Progress) -> None:
         if own.run != ahead.run:
@@ -237,7 +314,7 @@ class Rejoining:
             state = {
                 "replica": replica_states(self._loop.replica),
                 "loop": loop_state.handover(self._loop),
-                "average": None if self._average is None else self._average.state_dict(),
+                "average": None if self._whole_average is None else self._whole_average.state_dict(),
                 "registered": {name: thing.state_dict() for name, thing in self._handed_over.items()},
                 "random": random_state(self._communicator.world.device),
             }
@@ -246,8 +323,8 @@ class Rejoining:
     def _load(self, state: Mapping[str, Any], *, is_joining: bool) -> None:
         load_replica(self._loop.replica, state["replica"])
         loop_state.take_over(self._loop, state["loop"], is_joining=is_joining)
-        if self._average is not None:
-            self._average.load_state_dict(state["average"])
+        if self._whole_average is not None:
+            self._whole_average.load_state_dict(state["average"])
         if not is_joining:
             return  # the step's hooks, and the loop's body, are still to run here: they change the user's own state
         for name, thing in self._handed_over.items():
@@ -255,10 +332,15 @@ class Rejoining:
         load_random_state(state["random"], self._communicator.world.device)
 
     @property
+    def _whole_average(self) -> WeightAverage | None:
+        """None if each worker has a part, which comes with the optimizer's state."""
+        return None if isinstance(self._average, PieceAverage) else self._average
+
+    @property
     def _handed_over(self) -> dict[str, HasState]:
         """The user's own state. Residuals belong to one worker: whoever takes over a state begins without."""
         registered = self._checkpointer.registered.items()
-        return {name: thing for name, thing in registered if not isinstance(thing, Residuals)}
+        return {name: thing for name, thing in registered if not isinstance(thing, Residuals | PieceAverage)}
 
     def _emit(self, before: Generation, seconds: float) -> None:
         now = self._communicator.generation
@@ -277,6 +359,16 @@ class Rejoining:
             seconds=round(seconds, 3),
             **({} if self._loop.exchange.averages is None else {"lost_steps": len(left) * self._num_unsent_steps}),
         )
+
+
+def _after_update(workers: list[_Progress]) -> list[_Progress]:
+    """How far workers with divided state are once they have completed an update that others may have begun."""
+    steps = [each.step for each in workers if not each.is_joining]
+    open_steps = [each for each in workers if not each.is_joining and each.step == min(steps)]
+    is_agreed = max(steps) > min(steps) or Phase.AGREED in [each.phase for each in open_steps]
+    if not is_agreed and not all(each.phase for each in open_steps):
+        return workers
+    return [replace(each, step=min(steps) + 1) if each in open_steps else each for each in workers]
 
 
 def _shared(message: torch.Tensor | None, source: int, communicator: ElasticCommunicator) -> Any:

@@ -36,6 +36,7 @@ from paceline.run.saving.resuming import OWN, Resumption, load_weights
 from paceline.run.saving.state import HasState, has_state, random_state, replica_states
 from paceline.run.saving.stopping import StopSignals
 from paceline.run.step import loop_state
+from paceline.run.step.ema import PieceAverage
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import GPU_LAG_STEPS
 from paceline.run.step.replica import Replica
@@ -211,14 +212,28 @@ class Checkpointer:
             self._resumption.load(name, thing)
         self._registered[name] = (thing, pattern)
 
-    def _states(self, loop: Loop) -> list[Component]:
-        states = replica_states(self._run.replica, keep=any(writer.writes_replicated for writer in self._writers))
+    def _states(self, loop: Loop, writer: AsyncWriter) -> list[Component]:
+        keeps, pieces = None, self._run.replica.pieces
+        if pieces is not None:
+            writer_of = pieces.shards.division.divided_among(writer.ranks)
+            keeps = lambda parameter: writer_of[id(parameter)] == self._world.rank  # noqa: E731
+        states = replica_states(self._run.replica, keeps)
         states |= {"engine": loop_state.state_of(loop), "random": random_state(self._world.device)}
-        states |= {name: thing.state_dict() for name, (thing, _) in self._registered.items()}
+        for name, (thing, _) in self._registered.items():
+            if isinstance(thing, PieceAverage) and keeps is not None:
+                states[name] = thing.divided_state(keeps)
+            else:
+                states[name] = thing.state_dict()
         return [
-            Component(name, states[name], pattern, must_be_finite=name == "model")
+            Component(name, states[name], pattern, must_be_finite=name == "model", is_divided=name in self._divided)
             for name, pattern in self.components.items()
         ]
+
+    @property
+    def _divided(self) -> tuple[str, ...]:
+        """The components of which each worker has a part."""
+        averages = [name for name, (thing, _) in self._registered.items() if isinstance(thing, PieceAverage)]
+        return () if self._run.replica.pieces is None else ("optimizer", *averages)
 
     # When
 
@@ -263,9 +278,8 @@ class Checkpointer:
             # Now optimizers have their state: allocate the memory for copies before a save needs it.
             self._is_prepared = True
             if self._run.replica.pieces is None:  # else a save begins with collecting the state
-                components = self._states(loop)
                 for writer in self._writers:
-                    writer.reserve(components)
+                    writer.reserve(self._states(loop, writer))
         if monotonic() >= self._next_time_s and not self.requested:
             self._set_request(Decision.SAVE)
         is_save_due = position.step >= self._next_step or position.epoch >= self._next_epoch
@@ -380,7 +394,7 @@ class Checkpointer:
         with self._run.timeline.during("checkpoint"):
             loop.synchronize()
             loop.check_replicas()
-            components = self._states(loop)
+            components = self._states(loop, writer)
             self._check_replicated(components)
             self._poll(writer, wait=True)
             step, position = loop.position.step, loop.position.to_dict()
@@ -391,9 +405,9 @@ class Checkpointer:
     def _check_replicated(self, components: list[Component]) -> None:
         assert self._settings is not None
         levels = self._settings.check_replicas
-        if self._run.replica.pieces is not None:  # every part of the optimizer's state is on one worker only
-            components = [component for component in components if component.name != "optimizer"]
-            levels = levels if isinstance(levels, str) else {k: v for k, v in levels.items() if k != "optimizer"}
+        if divided := self._divided:
+            components = [component for component in components if component.name not in divided]
+            levels = levels if isinstance(levels, str) else {k: v for k, v in levels.items() if k not in divided}
         check_components(components, levels, self._run.communicator)
 
     def _leave_together(self) -> None:

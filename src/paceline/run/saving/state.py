@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ import torch
 from paceline.checkpoint.errors import CheckpointError
 from paceline.run.step.build import named_parameters, only_or_all
 from paceline.run.step.replica import Replica
+
+Keeps: TypeAlias = Callable[[torch.Tensor], bool]
 
 
 class HasState(Protocol):
@@ -89,12 +91,13 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
                 own[name] = value.to(own[name].device)
 
 
-def replica_states(replica: Replica, *, keep: bool = True) -> dict[str, Any]:
+def replica_states(replica: Replica, keeps: Keeps | None = None) -> dict[str, Any]:
     """The states of model, optimizer and scheduler by component name. Tensors are not copied.
 
-    If the optimizer's state is divided among the workers, they call this together. keep: on this worker.
+    keeps: of which parameters to keep the optimizer's state, if that is divided among the workers, who then call this
+    together; None leaves out what is divided.
     """
-    states = {"model": model_state(replica.model), "optimizer": optimizer_state(replica, keep=keep)}
+    states = {"model": model_state(replica.model), "optimizer": optimizer_state(replica, keeps)}
     for scheduler in replica.schedulers:
         if not has_state(scheduler):
             raise TypeError(
@@ -105,10 +108,10 @@ def replica_states(replica: Replica, *, keep: bool = True) -> dict[str, Any]:
     return states
 
 
-def optimizer_state(replica: Replica, *, keep: bool = True) -> Any:
+def optimizer_state(replica: Replica, keeps: Keeps | None = None) -> Any:
     """The optimizer's state; a list if there are several."""
     if replica.pieces is not None:
-        return only_or_all(replica.pieces.state_dicts(keep=keep))
+        return only_or_all(replica.pieces.settings() if keeps is None else replica.pieces.state_dicts(keeps))
     return only_or_all([optimizer.state_dict() for optimizer in replica.optimizers])
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 
@@ -11,7 +12,12 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import MisuseError
 from paceline.run.saving.state import model_differences
 from paceline.run.step.build import named_parameters, plain_name
+from paceline.run.step.piece_optimizers import PieceOptimizers
+from paceline.run.step.piece_states import AVERAGE, part_of
 from paceline.run.step.replica import Replica
+
+# Does what all workers do together, again if one is lost.
+Together: TypeAlias = Callable[[Callable[[], Any]], Any]
 
 
 class WeightAverage:
@@ -41,28 +47,31 @@ class WeightAverage:
             if plain_name(name) not in self._names:
                 self._names.append(plain_name(name))
                 self._parameters.append(parameter)
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                self._averages.append(parameter.detach().to(dtype, copy=True))
+                self._averages.append(parameter.detach().to(_average_dtype(parameter), copy=True))
 
     @torch.no_grad()
     def update(self) -> None:
         """Called after every optimizer step."""
-        if self._is_in_use:
-            raise MisuseError("a step was taken inside ema_weights(), where the model has the averaged weights")
+        self._check_not_in_use()
         new = [p.to(average.dtype) for p, average in zip(self._parameters, self._averages, strict=True)]
         torch._foreach_lerp_(self._averages, new, self._weight_of_new)
 
+    def whole(self) -> list[torch.Tensor]:
+        """The averages of all parameters."""
+        return self._averages
+
     @contextmanager
-    def in_model(self) -> Iterator[None]:
+    def in_model(self, together: Together = lambda do: do()) -> Iterator[None]:
         """The model has the averaged weights inside the block."""
         if self._is_in_use:
             raise MisuseError(
                 "ema_weights() was called inside ema_weights(): the model has the averaged weights already"
             )
+        averages = together(self.whole)
         self._own = [parameter.detach().clone() for parameter in self._parameters]
         self._is_in_use = True
         try:
-            _copy(self._averages, self._parameters)
+            _copy(averages, self._parameters)
             yield
         finally:
             _copy(self._own, self._parameters)
@@ -72,20 +81,18 @@ class WeightAverage:
     def not_in_model(self) -> Iterator[None]:
         """The model has its own weights inside the block, also inside `in_model`."""
         was_in_use, self._is_in_use = self._is_in_use, False
+        shown = [parameter.detach().clone() for parameter in self._parameters if was_in_use]
         if was_in_use:
             _copy(self._own, self._parameters)
         try:
             yield
         finally:
             if was_in_use:
-                _copy(self._averages, self._parameters)
+                _copy(shown, self._parameters)
             self._is_in_use = was_in_use
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        if self._is_in_use:
-            raise MisuseError(
-                "the run cannot be saved inside ema_weights(), where the model's own weights are not in it"
-            )
+        self._check_can_be_saved()
         return dict(zip(self._names, self._averages, strict=True))
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -94,10 +101,83 @@ class WeightAverage:
             self._add({name: p for name, p in named_parameters(self._model).items() if plain_name(name) in state})
         if lines := model_differences(state, self.state_dict()):
             raise CheckpointError("the averaged weights are not of this model:\n  " + "\n  ".join(lines))
+        self._take(state)
+
+    def _take(self, state: Mapping[str, torch.Tensor]) -> None:
         _copy([state[name] for name in self._names], self._averages)
+
+    def _check_not_in_use(self) -> None:
+        if self._is_in_use:
+            raise MisuseError("a step was taken inside ema_weights(), where the model has the averaged weights")
+
+    def _check_can_be_saved(self) -> None:
+        if self._is_in_use:
+            raise MisuseError(
+                "the run cannot be saved inside ema_weights(), where the model's own weights are not in it"
+            )
+
+
+class PieceAverage(WeightAverage):
+    """The average where the optimizer's state is divided among the workers: each has those of its pieces."""
+
+    def __init__(self, replica: Replica, pieces: PieceOptimizers, decay: float) -> None:
+        self._pieces = pieces
+        super().__init__(replica, decay)
+
+    def _add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        division = self._pieces.shards.division
+        for name, parameter in parameters.items():
+            if plain_name(name) not in self._names:
+                self._names.append(plain_name(name))
+                self._parameters.append(parameter)
+                for view in map(division.view_of, division.own_pieces(parameter)):
+                    self._pieces.averages[view] = view.to(_average_dtype(view), copy=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._check_not_in_use()
+        averages = self._pieces.averages
+        if averages:
+            new = [view.to(average.dtype) for view, average in averages.items()]
+            torch._foreach_lerp_(list(averages.values()), new, self._weight_of_new)
+
+    def whole(self) -> list[torch.Tensor]:
+        """Called by all workers together."""
+        averages = self._pieces.whole_averages(lambda _: True)
+        return [averages[id(parameter)] for parameter in self._parameters]
+
+    def divided_state(self, keeps: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
+        """Like `state_dict`, which a single worker cannot compute. Called by all workers together.
+
+        keeps: whether this worker keeps the average of a parameter. The others are on the meta device.
+        """
+        self._check_can_be_saved()
+        averages = self._pieces.whole_averages(keeps)
+        return {name: averages[id(p)] for name, p in zip(self._names, self._parameters, strict=True)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Names and shapes only."""
+        self._check_can_be_saved()
+        pairs = zip(self._names, self._parameters, strict=True)
+        return {name: torch.empty_like(p, dtype=_average_dtype(p), device="meta") for name, p in pairs}
+
+    def _take(self, state: Mapping[str, torch.Tensor]) -> None:
+        division = self._pieces.shards.division
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            for piece in division.own_pieces(parameter):
+                part = part_of({AVERAGE: state[name]}, parameter, piece, division)
+                self._pieces.averages[division.view_of(piece)].copy_(part[AVERAGE])
+
+
+def average_of(replica: Replica, decay: float) -> WeightAverage:
+    return WeightAverage(replica, decay) if replica.pieces is None else PieceAverage(replica, replica.pieces, decay)
 
 
 @torch.no_grad()
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
+
+
+def _average_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.plan import sharding
-from paceline.sync.gradients.shards import flat, is_dense
+from paceline.sync.gradients.division import flat, is_dense
 
 
 def segment_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

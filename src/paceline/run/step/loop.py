@@ -40,6 +40,7 @@ from paceline.run.step.out_of_memory import explain_out_of_memory
 from paceline.run.step.planner import Planner
 from paceline.run.step.record import StepRecord
 from paceline.run.step.replica import Number, Replica
+from paceline.run.step.sharded_update import Meeting, ShardedUpdate
 from paceline.run.step.sharding import make_update
 from paceline.run.step.stopwatch import Account, stopwatch_for
 from paceline.sync.averaging.strategy import Averaging
@@ -79,7 +80,7 @@ class OpenStep:
         return self.has_micro_batch or not self.is_last
 
 
-class Recovery(Protocol):
+class Recovery(Meeting, Protocol):
     """How a run goes on when its workers change."""
 
     @property
@@ -139,6 +140,7 @@ class Loop:
         # fp16 needs the norm even if nothing is clipped.
         limit = math.inf if config.max_grad_norm is None and self.loss_scale else config.max_grad_norm
         self.update = make_update(replica, limit, exact=config.exact)
+        self._divided = self.update if isinstance(self.update, ShardedUpdate) else None
         self._has_norm = limit is not None
         # Otherwise a GPU is idle while the host waits to know whether exact sums fit their grids.
         self._may_update_early = config.exact and world.device.type == "cuda"
@@ -403,6 +405,8 @@ class Loop:
 
     def recover_with(self, recovery: Recovery) -> None:
         self._recovery = recovery
+        if self._divided is not None:
+            self._divided.meeting = recovery
 
     def regroup(self, planner_state: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
         """Divide the work among the workers of the new world.
@@ -508,6 +512,7 @@ class Loop:
             is_skipped = False
         else:
             is_skipped = True
+        lost = None if self._divided is None else self._divided.share()
         self._stopwatch.mark()
         self.events.step = position.step + 1
         self.exchange.complete()
@@ -527,6 +532,9 @@ class Loop:
         self.position = self._feed.after_step(position)
         if self.hooks.of_steps:
             self.hooks.queue_step(record)
+        if lost is not None:
+            self._recover(lost)
+            return record
         if record.step % checks.REPLICA_CHECK_STEPS == 0 and self.world.size > 1:
             self._replica_check.after_step(len(plan[0]), numbers, record.step)
         if self.hooks.due or self.position.epoch != position.epoch:
@@ -580,6 +588,8 @@ class Loop:
         has_changes = self._added is not None
         if has_changes or not numbers.is_ordinary:
             self._agreement.check(numbers, now=has_changes)
+        if self._divided is not None and not has_changes:
+            self._divided.agree()
         return not has_changes
 
     def use_parameters(self, added: Sequence[torch.Tensor]) -> None:

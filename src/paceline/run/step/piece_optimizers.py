@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from paceline.core.errors import MisuseError
-from paceline.run.evaluation.collect import broadcast
-from paceline.sync.gradients.shards import Shards, flat
+from paceline.run.step.piece_states import AVERAGE, WEIGHT, WholeStates, part_of, shaped_like
+from paceline.sync.gradients.division import Division
+from paceline.sync.gradients.shards import Shards
 
 # Each element's update depends on that element alone, so any piece of a parameter may be updated separately.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
@@ -23,8 +24,6 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax
 BY_PARAMETER = ("Muon",)
 # How the class of another optimizer says which of these it is.
 DECLARATION = "paceline_shard"
-# What torch's optimizers keep once per parameter, also for one that is a single number itself.
-SCALARS = ("step", "eta", "mu", "mu_product")
 # The name in the state of a parameter under which its float32 master is saved.
 MASTER = "master_weight"
 
@@ -56,11 +55,12 @@ class PieceOptimizers:
         self._optimizers = optimizers
         self.shards = self._shards = shards
         self._states: list[Any] = []
+        self.averages: dict[torch.Tensor, torch.Tensor] = {}  # of weights, by this worker's view of a parameter
         self.note_groups()
-        shards.cover(parameters)
+        self._division.cover(parameters)
         # Of parameters that are frozen now.
         with_state = [p for optimizer in optimizers for p in optimizer.state]
-        shards.cover({str(number): p for number, p in enumerate(with_state)})
+        self._division.cover({str(number): p for number, p in enumerate(with_state)})
         for optimizer in optimizers:
             whole, optimizer.state = optimizer.state, defaultdict(dict)
             self._states.append(defaultdict(dict))
@@ -75,12 +75,17 @@ class PieceOptimizers:
         ]
         self._is_inside = False
         self._has_masters = False
+        self._before: tuple[Division, list[Any], dict[torch.Tensor, torch.Tensor]] | None = None  # the last `move`
+
+    @property
+    def _division(self) -> Division:
+        return self._shards.division
 
     def note_groups(self) -> None:
         """Groups were added, or are new: some optimizers need whole parameters."""
         for optimizer in self._optimizers:
             if needs_whole_parameters(optimizer):
-                self._shards.whole |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+                self._division.whole |= {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -94,7 +99,7 @@ class PieceOptimizers:
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             optimizer.state = state
             for group in optimizer.param_groups:
-                group["params"] = [piece for p in group["params"] for piece in self._shards.own_pieces(p)]
+                group["params"] = [piece for p in group["params"] for piece in self._division.own_pieces(p)]
         try:
             yield
         finally:
@@ -108,110 +113,138 @@ class PieceOptimizers:
     def step(self, step_optimizers: Callable[[], None]) -> None:
         """Update this worker's pieces."""
         if not self._has_masters:  # the weights may have been loaded after the set-up
-            self._shards.copy_masters(to_weights=False)
+            self._division.copy_masters(to_weights=False)
             self._has_masters = True
         with self.over_pieces():
             step_optimizers()
-        self._shards.copy_masters(to_weights=True)
+        self._division.copy_masters(to_weights=True)
 
-    def state_dicts(self, *, keep: bool) -> list[dict[str, Any]]:
+    def state_dicts(self, keeps: Callable[[torch.Tensor], bool]) -> list[dict[str, Any]]:
         """The optimizers' states as if they were not divided, on the CPU. Called by all workers together.
 
-        keep: on this worker. Elsewhere the tensors have the right shapes and no memory.
+        keeps: whether this worker keeps the state of a parameter. Those of the others are on the meta device.
         """
-        found: dict[int, list[Any]] = {}  # the states of a parameter's pieces, by id
-        for chunk in self._shards.chunks:
-            own = [self._state_of(self._shards.tensor(piece)) for piece in chunk.pieces]
-            received = broadcast(own, chunk.owner, self._shards.communicator)
-            for piece, state in zip(chunk.pieces, received, strict=True):
-                parameter = self._shards.parameter(piece)
-                shape = self._shards.tensor(piece).shape
-                found.setdefault(id(parameter), []).append((shape, state if keep else _without_memory(state)))
-        return [self._packed(optimizer, found, keep=keep) for optimizer in self._optimizers]
+        found = self._whole(self._state_of, keeps)
+        return [_packed(optimizer, found) for optimizer in self._optimizers]
+
+    def whole_averages(self, keeps: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
+        """The averages of whole parameters, by id. See `state_dicts`."""
+
+        def average_of(view: torch.Tensor) -> dict[str, Any]:
+            return {AVERAGE: self.averages[view]} if view in self.averages else {}
+
+        return {number: state[AVERAGE] for number, state in self._whole(average_of, keeps).items()}
+
+    def _whole(
+        self, state_of: Callable[[torch.Tensor], dict[str, Any]], keeps: Callable[[torch.Tensor], bool]
+    ) -> dict[int, dict[str, Any]]:
+        """The states of whole parameters that have one, by id."""
+        division = self._division
+        numbers = {id(p): str(number) for number, p in enumerate(division.parameters)}
+        sources = [chunk.owner for chunk in division.chunks]
+        found = {}
+        for name, state in WholeStates(self._shards.communicator, numbers).of(division, sources, state_of):
+            parameter = division.parameters[int(name)]
+            if state:
+                found[id(parameter)] = shaped_like(parameter, state, keep=keeps(parameter))
+        return found
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The optimizers' states without what is divided."""
+        return [_packed(optimizer, {}) for optimizer in self._optimizers]
 
     def load(self, number: int, state: Mapping[str, Any]) -> None:
         """Load the state of one optimizer that is not divided: this worker takes its pieces of it."""
+        groups = self._optimizers[number].param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._division.cover({str(index): parameters[index] for index in state["state"]})
+        parts = {
+            piece: part_of(values, parameters[index], piece, self._division)
+            for index, values in state["state"].items()
+            for piece in self._division.own_pieces(parameters[index])
+        }
+        self._load_parts(number, state["param_groups"], parts)
+
+    @torch.no_grad()
+    def move(self, division: Division, sources: Sequence[int], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Take over this worker's part of a new division, and all weights. Called by all workers together.
+
+        sources: by chunk of the division before, a rank that holds its pieces. parameters: all that are divided, in the
+        same order and by the same names on all workers, of which those that join do not know the division before.
+        """
+        division.whole = self._division.whole
+        division.cover(parameters)
+        averages: dict[torch.Tensor, torch.Tensor] = {}
+        parts: dict[torch.Tensor, dict[str, Any]] = {}
+        states = WholeStates(self._shards.communicator, {id(p): name for name, p in parameters.items()})
+        for name, state in states.of(self._division, sources, self._all_of):
+            parameter = parameters[name]
+            parameter.detach().copy_(shaped_like(parameter, {WEIGHT: state.pop(WEIGHT)}, keep=True)[WEIGHT])
+            for piece in division.own_pieces(parameter) if state else ():
+                parts[piece] = part = part_of(state, parameter, piece, division)
+                if (average := part.pop(AVERAGE, None)) is not None:
+                    averages[division.view_of(piece)] = average.to(piece.device)
+        # Some workers may not get as far as this, because another one is lost: see `revert`.
+        self._before = self._division, self._states, self.averages
+        self._states, self.averages = [defaultdict(dict) for _ in self._optimizers], averages
+        self._shards.divide_again(division)
+        for number, settings in enumerate(self.settings()):
+            self._load_parts(number, settings["param_groups"], parts)
+
+    def revert(self) -> None:
+        """Undo `move`. Possible until the next update."""
+        assert self._before is not None, "nobody is behind after an update"
+        division, self._states, self.averages = self._before
+        self._shards.divide_again(division)
+        self._before = None
+
+    def forget_division(self) -> None:
+        """All workers have completed `move`."""
+        self._before = None
+
+    def _load_parts(
+        self, number: int, saved: Sequence[Mapping[str, Any]], parts: Mapping[torch.Tensor, dict[str, Any]]
+    ) -> None:
+        """Load saved settings of an optimizer's groups, and the states of this worker's pieces."""
         from paceline.run.saving.state import load_optimizer  # imports this package
 
         optimizer = self._optimizers[number]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._shards.cover({str(index): parameters[index] for index in state["state"]})
-        pieces: dict[int, Any] = {}
-        groups, count = [], 0
         if number == 0:  # the weights were loaded before
-            self._shards.copy_masters(to_weights=False)
+            self._division.copy_masters(to_weights=False)
             self._has_masters = True
-        for saved in state["param_groups"]:
+        states: dict[int, Any] = {}
+        groups, count = [], 0
+        for group in saved:
             first = count
-            for index in saved["params"]:
-                for piece in self._shards.own_pieces(parameters[index]):
-                    if index in state["state"]:
-                        pieces[count] = self._part(state["state"][index], parameters[index], piece)
-                        if (master := pieces[count].pop(MASTER, None)) is not None:
+            for index in group["params"]:
+                for piece in self._division.own_pieces(parameters[index]):
+                    if state := parts.get(piece):
+                        states[count] = state
+                        if (master := state.pop(MASTER, None)) is not None:
                             piece.copy_(master)
                     count += 1
-            groups.append({**saved, "params": list(range(first, count))})
+            groups.append({**group, "params": list(range(first, count))})
         with self.over_pieces():
-            load_optimizer(optimizer, {**state, "state": pieces, "param_groups": groups})
+            load_optimizer(optimizer, {"state": states, "param_groups": groups})
 
-    def _state_of(self, view: torch.Tensor) -> Any:
+    def _state_of(self, view: torch.Tensor) -> dict[str, Any]:
         """The state of a piece of this worker, with its master."""
-        piece = self._shards.updated(view)
+        piece = self._division.updated(view)
         for state in self._states:
             if piece in state:
                 return {**state[piece], **({MASTER: piece} if piece is not view else {})}
-        return None
+        return {}
+
+    def _all_of(self, view: torch.Tensor) -> dict[str, Any]:
+        average = {AVERAGE: self.averages[view]} if view in self.averages else {}
+        return {**self._state_of(view), **average, WEIGHT: view}
 
     def _take(self, number: int, whole: Mapping[torch.Tensor, Any]) -> None:
         """Keep this worker's pieces of a state."""
         for parameter, values in whole.items():
-            for piece in self._shards.own_pieces(parameter):
-                self._states[number][piece] = self._part(values, parameter, piece)
-
-    def _part(self, values: Mapping[str, Any], parameter: torch.Tensor, piece: torch.Tensor) -> dict[str, Any]:
-        """What belongs to a piece of the state of a parameter."""
-        if piece.shape == parameter.shape and id(parameter) in self._shards.whole:
-            return dict(values)
-        start = self._shards.start_of(piece)
-        part = slice(start, start + piece.numel())
-        pieces = {}
-        for name, value in values.items():
-            if not isinstance(value, torch.Tensor):
-                pieces[name] = value
-            elif value.shape == parameter.shape and name not in SCALARS:
-                pieces[name] = flat(value, like=parameter)[part].clone()
-            else:
-                pieces[name] = value.clone()
-        return pieces
-
-    def _packed(self, optimizer: torch.optim.Optimizer, found: Mapping[int, Any], *, keep: bool) -> dict[str, Any]:
-        """In the format of `state_dict`, whose numbers of parameters count through all groups."""
-        states, groups, count = {}, [], 0
-        for group in optimizer.param_groups:
-            numbers = list(range(count, count + len(group["params"])))
-            count += len(numbers)
-            groups.append({**{name: value for name, value in group.items() if name != "params"}, "params": numbers})
-            for number, parameter in zip(numbers, group["params"], strict=True):
-                pieces = found.get(id(parameter), [])
-                if pieces and pieces[0][1] is not None:
-                    states[number] = self._joined(parameter, pieces, keep=keep)
-        return {"state": states, "param_groups": groups}
-
-    def _joined(self, parameter: torch.Tensor, pieces: Sequence[Any], *, keep: bool) -> dict[str, Any]:
-        shape, first = pieces[0]
-        if id(parameter) in self._shards.whole:
-            return dict(first)
-        joined = {}
-        for name, value in first.items():
-            if not isinstance(value, torch.Tensor) or value.shape != shape:
-                joined[name] = value
-            elif not keep:
-                joined[name] = value.new_empty(()).expand(parameter.shape)
-            else:
-                like = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
-                flat(like).copy_(torch.cat([state[name] for _, state in pieces]))
-                joined[name] = like
-        return joined
+            for piece in self._division.own_pieces(parameter):
+                self._states[number][piece] = part_of(values, parameter, piece, self._division)
 
     def _refuse_saving(self, *_: Any) -> None:
         if not self._is_inside:
@@ -228,10 +261,15 @@ class PieceOptimizers:
             )
 
 
-def _without_memory(state: Any) -> Any:
-    if state is None:
-        return None
-    return {
-        name: torch.empty((), dtype=value.dtype).expand(value.shape) if isinstance(value, torch.Tensor) else value
-        for name, value in state.items()
-    }
+def _packed(optimizer: torch.optim.Optimizer, found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """In the format of `state_dict`, whose numbers of parameters count through all groups. found: by id of those."""
+    states: dict[int, Any] = {}
+    groups, count = [], 0
+    for group in optimizer.param_groups:
+        numbers = range(count, count + len(group["params"]))
+        count = numbers.stop
+        settings = {name: value for name, value in group.items() if name != "params"}
+        groups.append({**settings, "params": list(numbers)})
+        pairs = zip(numbers, group["params"], strict=True)
+        states |= {number: found[id(parameter)] for number, parameter in pairs if id(parameter) in found}
+    return {"state": states, "param_groups": groups}

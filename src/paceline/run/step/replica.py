@@ -186,6 +186,16 @@ class Replica:
         """The names, in the plain model, of the parameters that the next step trains."""
         return [plain_name(name) for name, p in named_parameters(self.model).items() if p.requires_grad]
 
+    def names_of(self, parameters: Sequence[torch.Tensor]) -> list[str]:
+        """The names in the plain model."""
+        names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}
+        return [names[id(p)] for p in parameters]
+
+    def parameters_named(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Parameters by their names in the plain model, in the given order."""
+        parameters = {plain_name(name): p for name, p in named_parameters(self.model).items()}
+        return {name: parameters[name] for name in names}
+
     def group_names(self) -> list[list[list[str]]]:
         """The names of the parameters in the plain model, by optimizer and group."""
         names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}

@@ -2,41 +2,109 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+from typing import Protocol
+
 import torch
 
+from paceline.core.errors import CommunicationError, GenerationEnded
 from paceline.run.step.grad_norm import combined, num_segments, segment_norms
 from paceline.run.step.piece_optimizers import PieceOptimizers
 from paceline.run.step.replica import Number, Replica, Update
 
 
+class Phase(IntEnum):
+    """How far a worker is with the update of the open step.
+
+    READY: it has all that its update needs. AGREED: so have all others, and some may have changed their weights.
+    """
+
+    NONE = 0
+    READY = 1
+    AGREED = 2
+
+
+class Meeting(Protocol):
+    """How workers that are left after a loss find out what to do with the open step."""
+
+    def meet(self, error: BaseException) -> bool:
+        """Whether to complete it, because others may have. Then, or else at once, all workers rejoin."""
+
+
 class ShardedUpdate(Update):
-    """Clips and steps this worker's pieces."""
+    """Clips and steps this worker's pieces.
+
+    If pieces are held more than once, a step is either completed by all workers that a loss leaves, or begun again by
+    all: none updates its pieces before all have what they need for it. Until then nothing has changed; after that, the
+    update needs nobody else.
+    """
 
     def __init__(self, replica: Replica, max_norm: float | None, pieces: PieceOptimizers) -> None:
         super().__init__(replica, max_norm)
         self._pieces = pieces
         self._shards = pieces.shards
+        self._total_norm: torch.Tensor | None = None
+        self.phase = Phase.NONE
+        self.meeting: Meeting | None = None
+        self._must_rejoin = False
 
     @property
     def can_be_voided(self) -> bool:
         return False  # the new weights are sent to the others at once
 
-    def step(self) -> None:
-        self._pieces.step(self._replica.step_optimizers)
-        self._shards.gather_weights()
+    def agree(self) -> None:
+        """Exchange what the update needs besides gradients. When one worker returns, all have it."""
+        self.phase = Phase.NONE
+        if self._max_norm is not None:
+            self._total_norm = self._norm()
+        if self.meeting is None:
+            return
+        self.phase = Phase.READY
+        try:
+            self._wait_for_all()
+        except (GenerationEnded, CommunicationError) as error:
+            if not self.meeting.meet(error):
+                self.phase = Phase.NONE
+                raise GenerationEnded("the step is begun again") from error
+            self._must_rejoin = True
+        self._pieces.forget_division()
+        self.phase = Phase.AGREED
+
+    def _wait_for_all(self) -> None:
+        communicator = self._shards.communicator
+        communicator.all_reduce(torch.zeros(1, device=communicator.world.device)).wait()
 
     def clip(self) -> Number | None:
-        if self._max_norm is None:
-            return None
-        used = [p for p in self._replica.parameters.values() if id(p) in self._shards.used]
-        own = [piece for p in used for piece in self._shards.own_pieces(p)]
-        norm = self._norm(used)
-        torch.nn.utils.clip_grads_with_norm_(own, self._max_norm, norm)
-        return norm
+        if self._total_norm is not None:
+            own = [piece for p in self._used() for piece in self._shards.division.own_pieces(p)]
+            torch.nn.utils.clip_grads_with_norm_(own, self._max_norm or 0.0, self._total_norm)
+        return self._total_norm
 
-    def _norm(self, used: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of the whole gradient: every worker contributes those of its segments."""
-        world = self._shards.communicator.world
+    def step(self) -> None:
+        self._pieces.step(self._replica.step_optimizers)
+
+    def share(self) -> GenerationEnded | CommunicationError | None:
+        """Send every worker's new weights to all others. Returns the error if a worker was lost.
+
+        Then the step is complete nevertheless: the others get the weights when they rejoin.
+        """
+        must_rejoin, self._must_rejoin = self._must_rejoin, False
+        try:
+            if must_rejoin:
+                return GenerationEnded("a worker was lost before the update")
+            self._shards.gather_weights()
+        except (GenerationEnded, CommunicationError) as error:
+            return error
+        finally:
+            self.phase = Phase.NONE
+        return None
+
+    def _used(self) -> list[torch.Tensor]:
+        return [p for p in self._replica.parameters.values() if id(p) in self._shards.used]
+
+    def _norm(self) -> torch.Tensor:
+        """The norm of the whole gradient: the owner of a piece contributes those of its segments."""
+        used, division, world = self._used(), self._shards.division, self._shards.communicator.world
         is_double = any(p.dtype == torch.float64 for p in used)
         counts = [num_segments(p.numel()) for p in used]
         norms = torch.zeros(sum(counts), dtype=torch.float64 if is_double else torch.float32, device=world.device)
@@ -44,9 +112,9 @@ class ShardedUpdate(Update):
         places: list[int] = []
         gradients: list[torch.Tensor] = []
         for parameter, count in zip(used, counts, strict=True):
-            for piece in self._shards.own_pieces(parameter):
+            for piece in filter(division.is_owner, division.own_pieces(parameter)):
                 if piece.grad is not None and (piece.numel() or not parameter.numel()):
-                    offset = num_segments(self._shards.start_of(piece) + 1) - 1
+                    offset = num_segments(division.start_of(piece) + 1) - 1
                     places += range(first + offset, first + offset + num_segments(piece.numel()))
                     gradients.append(piece.grad)
             first += count

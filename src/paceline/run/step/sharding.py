@@ -14,6 +14,7 @@ from paceline.run.settings import Optimization, ShardBy
 from paceline.run.step.piece_optimizers import PieceOptimizers
 from paceline.run.step.replica import Replica, Update
 from paceline.run.step.sharded_update import ShardedUpdate
+from paceline.sync.gradients.division import Division
 from paceline.sync.gradients.shards import Shards
 
 # Devices whose memory differs by less are equal.
@@ -21,12 +22,13 @@ EQUAL_MEMORY = 0.1
 _TRIAL_NUMEL, _NUM_TRIALS = 1 << 20, 5
 
 
-def divide(replica: Replica, settings: Optimization, communicator: Communicator) -> Shards | None:
+def divide(replica: Replica, settings: Optimization, communicator: Communicator, *, can_change: bool) -> Shards | None:
     """Divide the state among the workers. None if it stays whole: it is not asked for, or there is one worker.
 
-    Masters are part of the divided state, so one worker that has them owns all pieces.
+    Masters are part of the divided state, so one worker that has them owns all pieces; so does one that others may
+    join (can_change).
     """
-    is_divided = settings.shard is not None and communicator.world.size > 1
+    is_divided = settings.shard is not None and (communicator.world.size > 1 or can_change)
     if not is_divided and not settings.master_weights:
         return None
     if settings.master_weights and not any(
@@ -36,10 +38,16 @@ def divide(replica: Replica, settings: Optimization, communicator: Communicator)
             "master_weights=True keeps float32 masters of weights in bf16, but the model has none: build it in bf16, "
             "such as lambda: Model().bfloat16(), or leave master_weights out"
         )
-    weights = _weights(settings.shard_by, communicator) if is_divided else [1.0]
-    shards = Shards(communicator, weights, has_masters=settings.master_weights)
+    shards = Shards(communicator, make_division(settings, communicator))
     replica.pieces = PieceOptimizers(replica.optimizers, replica.parameters, shards)
     return shards
+
+
+def make_division(settings: Optimization, communicator: Communicator) -> Division:
+    """The division for the current workers, which call this together. It covers no parameter yet."""
+    world = communicator.world
+    weights = _weights(settings.shard_by, communicator) if world.size > 1 else [1.0]
+    return Division(world, weights, copies=settings.redundancy, has_masters=settings.master_weights)
 
 
 def make_update(replica: Replica, max_norm: float | None, *, exact: bool) -> Update:

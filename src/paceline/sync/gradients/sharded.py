@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.comm.base import Pending
+from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
 from paceline.plan.memory import NUM_SLOTS
 from paceline.plan.shares import Plan
 from paceline.sync.gradients.exchange import MeanGradients, Sums
@@ -52,6 +53,7 @@ class ShardedGradients(MeanGradients):
 
     def _make_sums(self, tail_numel: int) -> torch.Tensor:
         buckets, rank = self._shards.buckets, self._communicator.world.rank
+        self._in_flight.clear()  # what a lost worker has interrupted
         self._bucket_by_layout = {id(bucket.layout): bucket for bucket in buckets}
         largest = max(bucket.layout.numel for bucket in buckets)
         dtypes = {bucket.layout.dtype for bucket in buckets}
@@ -61,10 +63,10 @@ class ShardedGradients(MeanGradients):
             self._sums_in(bucket.layout, self._shards.slot(bucket, self._dtype_of(bucket.layout))) for bucket in buckets
         ]
         self._local: dict[int, Sums] = {}  # this worker's own sums of several micro-batches, by bucket
-        own = [bucket for bucket in buckets if bucket.owner == rank]
+        own = [bucket for bucket in buckets if rank in bucket.holders]
         self._owned = {
             bucket.number: _OwnSums(
-                bucket.layout, self._dtype_of(bucket.layout), self._shards.update_dtype(bucket.layout.dtype)
+                bucket.layout, self._dtype_of(bucket.layout), self._shards.division.update_dtype(bucket.layout.dtype)
             )
             for bucket in own
         }
@@ -81,6 +83,7 @@ class ShardedGradients(MeanGradients):
 
     def begin_step(self, plan: Plan, **weights: Any) -> None:
         super().begin_step(plan, **weights)
+        self._failure: CommunicationError | GenerationEnded | None = None  # of an exchange during backward
         self._num_rounds = max(len(share) for share in plan) if self._every_micro_batch else 1
         self._num_done = 0  # rounds
 
@@ -105,6 +108,9 @@ class ShardedGradients(MeanGradients):
         return bool(self._sent) or super().has_gradient()
 
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
+        if self._failure is not None:
+            self.abandon()
+            raise self._failure
         super().end_micro_batch(loss)
         for index in self._sent:
             self._used[index] = 1.0
@@ -149,9 +155,14 @@ class ShardedGradients(MeanGradients):
         for bucket in self._shards.buckets:
             if bucket.number in self._owned:
                 for piece in bucket.layout.parameters:
-                    self._shards.updated(piece).grad = None
+                    self._shards.division.updated(piece).grad = None
 
     def _publish(self, numbers: StepNumbers) -> None:
+        if self._shards.division.copies > 1 and self._has_buffers and any(numbers.changed_buffers):
+            raise MisuseError(
+                "the model changes a buffer in its forward that is not BatchNorm's. Its value is on one worker, and a "
+                "step could not be completed without that worker: leave redundancy= out"
+            )
         used = self._used_by_all(numbers)
         self._shards.used = {id(p) for p, is_used in zip(self._parameters, used, strict=True) if is_used}
         divisor = self._writer.total_weight() if self._must_divide else None
@@ -162,7 +173,7 @@ class ShardedGradients(MeanGradients):
                 for piece, mean, is_used in zip(
                     bucket.layout.parameters, means, used[bucket.layout.slice], strict=True
                 ):
-                    self._shards.updated(piece).grad = mean if is_used else None
+                    self._shards.division.updated(piece).grad = mean if is_used else None
 
     # Buckets
 
@@ -207,7 +218,7 @@ class ShardedGradients(MeanGradients):
 
     def _start(self, sums: Sums) -> Pending:
         bucket = self._bucket_of_sums(sums)
-        pending = self._communicator.reduce(sums.flat, bucket.owner)
+        pending = self._shards.start_sum(bucket, sums.flat)
         self._in_flight.append(_InFlight(bucket, pending, self._num_done == 0))
         return pending
 
@@ -218,7 +229,13 @@ class ShardedGradients(MeanGradients):
             self._land(self._in_flight.popleft())
 
     def _land(self, arrived: _InFlight) -> None:
-        arrived.pending.wait()
+        try:
+            arrived.pending.wait()
+        except (CommunicationError, GenerationEnded) as error:
+            if not self._is_open:
+                raise
+            self._failure = error  # not inside the user's backward(): raised by `end_micro_batch`
+            return
         if (owned := self._owned.get(arrived.bucket.number)) is not None:
             sums = self._sums[arrived.bucket.number].flat
             owned.total.copy_(sums) if arrived.is_first else owned.total.add_(sums)

@@ -1,0 +1,108 @@
+"""The optimizer's states of pieces: sent between workers, joined to those of whole parameters, and cut again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.base import Communicator
+from paceline.plan.sharding import Piece
+from paceline.run.evaluation.collect import broadcast
+from paceline.sync.gradients.division import Division, flat
+
+# What torch's optimizers keep once per parameter, also for one that is a single number itself.
+SCALARS = ("step", "eta", "mu", "mu_product")
+# In the state of a piece while it is sent: the weights themselves, and their average.
+WEIGHT, AVERAGE = "weight", "average"
+
+
+class WholeStates:
+    """The states of whole parameters, on all workers, from pieces that are on one or a few of them.
+
+    names: the divided parameters by id; the same names on all workers. A worker that joins does not know `division`,
+    only the others do.
+    """
+
+    def __init__(self, communicator: Communicator, names: Mapping[int, str]) -> None:
+        self._communicator = communicator
+        self._names = names
+
+    @torch.no_grad()
+    def of(
+        self, division: Division, sources: Sequence[int], state_of: Callable[[torch.Tensor], dict[str, Any]]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The name and state, on the CPU, of one parameter after the other. Called by all workers together.
+
+        sources: by chunk, the rank that sends its pieces. state_of: of a piece, given as the view of its parameter.
+        """
+        rank = self._communicator.world.rank
+        pieces: dict[str, list[dict[str, Any]]] = {}
+        for number, source in enumerate(sources):
+            chunk = division.chunks[number].pieces if source == rank else ()
+            own = [self._sent(division, piece, state_of(division.tensor(piece))) for piece in chunk]
+            for name, shape, is_whole, is_last, state in broadcast(own, source, self._communicator):
+                pieces.setdefault(name, []).append(state)
+                if is_last:
+                    yield name, _joined(pieces.pop(name), torch.Size(shape), is_whole=is_whole)
+
+    def _sent(self, division: Division, piece: Piece, state: dict[str, Any]) -> tuple[Any, ...]:
+        parameter = division.parameter(piece)
+        is_whole = id(parameter) in division.whole
+        return (
+            self._names[id(parameter)],
+            division.tensor(piece).shape,
+            is_whole,
+            piece.stop == parameter.numel(),
+            state,
+        )
+
+
+def _joined(pieces: Sequence[dict[str, Any]], last: torch.Size, *, is_whole: bool) -> dict[str, Any]:
+    """The state of a parameter. Tensors of its size are flat, in the order of its memory, if it could be cut.
+
+    last: the shape of the last piece.
+    """
+    if is_whole:
+        return pieces[0]
+    return {
+        name: torch.cat([piece[name] for piece in pieces]) if _is_by_element(name, value, last) else value
+        for name, value in pieces[-1].items()
+    }
+
+
+def _is_by_element(name: str, value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == shape and name not in SCALARS
+
+
+def part_of(
+    state: Mapping[str, Any], parameter: torch.Tensor, piece: torch.Tensor, division: Division
+) -> dict[str, Any]:
+    """What belongs to a piece of the state of a parameter."""
+    if id(parameter) in division.whole:
+        return dict(state)
+    start = division.start_of(piece)
+    own = slice(start, start + piece.numel())
+    parts = {}
+    for name, value in state.items():
+        if _is_by_element(name, value, parameter.shape):
+            parts[name] = flat(value, like=parameter)[own].clone()
+        elif _is_by_element(name, value, torch.Size([parameter.numel()])):
+            parts[name] = value[own].clone()
+        else:
+            parts[name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return parts
+
+
+def shaped_like(parameter: torch.Tensor, state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+    """A whole state with the parameter's shape. keep: else its tensors are on the meta device, without memory."""
+    shaped = {}
+    for name, value in state.items():
+        shaped[name] = value
+        if _is_by_element(name, value, torch.Size([parameter.numel()])) and parameter.ndim != 1:
+            shaped[name] = like = torch.empty_like(parameter, dtype=value.dtype, device="cpu")
+            flat(like).copy_(value)
+        if isinstance(value, torch.Tensor) and not keep:
+            shaped[name] = shaped[name].to("meta")
+    return shaped
