@@ -47,6 +47,7 @@ def totals(
     for number in range(3):
         addition.add(gradients_of(layout, generator, where), weight, first=number == 0)
         peaks.append(addition.take_peaks()[0].clone().cpu())
+    addition.settle()
     return total.cpu(), peaks
 
 
