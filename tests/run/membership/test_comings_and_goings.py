@@ -104,8 +104,8 @@ def test_a_newcomer_costs_no_step(tmp_path: Path) -> None:
 
     case = Case([Death(1, step=2)], data=data, train=partial(count_work, folder=str(tmp_path)))
     [outcomes] = launch([case], 3, max_restarts=1)
-    assert [outcome["member"] for outcome in outcomes] == [(0, 0, 0), (1, 1, 0), (2, 0, 0)]
-    assert changes(outcomes[0])[1:] == [(2, 3, [], [1])]
+    assert [outcome["member"] for outcome in outcomes] == [(0, 0, 0), (2, 0, 0), (1, 1, 0)]
+    assert changes(outcomes[0])[1:] == [(2, 3, [], [2])]
     work = [line for path in tmp_path.glob("work-*") for line in path.read_text().splitlines()]
     times = Counter(work)
     assert {line.split()[0] for line, count in times.items() if count > 1} <= {"2"}, "only the abandoned step"
