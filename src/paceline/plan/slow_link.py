@@ -8,7 +8,7 @@ from dataclasses import dataclass
 MAX_BUSY = 0.5
 # The mean of a part is applied after this many steps: the fewer, the less replicas have moved on meanwhile.
 STEPS_UNDER_WAY = 8
-# What the loss may be above that of synchronous training, by all that was measured (docs/slow-links.md).
+# What the loss may be above that of synchronous training. What was measured, and where it is missed: docs/slow-links.md.
 LOSS_BUDGET = 0.01
 
 
@@ -25,8 +25,8 @@ class Exchange:
         return max(1, self.every // STEPS_UNDER_WAY)
 
 
-# From the one closest to synchronous training to the one with the fewest bytes. All of them were measured. int4 because
-# int8 ended with no lower loss, and no 64 steps because these exceeded the budget with three workers.
+# From the one closest to synchronous training to the one with the fewest bytes. int4 ended within 0.1% of fp32; with 64
+# steps three workers exceeded the budget.
 OPTIONS = (Exchange(16, "int4", 4.125), Exchange(32, "int4", 4.125))
 
 
