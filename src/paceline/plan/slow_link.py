@@ -8,7 +8,7 @@ from dataclasses import dataclass
 MAX_BUSY = 0.5
 # The mean of a part is applied after this many steps: the fewer, the less replicas have moved on meanwhile.
 STEPS_UNDER_WAY = 8
-# What the loss may be above that of synchronous training. What was measured, and where it is missed: docs/slow-links.md.
+# What the loss may be above that of synchronous training; docs/slow-links.md says where it was kept and where not.
 LOSS_BUDGET = 0.01
 
 
