@@ -75,7 +75,10 @@ def _peer(task: Task, name: str, model: nn.Module, stack: ExitStack) -> tuple[nn
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=name != POWER_SGD, static_graph=name == DDP)
+    # One bucket for PowerSGD: with several, a run over Gloo ended with mismatched collectives. It chains them in
+    # callbacks, which may run in different orders on two workers.
+    one_bucket = {"bucket_cap_mb": 1024} if name == POWER_SGD else {"gradient_as_bucket_view": True}
+    ddp = DistributedDataParallel(model, static_graph=name == DDP, **one_bucket)
     optimizer = task.make_optimizer(ddp.parameters())
     if name == FP16:
         ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
