@@ -97,8 +97,8 @@ def unsent(trainer: pl.Trainer) -> torch.Tensor:
     return found[0][: len(FACTORS)] if isinstance(found, list) else found
 
 
-def constant_gradients(here: Points, *, strategy: Any, is_replaced: bool = False) -> list[tuple[torch.Tensor, ...]]:
-    """A gradient that is always the same: the change, what was not sent at first and in the end; by rank."""
+def constant_gradients(here: Points, *, strategy: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A gradient that is always the same: the change, and what was not sent in the end; by rank."""
     with pl.Trainer.setup(
         lambda: nn.Linear(len(FACTORS), 1, bias=False),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -109,16 +109,12 @@ def constant_gradients(here: Points, *, strategy: Any, is_replaced: bool = False
         balancing=pl.Balancing(shares="equal"),
         seed=5,
     ) as trainer:
-        before, first = trainer.model.weight.detach().clone(), None
-        if is_replaced:
-            trainer.every(1, lambda _: wait_for_members(3) if trainer.world.size == 2 else None)
+        before = trainer.model.weight.detach().clone()
         for _ in next(trainer.epochs(1)):
-            first = unsent(trainer).clone() if first is None else first
             here("micro-batch", trainer.position.step)
             trainer.backward((trainer.model.weight * FACTORS).sum())
             trainer.step()
-        assert first is not None
-        return trainer.gather(((trainer.model.weight.detach() - before).view(-1), first, unsent(trainer)))
+        return trainer.gather(((trainer.model.weight.detach() - before).view(-1), unsent(trainer)))
 
 
 SPARSE = pl.Averaging(every=2, compress="sparse", divergence_threshold=None)
@@ -132,27 +128,19 @@ def test_survivors_keep_what_they_have_not_sent() -> None:
     [[averages], [gradients]] = launch(cases, 3)
     everything = -0.1 * 8 * FACTORS
     assert len(averages["results"]) == 2
-    for change, _, residual in averages["results"]:
+    for change, residual in averages["results"]:
         assert residual.count_nonzero() > 4000
         # All workers do the same, so that the steps of the one that was lost are those of the others too.
         torch.testing.assert_close(change + residual, everything, rtol=1e-4, atol=1e-4)
-    [(change, _, residual)] = gradients["results"]
+    [(change, residual)] = gradients["results"]
     assert residual.count_nonzero() > 4000
-    # Of the lost worker, half of five steps is missing as far as it was not sent; of the survivor, nothing is.
+    # Of the lost worker, half of five steps is missing as far as it was not sent, and of the survivor nothing. What was
+    # sent is rounded to a level, so that the missing part may be up to half a level off.
     missing = everything - (change - 0.1 * residual)
-    assert (missing <= 1e-4).all()
-    assert (missing >= -0.1 * 5 * FACTORS / 2 - 1e-4).all()
-    assert missing.min() < -0.01
-
-
-def test_a_replacement_begins_with_nothing_unsent() -> None:
-    case = Case([Death(2, step=3)], whole=partial(constant_gradients, strategy=SPARSE, is_replaced=True))
-    [[outcome]] = launch([case], 3, max_restarts=1)
-    *survivors, (change, first, last) = outcome["results"]
-    assert first.count_nonzero() == 0 < last.count_nonzero()
-    for survivor, _, residual in survivors:
-        assert torch.equal(survivor, change)
-        assert residual.norm() > last.norm()
+    half_level = 0.1 * 5 / 2 / 7 / 2
+    assert (missing <= half_level).all()
+    assert (missing >= -0.1 * 5 * FACTORS / 2 - half_level).all()
+    assert missing.min() < -0.1
 
 
 def test_a_replacement_takes_over_the_common_weights() -> None:
