@@ -75,8 +75,8 @@ def _peer(task: Task, name: str, model: nn.Module, stack: ExitStack) -> tuple[nn
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    # One bucket for PowerSGD: with several, a run over Gloo ended with mismatched collectives. It chains them in
-    # callbacks, which may run in different orders on two workers.
+    # One bucket for PowerSGD: with several, a run over Gloo ended with mismatched collectives, presumably because it
+    # chains them in callbacks, whose order may differ between workers.
     one_bucket = {"bucket_cap_mb": 1024} if name == POWER_SGD else {"gradient_as_bucket_view": True}
     ddp = DistributedDataParallel(model, static_graph=name == DDP, **one_bucket)
     optimizer = task.make_optimizer(ddp.parameters())
