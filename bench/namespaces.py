@@ -24,6 +24,7 @@ ADDRESSES = tuple(f"10.0.0.{number + 1}" for number in range(16))
 BRIDGE = "switch"
 PORT = 29500  # nobody else can have it: the namespaces are new
 BURST_BYTES = 128 * 1024  # may pass at once: two of TCP's largest packets
+UNLIMITED_MBIT = 40_000  # a limit that is never reached
 LATENCY_MS = 400  # may wait: more than TCP has on its way, so that nothing is dropped and sent again
 
 CLONE_NEWNET = 0x40000000
@@ -54,21 +55,17 @@ class Link:
         )
 
     def limit(self, mbit_per_s: float | None) -> None:
-        """Let so much pass in each direction, from now on; None: as much as the machine can move."""
+        """Let so much pass in each direction, from now on, also of what waits already; None: as much as it can."""
+        rate = ("rate", f"{mbit_per_s or UNLIMITED_MBIT}mbit", "burst", f"{BURST_BYTES}b", "latency", f"{LATENCY_MS}ms")
         ends = [(name, INTERFACE) for name in self.namespaces]
         if self.switch is not None:
             ends += [(self.switch, f"port{number}") for number in range(len(self.namespaces))]
         for name, interface in ends:
-            at_root = ("dev", interface, "root")
-            if mbit_per_s is None:
-                _run("tc", "-netns", name, "qdisc", "delete", *at_root)
-            else:
-                rate = ("rate", f"{mbit_per_s}mbit", "burst", f"{BURST_BYTES}b", "latency", f"{LATENCY_MS}ms")
-                _run("tc", "-netns", name, "qdisc", "replace", *at_root, "tbf", *rate)
+            _run("tc", "-netns", name, "qdisc", "replace", "dev", interface, "root", "tbf", *rate)
 
 
 @contextmanager
-def slow_link(mbit_per_s: float, num_hosts: int = NUM_HOSTS) -> Iterator[Link]:
+def slow_link(mbit_per_s: float | None, num_hosts: int = NUM_HOSTS) -> Iterator[Link]:
     """New hosts with this limit between them. At the end all are gone, once the last process in them has ended."""
     suffix = f"{os.getpid()}-{secrets.token_hex(4)}"
     hosts = tuple(f"paceline-bench-{suffix}-{rank}" for rank in range(num_hosts))

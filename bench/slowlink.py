@@ -6,208 +6,148 @@ of them, a bare loop and our own with a first average that is never reached, and
 Everyone who trains together has the same model, micro-batches, optimizer and global batch; only with a cadence the
 batch is what the link makes it.
 
-Speed: the contestants take turns inside the workers, behind a barrier; a turn is whole steps of a run that goes on
-from turn to turn, and takes as long as its slowest worker. With averaging a turn is a whole round, from the middle of
-one to the middle of the next: an exchange that overlaps with training begins and ends within it. Ways whose single step
-takes the link more than MAX_STEP_S are not run: their speed is computed from the bytes that they send, and marked.
+Speed needs a quiet machine. Ways whose turn takes the link too long are not run: their speed is computed from the bytes
+that they send, and marked.
 
-Loss: everyone trains once over the same samples of a fixed random Markov source, from the same weights, and is
-evaluated on samples held out, with several seeds. The link does not change what they compute, so its limit is lifted
-for this; except for those who choose by it. Bytes are those that a host's interface has sent in this run, headers
-included.
+Loss: everyone trains once over the same samples, from the same weights, and is evaluated on samples held out, with
+several seeds. Neither the link nor the load of the machine changes what they compute, so that there is no limit and the
+machine may be busy. Bytes are those that a host's interface has sent in this run, headers included. "slow link" is the
+run with the numbers that it has chosen.
+
+With --results, measurements are kept in a file, and only what it lacks is measured. With --minutes a call ends early,
+and another one goes on.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import json
+import os
+import secrets
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
 
-from bench.far_apart import (
-    CADENCE,
-    DDP,
+from bench.far_apart import SOURCES, Task
+from bench.far_apart_ways import (
+    CHOOSING,
     DILOCO,
-    FP16,
     GRADIENTS,
-    INT4,
     NO_TALK,
     NO_TALK_OURS,
-    OVERHEAD_TARGET,
     PEERS,
     SLOW_LINK,
-    SYNCHRONOUS,
+    SPEED_REPEATS,
     WAYS,
-    Task,
     final_loss,
     missing_torchft,
-    rank_of_environment,
-    timed_loop,
 )
-from bench.harness import Contestant, Result, Unavailable, alternate, isolated
+from bench.harness import Result, Unavailable, isolated
 from bench.namespaces import Link, missing_slow_link, slow_link
+from bench.slowlink_speed import Speeds, is_timed, speed_worker
+from bench.slowlink_table import Loss, Scenario, Speed, scenarios_of
 from bench.workers import gloo_group, run_workers
 
-if TYPE_CHECKING:
-    from paceline import StepRecord
 
-WARMUP_STEPS = 3  # first allocations, DDP's second bucket layout, PowerSGD's start
-SYNCHRONOUS_STEPS = 2  # in a turn; each waits for the link
-CALIBRATION_STEPS = 3  # until the cadence has found its level
-MAX_STEP_S = 5.0
-PROBE_BYTES = 128 << 10  # at 1 Mbit/s a second
+class Results:
+    """Measurements, also in a file if one is given: one line of JSON for each."""
 
-OURS = SLOW_LINK
-# The choice depends on the link.
-CHOOSING = (CADENCE, SLOW_LINK)
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.losses: list[Loss] = []
+        self.speeds: list[Speed] = []
+        if path is not None and path.exists():
+            for line in path.read_text().splitlines():
+                fields = json.loads(line)
+                fields["task"] = Task(**fields["task"])
+                if "loss" in fields:
+                    self.losses.append(Loss(**fields))
+                else:
+                    lists = {name: tuple(fields[name]) for name in ("turns", "link_mbit_per_s")}
+                    self.speeds.append(Speed(**{**fields, **lists}))
 
-
-def link_mbit_per_s() -> float:
-    """What this worker can send to the next one while it receives as much from the one before."""
-    rank, size = distributed.get_rank(), distributed.get_world_size()
-    outgoing, incoming = torch.zeros(2, PROBE_BYTES, dtype=torch.uint8)
-
-    def exchange() -> None:
-        # The receiving first: Gloo tells the other side that it may send, and would do so behind our own bytes.
-        received = distributed.irecv(incoming, (rank - 1) % size)
-        sent = distributed.isend(outgoing, (rank + 1) % size)
-        for pending in (received, sent):
-            assert pending is not None
-            pending.wait()
-
-    distributed.barrier()
-    exchange()  # uses up what may pass at once
-    num_rounds, start = 8, time.perf_counter()
-    for _ in range(num_rounds):  # without a pause, in which the limit would allow another burst
-        exchange()
-    return 8e-6 * PROBE_BYTES * num_rounds / (time.perf_counter() - start)
+    def add(self, measured: Loss | Speed) -> None:
+        if isinstance(measured, Loss):
+            self.losses.append(measured)
+        else:
+            self.speeds.append(measured)
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(asdict(measured)) + "\n")
 
 
-@dataclass(frozen=True)
-class CadenceStep:
-    """Shares and times by rank. A worker's `sync_s` is that of the step before: it can only tell afterwards."""
-
-    shares: tuple[int, ...]
-    micro_batch_s: tuple[float, ...]
-    sync_s: tuple[float, ...]
-
-    @classmethod
-    def of(cls, record: StepRecord) -> CadenceStep:
-        timings = record.timings
-        return cls(record.shares, tuple(t.micro_batch for t in timings), tuple(t.sync for t in timings))
+# Loss
 
 
-def overhead_of(steps: Sequence[CadenceStep]) -> float:
-    """Time in exchanges over the compute time of the slowest worker; of the last step the exchange is not known."""
-    pairs = list(itertools.pairwise(steps))
-    # Who comes last to an exchange waits for nobody: its time is what the exchange itself takes.
-    sync_s = sum(min(after.sync_s) for _, after in pairs)
-    compute_s = sum(max(n * s for n, s in zip(step.shares, step.micro_batch_s, strict=True)) for step, _ in pairs)
-    return sync_s / compute_s
-
-
-def turns_of(task: Task, name: str) -> tuple[int, int]:
-    """Steps before the first turn, and in a turn."""
-    if name in SYNCHRONOUS:
-        return WARMUP_STEPS, SYNCHRONOUS_STEPS
-    if name == CADENCE:
-        return CALIBRATION_STEPS, 1
-    return task.every + task.every // 2, task.every
-
-
-@dataclass
-class Seen:
-    """What a way of ours has told about itself."""
-
-    cadence: list[CadenceStep] = field(default_factory=list)
-    choice: dict[str, Any] = field(default_factory=dict)
-
-    def see(self, name: str, told: Any) -> None:
-        if name == CADENCE and hasattr(told, "timings"):
-            self.cadence.append(CadenceStep.of(told))
-        if getattr(told, "name", "") == "averaging":
-            self.choice.update(told.details)
-
-
-def contestant(task: Task, name: str, seen: Seen) -> Contestant:
-    """Samples per second over a turn, started together with the other workers."""
-    loop = timed_loop(task, name, partial(seen.see, name))
-
-    def measure(num_steps: int) -> float:
-        distributed.barrier()
-        start = time.perf_counter()
-        num_samples = sum(itertools.islice(loop, num_steps))
-        return num_samples / (time.perf_counter() - start)
-
-    num_untimed, num_steps = turns_of(task, name)
-    measure(num_untimed)
-    if name == SLOW_LINK:  # a round of what it has chosen
-        num_steps = max(num_steps, int(seen.choice.get("every", 0)))
-        measure(num_steps // 2)
-    return partial(measure, num_steps)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One worker's view. Its turns in samples/s are of its own samples with `NO_TALK`, else of everybody's.
-
-    Losses and bytes per sample are lists by seed.
-    """
-
-    link_mbit_per_s: float
-    turns: dict[str, list[float]]
-    seen: Seen
-    losses: dict[str, list[float]]
-    sent: dict[str, list[float]]
-
-
-def set_limit(link: Link, mbit: float | None) -> None:
-    distributed.barrier()
-    if distributed.get_rank() == 0:
-        link.limit(mbit)
-    distributed.barrier()
-
-
-def lift_limit(link: Link) -> None:
-    set_limit(link, None)
-
-
-def worker(link: Link, task: Task, ways: Sequence[str], num_seeds: int, parts: Sequence[str]) -> Measured:
-    link.join(rank_of_environment())
+def loss_worker(link: Link, jobs: Sequence[tuple[Task, str]], until_s: float) -> list[tuple[float, float]]:
+    """Loss and bytes per sample of as many jobs as begin before `until_s`, of all hosts' clock."""
+    link.join(int(os.environ["RANK"]))
+    found: list[tuple[float, float]] = []
     with gloo_group():
-        found = Measured(link_mbit_per_s(), {}, Seen(), {}, {})
-        if "speed" in parts:
-            run = [name for name in ways if step_s_of_link(task, name) <= MAX_STEP_S]
-            contestants = {name: isolated(partial(contestant, task, name, found.seen)) for name in run}
-            found.turns.update(alternate(contestants, task.num_turns))
-            contestants.clear()  # the loops end here, while the group they talk over is still there
-        if "loss" in parts:
-            measure_losses(found, task, [name for name in ways if name in CHOOSING], num_seeds)
-            lift_limit(link)
-            measure_losses(found, task, [name for name in ways if name not in CHOOSING], num_seeds)
-        return found
+        for task, way in jobs:
+            is_over = torch.tensor([time.monotonic() > until_s])
+            distributed.broadcast(is_over, 0)
+            if is_over.item():
+                break
+            result: list[tuple[float, float]] = []
+
+            def measure(task: Task = task, way: str = way, result: list[Any] = result) -> float:
+                result.append(final_loss(task, way))
+                return 0.0
+
+            isolated(lambda measure=measure: measure)()  # type: ignore[misc]
+            found += result
+    return found
 
 
-def measure_losses(found: Measured, task: Task, ways: Sequence[str], num_seeds: int) -> None:
-    for name in ways:
-        for seed in range(num_seeds):
-            loss, sent = final_loss(replace(task, seed=seed), name, partial(found.seen.see, name))
-            found.losses.setdefault(name, []).append(loss)
-            found.sent.setdefault(name, []).append(sent)
+def measure_losses(results: Results, tasks: Sequence[Task], ways: Sequence[str], seeds: int, until_s: float) -> None:
+    known = {(each.task, each.way) for each in results.losses}
+    for task in tasks:
+        wanted = [(replace(task, seed=seed), way) for seed in range(seeds) for way in ways]
+        jobs = [job for job in wanted if job not in known and job[1] not in (NO_TALK_OURS, *CHOOSING)]
+        if not jobs or time.monotonic() > until_s:
+            continue
+        with slow_link(None, task.num_hosts) as link:
+            by_rank: list[list[tuple[float, float]]] = run_workers(loss_worker, task.num_hosts, link, jobs, until_s)
+        for (job, way), *measured in zip(jobs, *by_rank, strict=False):
+            # Who trained together ended with one loss; those who never talked, each with its own.
+            losses, sent = zip(*measured, strict=True)
+            results.add(Loss(job, way, statistics.fmean(losses), statistics.fmean(sent)))
 
 
-def step_s_of_link(task: Task, name: str) -> float:
-    """How long the link takes at least for a step that exchanges all gradients; 0 for other ways."""
-    bytes_per_parameter = {DDP: 4, GRADIENTS: 4, FP16: 2}.get(name, 0)
-    ring = 2 * (task.num_hosts - 1) / task.num_hosts
-    return 8e-6 * ring * bytes_per_parameter * task.num_parameters / task.mbit
+# Speed
+
+
+def measure_speeds(
+    results: Results, task: Task, mbits: Sequence[float], ways: Sequence[str], num_turns: int, num_steps: int
+) -> None:
+    never = [(way, None) for way in (NO_TALK, NO_TALK_OURS)]
+    pairs = [(way, mbit) for mbit in mbits for way in ways if way not in (NO_TALK, NO_TALK_OURS)]
+    turns = [*never, *(pair for pair in pairs if is_timed(task, *pair, num_steps))]
+    with slow_link(None, task.num_hosts) as link:
+        by_rank: list[Speeds] = run_workers(speed_worker, task.num_hosts, link, task, turns, num_turns, num_steps)
+    first, session = by_rank[0], secrets.token_hex(4)
+    for way, mbit in turns:
+        values = zip(*(own.turns[way, mbit] for own in by_rank), strict=True)
+        results.add(
+            Speed(
+                task,
+                way,
+                mbit,
+                session,
+                tuple(samples_per_s(way, each) for each in values),
+                () if mbit is None else tuple(own.link_mbit_per_s[mbit] for own in by_rank),
+                first.choices.get(mbit) if way == SLOW_LINK else None,
+                first.cadence_overheads.get(mbit),
+            )
+        )
 
 
 def samples_per_s(name: str, values: Sequence[float]) -> float:
@@ -217,96 +157,23 @@ def samples_per_s(name: str, values: Sequence[float]) -> float:
     return sum(values) if name == NO_TALK else min(values)
 
 
-def contest(task: Task, ways: Sequence[str], num_seeds: int, parts: Sequence[str]) -> dict[str, Any]:
-    """One scenario: for every way its speed, bytes and losses, each with all single measurements."""
-    with slow_link(task.mbit, task.num_hosts) as link:
-        by_rank: list[Measured] = run_workers(worker, task.num_hosts, link, task, ways, num_seeds, parts)
-    turns = {
-        name: [samples_per_s(name, values) for values in zip(*(own.turns[name] for own in by_rank), strict=True)]
-        for name in by_rank[0].turns
-    }
-    first = by_rank[0]
-    return {
-        "settings": task.settings(),
-        "link_mbit_per_s": [own.link_mbit_per_s for own in by_rank],
-        "turns": turns,
-        # Who trained together ended with one loss; those who never talked, each with its own.
-        "losses": {name: by_seed([own.losses[name] for own in by_rank]) for name in first.losses},
-        "bytes_per_sample": {name: by_seed([own.sent[name] for own in by_rank]) for name in first.sent},
-        "choice": first.seen.choice,
-        "cadence_overhead": overhead_of(steps) if len(steps := first.seen.cadence[CALIBRATION_STEPS:]) > 1 else None,
-    }
+# The benchmark
 
 
-def by_seed(by_rank: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*by_rank, strict=True)]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way in one scenario. A number is None where it was not measured. computed: by the link and its bytes."""
-
-    name: str
-    speed: float | None  # over workers that never talk
-    is_computed: bool
-    fewer_bytes: float | None  # how many times fewer than DDP's
-    loss: float | None  # over synchronous training's, mean of the seeds
-    least_loss: float | None
-    largest_loss: float | None
-
-
-def rows_of(scenario: Mapping[str, Any]) -> list[Row]:
-    turns, losses, sent = scenario["turns"], scenario["losses"], scenario["bytes_per_sample"]
-    never_talking = [turns[name] for name in (NO_TALK, NO_TALK_OURS) if name in turns]
-    limits = [max(values) for values in zip(*never_talking, strict=True)]
-    rows = []
-    for name in dict.fromkeys([*turns, *losses]):
-        speed: float | None = None
-        is_computed = False
-        if name in turns and limits:
-            speed = statistics.median(own / limit for own, limit in zip(turns[name], limits, strict=True))
-        elif name in sent and limits and name in SYNCHRONOUS:
-            link_samples_per_s = 1e6 * scenario["settings"]["mbit"] / 8 / statistics.fmean(sent[name])
-            speed, is_computed = link_samples_per_s / statistics.median(limits), True
-        ratios = [own / base for own, base in zip(losses.get(name, ()), losses.get(GRADIENTS, ()), strict=False)]
-        is_talking = name in sent and DDP in sent and name not in (NO_TALK, NO_TALK_OURS)
-        fewer = statistics.fmean(sent[DDP]) / statistics.fmean(sent[name]) if is_talking else None
-        least, largest = (min(ratios), max(ratios)) if ratios else (None, None)
-        mean = statistics.fmean(ratios) if ratios else None
-        rows.append(Row(name, speed, is_computed, fewer, mean, least, largest))
-    return rows
-
-
-def table_of(scenario: Mapping[str, Any]) -> list[str]:
-    settings = scenario["settings"]
-    head = (
-        f"{settings['mbit']:g} Mbit/s, {settings['num_hosts']} hosts, {settings['parameters'] / 1e6:.2f}M parameters; "
-        f"measured {' '.join(f'{speed:.3g}' for speed in scenario['link_mbit_per_s'])} Mbit/s at the same time"
-    )
-    lines = [head, f"{'':<28} {'/ no talk':>10} {'fewer bytes':>12} {'loss / synchronous':>20}   of seeds"]
-    for row in rows_of(scenario):
-        speed = "" if row.speed is None else f"{row.speed:.3f}{'*' if row.is_computed else ' '}"
-        fewer = "" if row.fewer_bytes is None else f"{row.fewer_bytes:.1f}"
-        loss = "" if row.loss is None else f"{row.loss:.4f}"
-        seeds = "" if row.loss is None else f"{row.least_loss:.4f} to {row.largest_loss:.4f}"
-        lines.append(f"{row.name:<28} {speed:>10} {fewer:>12} {loss:>20}   {seeds}")
-    if any(row.is_computed for row in rows_of(scenario)):
-        lines.append("* computed: its bytes over the link's speed")
-    if scenario["choice"]:
-        lines.append(f"slow link: {scenario['choice']['reason']}")
-    if scenario["cadence_overhead"] is not None:
-        lines.append(f"cadence: overhead {scenario['cadence_overhead']:.3f}, target {OVERHEAD_TARGET}")
-    return lines
-
-
-def result_of(scenarios: Sequence[dict[str, Any]], skipped: Mapping[str, str]) -> Result:
-    """The first scenario is the headline, by its speeds, or by its losses where no speeds were asked for."""
+def result_of(scenarios: Sequence[Scenario], skipped: dict[str, str]) -> Result:
+    """The first scenario is the headline, by its speeds, or by its losses where no speeds were measured."""
     first = scenarios[0]
-    by_speed = bool(first["turns"])
-    measurements: Mapping[str, list[float]] = first["turns"] if by_speed else first["losses"]
-    ours, limit = OURS if OURS in measurements else INT4, NO_TALK if by_speed else GRADIENTS
-    if missing := {ours, limit} - measurements.keys():
-        raise Unavailable(f"nothing to compare: add {' and '.join(sorted(missing))} to --ways")
+    by_speed = first.speed_of(NO_TALK) is not None
+    measurements: dict[str, Sequence[float]]
+    if by_speed:
+        newest = (first.speed_of(SLOW_LINK) or first.speeds[0]).session
+        measurements = {each.way: each.turns for each in first.speeds if each.session == newest}
+    else:
+        measurements = {way: [each.loss for each in own.values()] for way in WAYS if (own := first.losses_of(way))}
+    limit = NO_TALK if by_speed else GRADIENTS
+    ours = next((way for way in (SLOW_LINK, *reversed(WAYS)) if way in measurements and way != limit), limit)
+    if limit not in measurements:
+        raise Unavailable(f"nothing to compare: add {limit!r} to --ways")
     result = Result.of(
         "slowlink",
         "samples/s" if by_speed else "loss",
@@ -314,62 +181,87 @@ def result_of(scenarios: Sequence[dict[str, Any]], skipped: Mapping[str, str]) -
         ours=ours,
         limit=limit,
         better="higher" if by_speed else "lower",
-        settings=first["settings"],
+        settings={**first.task.settings(), "mbit": first.mbit},
         packages=["torchft"] if not skipped else [],
         skipped=skipped,
         not_peers=tuple(name for name in WAYS if name not in PEERS),
+        is_paired=by_speed,
     )
-    result.detail["scenarios"] = [{**each, "rows": [asdict(row) for row in rows_of(each)]} for each in scenarios]
+    result.detail["scenarios"] = [each.fields() for each in scenarios]
     for scenario in scenarios:
-        result.detail["notes"] += ["", *table_of(scenario)]
+        result.detail["notes"] += ["", *scenario.table()]
     return result
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mbit", type=float, nargs="+", default=[100, 10, 1], help="of the links (default: 100 10 1)")
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 3], help="number of hosts (default: 2 3)")
-    parser.add_argument(
-        "--width", type=int, nargs="+", default=[128, 512], help="of the transformers (default: 128 512)"
-    )
-    parser.add_argument("--layers", type=int, default=4, help="of the transformers (default: %(default)s)")
+    parser.add_argument("--source", choices=SOURCES, default="markov", help="what is learnt (default: %(default)s)")
+    parser.add_argument("--width", type=int, nargs="+", default=[128, 512], help="of the models (default: 128 512)")
+    parser.add_argument("--layers", type=int, default=4, help="of the models (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, default=8, help="samples in a micro-batch (default: %(default)s)")
     parser.add_argument("--every", type=int, default=32, help="steps between averages (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=8160, help="to train on for the loss (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=int, nargs="+", default=[4096, 2048],
+        help="to train on for the loss, for each width (default: 4096 2048)",
+    )  # fmt: skip
     parser.add_argument("--turns", type=int, default=3, help="alternations (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=32, help="timed in a turn, about (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="runs for each loss (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)} (default: all)")
-    parser.add_argument(
-        "--parts", nargs="+", choices=["speed", "loss"], default=["speed", "loss"], help="what to measure"
-    )
+    parser.add_argument("--parts", nargs="*", choices=["speed", "loss"], default=["speed", "loss"], help="to measure")
+    parser.add_argument("--results", type=Path, help="a file that keeps measurements")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no measurement later than this")
     parser.add_argument("--quick", action="store_true", help="only show that it runs: a tiny model, few samples")
 
 
-def tasks_of(options: argparse.Namespace) -> list[Task]:
-    if options.quick:
-        return [Task(100.0, 32, 1, micro_batch=4, every=8, num_samples=384, num_turns=2, num_hosts=n) for n in (2, 3)]
-    return [
-        Task(
-            mbit,
-            width,
-            options.layers,
-            options.micro_batch,
-            options.every,
-            options.samples - options.samples % (hosts * options.micro_batch),
-            options.turns,
-            hosts,
-        )
-        for width in options.width
-        for hosts in options.hosts
-        for mbit in options.mbit
-    ]
+def tasks_of(options: argparse.Namespace) -> Iterator[Task]:
+    samples = options.samples * len(options.width) if len(options.samples) == 1 else options.samples
+    if len(samples) < len(options.width):
+        raise ValueError(f"samples={options.samples} for {len(options.width)} widths: give one number, or one for each")
+    for width, num_samples in zip(options.width, samples, strict=False):
+        for hosts in options.hosts:
+            yield Task(
+                options.source,
+                width,
+                options.layers,
+                options.micro_batch,
+                options.every,
+                num_samples - num_samples % (hosts * options.micro_batch),
+                hosts,
+            )
+
+
+def check(options: argparse.Namespace, tasks: Sequence[Task]) -> None:
+    if not min(options.mbit) > 0:
+        raise ValueError(f"mbit={min(options.mbit)} lets nothing pass: choose mbit > 0")
+    if options.turns < 2:  # a step of the cadence tells what the exchange before it took
+        raise ValueError(f"turns={options.turns} cannot tell what a cadence costs: choose turns >= 2")
+    for task in tasks:
+        num_steps = len(options.mbit) * (options.turns + 1) * 2 * max(options.steps, task.every)
+        if task.num_samples * SPEED_REPEATS < num_steps * task.global_batch:
+            raise ValueError(
+                f"samples={task.num_samples} are too few for turns={options.turns} of {options.steps} steps: choose at "
+                f"least {-(-num_steps * task.global_batch // SPEED_REPEATS)}, or fewer turns"
+            )
 
 
 def run(options: argparse.Namespace) -> Result:
-    tasks = tasks_of(options)
+    if options.quick:
+        options.width, options.layers, options.micro_batch, options.every = [32], 1, 4, 8
+        options.samples, options.turns, options.steps, options.seeds, options.mbit = [384], 2, 8, 1, [100.0]
+    tasks = list(tasks_of(options))
+    check(options, tasks)
     if reason := missing_slow_link():
         raise Unavailable(reason)
     reason = missing_torchft()
     skipped = {} if reason is None else {DILOCO: reason}
     ways = [name for name in options.ways or WAYS if name not in skipped]
-    num_seeds = 1 if options.quick else options.seeds
-    return result_of([contest(task, ways, num_seeds, options.parts) for task in tasks], skipped)
+    results, until_s = Results(options.results), time.monotonic() + 60 * options.minutes
+    if "loss" in options.parts:
+        measure_losses(results, tasks, ways, options.seeds, until_s)
+    if "speed" in options.parts:
+        for task in tasks:
+            if time.monotonic() < until_s:
+                measure_speeds(results, task, options.mbit, ways, options.turns, options.steps)
+    return result_of(scenarios_of(tasks, options.mbit, results.speeds, results.losses), skipped)

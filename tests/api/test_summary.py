@@ -65,9 +65,8 @@ def test_a_missing_direct_path_is_said_with_its_cost(pool: WorkerPool) -> None:
 
 
 def setup(**settings: Any) -> pl.Trainer:
-    return pl.Trainer.setup(
-        mlp, lambda params: torch.optim.SGD(params, lr=0.1), data=vectors(8), global_batch=8, **grouped(**settings)
-    )
+    settings = {"data": vectors(8), "global_batch": 8, **settings}
+    return pl.Trainer.setup(mlp, lambda params: torch.optim.SGD(params, lr=0.1), **grouped(**settings))
 
 
 def printed(**settings: Any) -> str:
@@ -128,3 +127,25 @@ def test_a_device_that_cannot_run_a_kernel_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GeForce GTX 680")
     with pytest.raises(ValueError, match="cuda:1 cannot run a kernel: GeForce GTX 680: CUDA error: no kernel"):
         _check_device(torch.device("cuda:1"))
+
+
+def test_what_a_slow_link_chooses_is_said_by_rank_0(pool: WorkerPool) -> None:
+    def said(quiet: bool) -> str:
+        import io
+        from contextlib import redirect_stderr
+
+        with (
+            redirect_stderr(io.StringIO()) as stream,
+            setup(data=vectors(96), micro_batch=4, strategy="slow link", quiet=quiet) as trainer,
+        ):
+            for batch in next(trainer.epochs(1)):
+                trainer.backward(trainer.model(batch.x).square().mean())
+                trainer.step()
+        return stream.getvalue()
+
+    first, second = pool.run(said, 2, False)
+    assert re.search(
+        r"\npaceline: averaging every \d+ steps in int4, in \d+ parts: a step takes .* of the time\n$", first
+    )
+    assert second == ""
+    assert pool.run(said, 2, True) == ["", ""]

@@ -9,17 +9,20 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from bench import far_apart, namespaces, slowlink
+from bench import far_apart, namespaces, slowlink, slowlink_speed
+from bench import far_apart_ways as ways
 from bench.__main__ import NOT_HERE, main
 from bench.far_apart import Task
 from bench.namespaces import FOLDER, INTERFACE, NUM_HOSTS, Link, missing_slow_link, slow_link
-from bench.slowlink import CadenceStep
+from bench.slowlink_speed import CadenceStep
+from bench.slowlink_table import Loss, Scenario, Speed, scenarios_of
 from bench.workers import gloo_group, run_workers
 
 MISSING = missing_slow_link()
@@ -27,8 +30,8 @@ needs_link = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def task_of(**changes: Any) -> Task:
-    values = {"mbit": 100.0, "width": 8, "num_layers": 1, "micro_batch": 2, "every": 4, "num_samples": 16}
-    return Task(**{**values, "num_turns": 2, **changes})
+    values = {"source": "markov", "width": 8, "num_layers": 1, "micro_batch": 2, "every": 4, "num_samples": 16}
+    return Task(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -36,10 +39,8 @@ def task_of(**changes: Any) -> Task:
     [
         ({"num_samples": 18}, "samples=18 are no whole steps of 4: choose a multiple of 4"),
         ({"num_samples": 0}, "samples=0 are no whole steps of 4"),
-        ({"num_turns": 1}, "turns=1 .* choose turns >= 2"),
-        ({"num_turns": 15}, "samples=16 are too few for turns=15 of 4 steps: choose at least 17, or fewer turns"),
         ({"num_hosts": 1}, "hosts=1 have no link: choose hosts >= 2"),
-        ({"mbit": 0.0}, "mbit=0.0 lets nothing pass: choose mbit > 0"),
+        ({"source": "noise"}, "source='noise' is unknown: choose one of markov, text"),
     ],
 )
 def test_a_task_that_cannot_be_measured_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -47,82 +48,191 @@ def test_a_task_that_cannot_be_measured_is_refused(changes: dict[str, Any], mess
         task_of(**changes)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--turns", "1"], "turns=1 .* choose turns >= 2"),
+        (["--mbit", "0"], "mbit=0.0 lets nothing pass: choose mbit > 0"),
+        (["--samples", "1", "2", "--width", "8", "8", "8"], "for 3 widths: give one number, or one for each"),
+        (["--samples", "64", "--turns", "50"], "samples=64 are too few for turns=50 of 32 steps: choose at least"),
+    ],
+)
+def test_options_that_cannot_be_measured_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        main(["slowlink", *options])
+
+
 def test_training_and_held_out_samples_come_from_one_source_that_can_be_learnt() -> None:
     followers: dict[int, set[int]] = {}
-    for tokens in (far_apart.training_tokens(task_of(num_samples=512)), far_apart.held_out_tokens()):
+    task = task_of(num_samples=512)
+    for tokens in (task.training_tokens(), task.held_out_tokens()):
         for before, after in zip(tokens[:, :-1].flatten().tolist(), tokens[:, 1:].flatten().tolist(), strict=True):
             followers.setdefault(before, set()).add(after)
     assert len(followers) > far_apart.VOCABULARY / 2
     assert max(map(len, followers.values())) == len(far_apart.SUCCESSOR_ODDS)
-    assert far_apart.least_loss() == pytest.approx(1.2130, abs=1e-4)
 
 
-def test_held_out_samples_are_others_than_those_trained_on() -> None:
-    trained = {tuple(row) for row in far_apart.training_tokens(task_of(num_samples=512)).tolist()}
-    assert trained.isdisjoint(map(tuple, far_apart.held_out_tokens().tolist()))
+@pytest.mark.parametrize("source", far_apart.SOURCES)
+def test_held_out_samples_are_others_than_those_trained_on(source: str) -> None:
+    task = task_of(source=source, num_samples=512)
+    trained = {tuple(row) for row in task.training_tokens().tolist()}
+    assert trained.isdisjoint(map(tuple, task.held_out_tokens().tolist()))
 
 
-def test_every_model_starts_with_the_same_weights_whatever_was_drawn_before() -> None:
-    first = task_of().make_model().state_dict()
+def test_a_byte_is_predicted_from_those_before_it() -> None:
+    model = task_of(source="text", num_layers=3).make_model().eval()
+    tokens = task_of(source="text").held_out_tokens()[:1]
+    changed = tokens.clone()
+    changed[0, 40] += 1
+    outputs: list[torch.Tensor] = []
+    model.get_submodule("head").register_forward_hook(lambda _, __, output: outputs.append(output))
+    for each in (tokens, changed):
+        model(each)
+    differs = (outputs[0] != outputs[1]).any(dim=-1).flatten()
+    assert differs[40]
+    assert not differs[:40].any()
+
+
+@pytest.mark.parametrize("source", far_apart.SOURCES)
+def test_every_model_starts_with_the_same_weights_whatever_was_drawn_before(source: str) -> None:
+    first = task_of(source=source).make_model().state_dict()
     torch.rand(3)
-    second = task_of().make_model().state_dict()
+    second = task_of(source=source).make_model().state_dict()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_who_never_talks_adds_up_and_a_common_turn_takes_as_long_as_its_slowest_worker() -> None:
-    assert slowlink.samples_per_s(far_apart.NO_TALK, (30.0, 12.0)) == 42.0
-    assert slowlink.samples_per_s(far_apart.NO_TALK_OURS, (60.0, 24.0)) == 42.0
-    assert slowlink.samples_per_s(far_apart.AVERAGING, (30.0, 12.0)) == 12.0
+    assert slowlink.samples_per_s(ways.NO_TALK, (30.0, 12.0)) == 42.0
+    assert slowlink.samples_per_s(ways.NO_TALK_OURS, (60.0, 24.0)) == 42.0
+    assert slowlink.samples_per_s(ways.AVERAGING, (30.0, 12.0)) == 12.0
 
 
 @pytest.mark.parametrize(
     ("name", "untimed", "timed"),
-    [(far_apart.DDP, 3, 2), (far_apart.CADENCE, 3, 1), (far_apart.AVERAGING, 48, 32), (far_apart.NO_TALK, 48, 32)],
+    [
+        (ways.NO_TALK, 1, 24),
+        (ways.DDP, 1, 4),
+        (ways.CADENCE, 1, 4),
+        (ways.AVERAGING, 32, 32),
+        (ways.DILOCO, 16, 32),
+        (ways.INT4, 8, 24),
+    ],
 )
-def test_rounds_of_averaging_are_timed_whole_from_the_middle_of_one_to_the_middle_of_the_next(
-    name: str, untimed: int, timed: int
-) -> None:
-    assert slowlink.turns_of(task_of(every=32, num_samples=1024), name) == (untimed, timed)
+def test_a_turn_is_an_exchange_and_then_whole_intervals(name: str, untimed: int, timed: int) -> None:
+    assert slowlink_speed.turn_of(task_of(every=32, num_samples=1024), name, 24) == (untimed, timed)
 
 
-def test_ways_that_would_wait_minutes_for_the_link_are_not_run() -> None:
-    task = task_of(mbit=1.0, num_hosts=2)
-    assert slowlink.step_s_of_link(task, far_apart.DDP) == pytest.approx(32 * task.num_parameters / 1e6)
-    assert slowlink.step_s_of_link(task, far_apart.FP16) == pytest.approx(16 * task.num_parameters / 1e6)
-    assert slowlink.step_s_of_link(task_of(mbit=1.0, num_hosts=3, num_samples=24), far_apart.DDP) == pytest.approx(
-        32 * 4 / 3 * task.num_parameters / 1e6
+def test_a_turn_of_a_slow_link_follows_its_choice() -> None:
+    choice = {"every": 16, "fragments": 2}
+    assert slowlink_speed.turn_of(task_of(every=32, num_samples=1024), ways.SLOW_LINK, 32, choice) == (8, 32)
+
+
+def test_ways_that_would_wait_long_for_the_link_are_not_run() -> None:
+    task = task_of()
+    exchange_s = 32 * task.num_parameters / 1e6  # at 1 Mbit/s
+    at_limit = 5 * exchange_s / slowlink_speed.MAX_LINK_S
+    assert slowlink_speed.is_timed(task, ways.DDP, 1.01 * at_limit, 4)
+    assert not slowlink_speed.is_timed(task, ways.DDP, 0.99 * at_limit, 4)
+    assert slowlink_speed.is_timed(task, ways.FP16, 0.51 * at_limit, 4)
+    assert not slowlink_speed.is_timed(task_of(num_hosts=3, num_samples=24), ways.DDP, 1.01 * at_limit, 4)
+    assert slowlink_speed.is_timed(task, ways.INT4, 1e-6, 4)
+    assert slowlink_speed.is_timed(task, ways.NO_TALK, None, 4)
+
+
+def scenario_of(speeds: list[Speed], losses: dict[str, list[float]], sent: dict[str, float]) -> Scenario:
+    task = task_of()
+    [scenario] = scenarios_of(
+        [task],
+        [8.0],
+        speeds,
+        [
+            Loss(replace(task, seed=seed), way, value, sent.get(way, 0.0))
+            for way, values in losses.items()
+            for seed, value in enumerate(values)
+        ],
     )
-    assert slowlink.step_s_of_link(task, far_apart.INT4) == slowlink.step_s_of_link(task, far_apart.POWER_SGD) == 0
+    return scenario
 
 
 def test_a_table_compares_turn_by_turn_and_seed_by_seed() -> None:
-    scenario = {
-        "settings": {"mbit": 8.0, "num_hosts": 2, "parameters": 1e6},
-        "link_mbit_per_s": [7.9, 7.8],
-        "turns": {
-            far_apart.NO_TALK: [100.0, 49.0, 80.0],
-            far_apart.NO_TALK_OURS: [90.0, 50.0, 70.0],
-            far_apart.INT4: [98.0, 47.0, 60.0],
+    task = task_of()
+    scenario = scenario_of(
+        [
+            Speed(task, ways.NO_TALK, None, "a", (100.0, 49.0, 80.0)),
+            Speed(task, ways.NO_TALK_OURS, None, "a", (90.0, 50.0, 70.0)),
+            Speed(task, ways.INT4, 8.0, "a", (98.0, 47.0, 60.0)),
+            Speed(task, ways.INT4, 100.0, "a", (1.0, 1.0, 1.0)),
+        ],
+        {
+            ways.NO_TALK: [2.2, 2.4],
+            ways.GRADIENTS: [2.0, 4.0],
+            ways.INT4: [2.02, 3.96],
+            ways.DDP: [2.0, 4.0],
+            ways.POST_LOCAL: [2.0, 4.0],
         },
-        "losses": {
-            far_apart.NO_TALK: [2.2, 2.4],
-            far_apart.GRADIENTS: [2.0, 4.0],
-            far_apart.INT4: [2.02, 3.96],
-            far_apart.DDP: [2.0, 4.0],
-        },
-        "bytes_per_sample": {far_apart.DDP: [50_000.0], far_apart.INT4: [250.0], far_apart.NO_TALK: [1.0]},
-        "choice": {},
-        "cadence_overhead": None,
-    }
-    rows = {row.name: row for row in slowlink.rows_of(scenario)}
-    ours = rows[far_apart.INT4]
-    assert (ours.speed, ours.fewer_bytes, ours.is_computed) == (0.94, 200.0, False)
+        {ways.DDP: 50_000.0, ways.INT4: 250.0, ways.NO_TALK: 1.0, ways.POST_LOCAL: 10_000.0},
+    )
+    rows = {row.name: row for row in scenario.rows()}
+    ours = rows[ways.INT4]
+    assert (ours.speed, ours.slowest_turn, ours.fastest_turn) == (0.94, 0.75, 0.98)
+    assert (ours.fewer_bytes, ours.is_computed, ours.num_seeds) == (200.0, False, 2)
     assert (ours.loss, ours.least_loss, ours.largest_loss) == pytest.approx((1.0, 0.99, 1.01))
-    # 1e6 bytes/s are 20 samples/s.
-    assert rows[far_apart.DDP].is_computed
-    assert rows[far_apart.DDP].speed == pytest.approx(20 / 80)
-    assert rows[far_apart.NO_TALK].fewer_bytes is None
-    assert "computed" in "".join(slowlink.table_of(scenario))
+    # 1e6 bytes/s are 20 samples/s, and a step in which nothing overlaps takes as long as both.
+    assert rows[ways.DDP].is_computed
+    assert rows[ways.DDP].speed == pytest.approx(1 / (1 / 20 + 1 / 80) / 80)
+    assert rows[ways.POST_LOCAL].speed == 1.0
+    assert rows[ways.NO_TALK].fewer_bytes is None
+    assert "computed" in "".join(scenario.table())
+
+
+def test_a_slow_link_has_the_loss_of_what_it_chose() -> None:
+    task = task_of(every=32, num_samples=1024)
+    choice = {"every": 16, "compress": "int4", "fragments": 2, "reason": "because"}
+    speeds = [
+        Speed(task, ways.NO_TALK, None, "a", (100.0,)),
+        Speed(task, ways.SLOW_LINK, 8.0, "a", (98.0,), (7.9, 7.8), choice),
+    ]
+    losses = [
+        Loss(task, ways.GRADIENTS, 2.0, 100.0),
+        Loss(task, ways.INT4, 3.0, 1.0),
+        Loss(replace(task, every=16), ways.INT4, 2.02, 2.0),
+        Loss(task, ways.DDP, 2.0, 100.0),
+    ]
+    [scenario] = scenarios_of([task], [8.0], speeds, losses)
+    row = scenario.row(ways.SLOW_LINK)
+    assert row is not None
+    assert (row.loss, row.fewer_bytes) == (1.01, 50.0)
+    assert {"slow link: because", "the link carried 7.9 7.8 Mbit/s, by rank"} <= set(scenario.table())
+
+
+def test_the_newest_measurement_counts_with_the_workers_of_its_session() -> None:
+    task = task_of()
+    scenario = scenario_of(
+        [
+            Speed(task, ways.NO_TALK, None, "old", (100.0,)),
+            Speed(task, ways.INT4, 8.0, "old", (50.0,)),
+            Speed(task, ways.INT8, 8.0, "old", (60.0,)),
+            Speed(task, ways.NO_TALK, None, "new", (10.0,)),
+            Speed(task, ways.INT4, 8.0, "new", (9.0,)),
+        ],
+        {},
+        {},
+    )
+    assert {row.name: row.speed for row in scenario.rows()} == {ways.NO_TALK: 1.0, ways.INT4: 0.9, ways.INT8: 0.6}
+
+
+def test_results_are_kept_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "results.jsonl"
+    task = task_of()
+    measured = [
+        Loss(task, ways.INT4, 2.0, 1.0),
+        Speed(task, ways.SLOW_LINK, 8.0, "a", (98.0,), (7.9, 7.8), {"every": 16}),
+    ]
+    results = slowlink.Results(path)
+    for each in measured:
+        results.add(each)
+    again = slowlink.Results(path)
+    assert [*again.losses, *again.speeds] == measured
 
 
 def test_a_cadence_is_charged_with_the_exchange_that_its_next_step_tells_of() -> None:
@@ -131,7 +241,7 @@ def test_a_cadence_is_charged_with_the_exchange_that_its_next_step_tells_of() ->
         CadenceStep((30, 10), (0.1, 0.05), (0.2, 0.1)),
         CadenceStep((5, 5), (7.0, 7.0), (0.3, 0.5)),
     ]
-    assert slowlink.overhead_of(steps) == pytest.approx((0.1 + 0.3) / (1.0 + 3.0))
+    assert slowlink_speed.overhead_of(steps) == pytest.approx((0.1 + 0.3) / (1.0 + 3.0))
 
 
 @pytest.mark.parametrize("command", ["ip", "tc"])
@@ -193,9 +303,9 @@ def probe(link: Link) -> tuple[set[str], float, float]:
     link.join(rank)
     interfaces = {name for _, name in socket.if_nameindex()}
     with gloo_group():
-        limited = slowlink.link_mbit_per_s()
-        slowlink.lift_limit(link)
-        return interfaces, limited, slowlink.link_mbit_per_s()
+        limited = slowlink_speed.link_mbit_per_s()
+        slowlink_speed.set_limit(link, None)
+        return interfaces, limited, slowlink_speed.link_mbit_per_s()
 
 
 @needs_link
@@ -243,11 +353,10 @@ def test_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert (two["settings"]["num_hosts"], three["settings"]["num_hosts"]) == (2, 3)
     for scenario in (two, three):
         rows = {row["name"]: row for row in scenario["rows"]}
-        assert set(rows) == {*far_apart.WAYS} - set(fields["detail"]["skipped"])
+        assert set(rows) == {*ways.WAYS} - set(fields["detail"]["skipped"])
         assert all(row["speed"] > 0 for row in rows.values())
-        assert all(0 < speed < 100 for speed in scenario["link_mbit_per_s"])
-        # Both exchange the same mean gradients; only the order of their samples differs.
-        assert rows["torch DDP"]["loss"] == pytest.approx(1, abs=0.02)
+        # Both exchange the same mean gradients.
+        assert rows["torch DDP"]["loss"] == pytest.approx(1, abs=1e-3)
         assert rows["averaging, int4"]["fewer_bytes"] > rows["averaging, int8"]["fewer_bytes"] > 10
-        assert scenario["choice"]["compress"] == "int8"
+        assert scenario["choice"]["compress"] == "int4"
     assert "loss / synchronous" in table

@@ -519,7 +519,8 @@ ENCODINGS = ("int8", "int4", "sparse")
 
 
 def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+    """As "slow link" has it."""
+    return torch.optim.SGD(parameters, lr=0.8, momentum=0.6, nesterov=True)
 
 
 @pytest.mark.parametrize("compress", ENCODINGS)
@@ -638,8 +639,21 @@ def test_a_slow_link_is_measured_and_the_choice_is_the_same_on_all_workers(
     first, second = pool.run(chosen, 2)
     assert first == second
     [choice] = first[0]
-    assert (choice["every"], choice["compress"], choice["fragments"]) == (32, "int8", 4)  # nothing is slow here
-    assert re.match("averaging every 32 steps in int8, in 4 parts: a step takes .* Mbit/s per worker", choice["reason"])
+    assert (choice["every"], choice["compress"], choice["fragments"]) == (16, "int4", 2)  # nothing is slow here
+    assert re.match("averaging every 16 steps in int4, in 2 parts: a step takes .* Mbit/s per worker", choice["reason"])
+
+
+def test_a_slow_links_run_is_the_one_with_the_chosen_settings_to_the_bit(pool: WorkerPool) -> None:
+    def both() -> tuple[str, str]:
+        events: list[pl.reports.Event] = []
+        chosen = digest(run("slow link", epochs=3, listener=events.append))
+        [choice] = [event.details for event in events if event.name == "averaging"]
+        settings = {name: choice[name] for name in ("every", "compress", "fragments")}
+        return chosen, digest(run(pl.Averaging(overlap=True, outer=nesterov, **settings), epochs=3))
+
+    (chosen, given), other = pool.run(both, 2)
+    assert chosen == given
+    assert other == (chosen, given)
 
 
 def test_the_guard_shortens_the_rounds_of_fragments_too(pool: WorkerPool) -> None:

@@ -1,4 +1,4 @@
-"""One line on stderr when a run is set up: how many workers, on which devices."""
+"""Lines on stderr: how many workers on which devices when a run is set up, later how they chose to average."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
+from paceline.core.events import Event, Events
 from paceline.core.usable_devices import left_out
 from paceline.core.world import World, devices, unconnected_gpus
 
@@ -26,7 +27,7 @@ def announce(communicator: Communicator, *, quiet: bool, is_device_chosen: bool)
     own = (world.host, str(world.device), _description(world))
     workers = [tuple(json.loads(text)) for text in gather(json.dumps(own), communicator)]
     cost = _cost_without_direct_path(workers, communicator)
-    if not world.is_main or quiet or os.environ.get(QUIET_VARIABLE, "") not in ("", "0"):
+    if not world.is_main or _is_quiet(quiet):
         return
     for index, reason in left_out().items() if not is_device_chosen else ():
         print(f"paceline: left out cuda:{index}, which cannot run a kernel: {reason}", file=sys.stderr)
@@ -38,6 +39,21 @@ def announce(communicator: Communicator, *, quiet: bool, is_device_chosen: bool)
     print(f"paceline: {summary(workers)}", file=sys.stderr)
     if cost:
         print(f"paceline: {cost}", file=sys.stderr)
+
+
+def announce_choice(communicator: Communicator, events: Events, *, quiet: bool) -> None:
+    """Print on rank 0 what strategy="slow link" chooses, and why, as soon as it does."""
+
+    def tell(event: Event) -> None:
+        if event.name == "averaging" and communicator.world.is_main:
+            print(f"paceline: {event.details['reason']}", file=sys.stderr)
+
+    if not _is_quiet(quiet):
+        events.listen(tell)
+
+
+def _is_quiet(quiet: bool) -> bool:
+    return quiet or os.environ.get(QUIET_VARIABLE, "") not in ("", "0")
 
 
 def summary(workers: Sequence[tuple[str, str, str]]) -> str:

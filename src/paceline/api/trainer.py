@@ -15,7 +15,7 @@ import torch
 from paceline.api.ddp_config import DdpConfig
 from paceline.api.heads import check_head, head_loss, head_prediction, plain_prediction, weight_fn_of
 from paceline.api.recording import RecordedRun, Recording
-from paceline.api.summary import announce
+from paceline.api.summary import announce, announce_choice
 from paceline.api.unknown_settings import explains_unknown_settings
 from paceline.checkpoint.manifest import Pattern
 from paceline.checkpoint.policy import Decision
@@ -172,6 +172,7 @@ class Trainer:
         )
         try:
             announce(assembled.communicator, quiet=runtime.quiet, is_device_chosen=device is not None)
+            announce_choice(assembled.communicator, assembled.events, quiet=runtime.quiet)
         except BaseException:
             assembled.cleanup.close()
             raise
@@ -481,7 +482,8 @@ class Trainer:
         """Call `listener(event)` for events beside the steps, the same on all workers.
 
         "plan": the workers' shares changed (shares, before). "drift": replicas drift apart, so they are averaged more
-        often (drift, every). "capture", on the worker that captures: a graph was recorded (what, number), or none is
+        often (drift, every). "averaging": strategy="slow link" has chosen (every, compress, fragments, reason).
+        "capture", on the worker that captures: a graph was recorded (what, number), or none is
         replayed (what, reason).
         """
         self.run.events.listen(listener)

@@ -1,12 +1,20 @@
-"""Workers that die between two averages: the others go on with what they have done, and the event counts the rest."""
+"""Workers that die between two averages: the others go on with what they have done, and the event counts the rest.
+
+And what is lost of compressed values that were not sent yet, with averages and with gradients.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from elastic_runs import STEPS_PER_EPOCH, Case, Death, Points, digest, launch, loss_of, vectors, wait_for_members
+from torch import nn
 
 import paceline as pl
 
@@ -61,6 +69,80 @@ def test_survivors_go_on() -> None:
     assert [first[number][0]["results"] for number in at_once] == [again[number][0]["results"] for number in at_once]
 
 
+COMPRESSED = [
+    Case([Death(3, step=4)], {"exact": False, "strategy": pl.Gradients(compress="sparse")}, train=averaged),
+    Case([Death(0, step=4)], {"exact": False, "strategy": pl.Gradients(compress="int8")}, train=averaged),
+]
+
+
+def test_a_step_with_compressed_gradients_is_begun_again() -> None:
+    first, again = (launch(COMPRESSED, 4) for _ in range(2))
+    for outcomes in first:
+        assert all(outcome["results"] == outcomes[0]["results"] for outcome in outcomes)
+        assert all(outcome["position"] == NUM_EPOCHS * STEPS_PER_EPOCH for outcome in outcomes)
+    assert [[each["results"] for each in outcomes] for outcomes in first] == [
+        [each["results"] for each in outcomes] for outcomes in again
+    ]
+
+
+FACTORS = torch.linspace(0.01, 1.0, 9000)
+
+
+def unsent(trainer: pl.Trainer) -> torch.Tensor:
+    """The residuals of this worker, zeros if it has none."""
+    exchange: Any = trainer.run.loop.exchange
+    found = exchange.residuals() if exchange.averages is None else exchange._average.residuals()
+    if found is None:
+        return torch.zeros_like(FACTORS)
+    return found[0][: len(FACTORS)] if isinstance(found, list) else found
+
+
+def constant_gradients(here: Points, *, strategy: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A gradient that is always the same: the change, and what was not sent in the end; by rank."""
+    with pl.Trainer.setup(
+        lambda: nn.Linear(len(FACTORS), 1, bias=False),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        data=torch.zeros(8 * 12),
+        global_batch=12,
+        micro_batch=2,
+        strategy=strategy,
+        balancing=pl.Balancing(shares="equal"),
+        seed=5,
+    ) as trainer:
+        before = trainer.model.weight.detach().clone()
+        for _ in next(trainer.epochs(1)):
+            here("micro-batch", trainer.position.step)
+            trainer.backward((trainer.model.weight * FACTORS).sum())
+            trainer.step()
+        return trainer.gather(((trainer.model.weight.detach() - before).view(-1), unsent(trainer)))
+
+
+SPARSE = pl.Averaging(every=2, compress="sparse", divergence_threshold=None)
+
+
+def test_survivors_keep_what_they_have_not_sent() -> None:
+    cases = [
+        Case([Death(2, step=5)], whole=partial(constant_gradients, strategy=SPARSE)),
+        Case([Death(1, step=5)], whole=partial(constant_gradients, strategy=pl.Gradients(compress="sparse"))),
+    ]
+    [[averages], [gradients]] = launch(cases, 3)
+    everything = -0.1 * 8 * FACTORS
+    assert len(averages["results"]) == 2
+    for change, residual in averages["results"]:
+        assert residual.count_nonzero() > 4000
+        # All workers do the same, so that the steps of the one that was lost are those of the others too.
+        torch.testing.assert_close(change + residual, everything, rtol=1e-4, atol=1e-4)
+    [(change, residual)] = gradients["results"]
+    assert residual.count_nonzero() > 4000
+    # Of the lost worker, half of five steps is missing as far as it was not sent, and of the survivor nothing. What was
+    # sent is rounded to a level, so that the missing part may be up to half a level off.
+    missing = everything - (change - 0.1 * residual)
+    half_level = 0.1 * 5 / 2 / 7 / 2
+    assert (missing <= half_level).all()
+    assert (missing >= -0.1 * 5 * FACTORS / 2 - half_level).all()
+    assert missing.min() < -0.1
+
+
 def test_a_replacement_takes_over_the_common_weights() -> None:
     def train(here: Points, trainer: pl.Trainer) -> Any:
         trainer.every(1, lambda record: wait_for_members(2) if trainer.world.size == 1 and record.epoch == 1 else None)
@@ -80,3 +162,47 @@ def test_the_only_survivor_trains_alone(how: dict[str, Any]) -> None:
     [[outcome]] = launch([Case([Death(1, step=4)], settings(**how), train=averaged)], 2)
     assert outcome["position"] == NUM_EPOCHS * STEPS_PER_EPOCH
     assert torch.tensor(float.fromhex(outcome["results"][1][0])).isfinite()
+
+
+def train_until_killed(folder: Path, strategy: Any, killed_at: int | None) -> str:
+    """Rank 1 is killed once, in step `killed_at`."""
+    mark = folder / "killed"
+    with pl.Trainer.setup(
+        lambda: nn.Linear(12, 4),
+        lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+        data=vectors(256),
+        global_batch=16,
+        micro_batch=4,
+        strategy=strategy,
+        balancing=pl.Balancing(shares="equal"),
+        checkpoints=pl.Checkpoints(folder, every_steps=5),
+    ) as trainer:
+        for epoch in trainer.epochs(1):
+            for batch in epoch:
+                if trainer.world.rank == 1 and trainer.position.step == killed_at and not mark.exists():
+                    mark.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                trainer.backward(loss_of(trainer.model, batch))
+                trainer.step()
+        return digest(trainer.model.state_dict())
+
+
+def nesterov(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    # Killed one step after a fragment was sent, whose mean is applied a step later.
+    [
+        pl.Averaging(every=6, fragments=3, overlap=True, compress="sparse", outer=nesterov),
+        pl.Averaging(every=6, fragments=3, overlap=True, compress="int4", outer=nesterov),
+        pl.Gradients(compress="sparse"),
+    ],
+)
+def test_a_killed_run_goes_on_from_its_checkpoint_with_the_same_bits(strategy: Any, tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    disturbed.mkdir()
+    expected = pl.launch(train_until_killed, 2, args=(undisturbed, strategy, None))
+    assert pl.launch(train_until_killed, 2, args=(disturbed, strategy, 8), max_restarts=1) == expected
+    assert (disturbed / "killed").exists()

@@ -163,9 +163,9 @@ class AveragedReplicas:
     def _after_step(self) -> None:
         if self._settings.every == "auto" and self._choice is None:
             self._measurement.add_step()
-            if self._measurement.is_due:
-                self._choose()
-            return
+            if not self._measurement.is_due:
+                return
+            self._choose()
         # Another step like this one would exceed it.
         is_lead_reached = max(self._counts) - min(self._counts) + self._lead_of_step() > self._max_lead
         interval = -(-self._interval.total_batches // self._average.num_fragments)
@@ -196,7 +196,8 @@ class AveragedReplicas:
 
     @property
     def num_completed(self) -> int:
-        return self._average.num_completed
+        # The choice is made by all together, as averages are: a worker that has missed it takes it over.
+        return self._average.num_completed + (self._choice is not None)
 
     @property
     def num_unsent_steps(self) -> int:
@@ -301,7 +302,6 @@ class AveragedReplicas:
         choice = self._measurement.choose(self._average.num_values, self._communicator)
         exchange = choice.exchange
         self._use(exchange.every, cast("Compression", exchange.compress), exchange.fragments)
-        self._average.num_completed += 1  # done by all together: a worker that has missed it takes over the choice
         self._events.emit(
             "averaging",
             every=exchange.every,
@@ -309,8 +309,6 @@ class AveragedReplicas:
             fragments=exchange.fragments,
             reason=choice.reason,
         )
-        if self._world.is_main:
-            logger.info("%s", choice.reason)
 
     def _use(self, every: int, compress: Compression, fragments: int) -> None:
         self._choice = every, compress, fragments
