@@ -93,7 +93,7 @@ class Cost:
     """What the loss of a worker cost. `seconds`: to the end of the first step without it, beyond a normal step."""
 
     seconds: float
-    num_repeated: int  # steps that were completed before and by all again; not those that one takes over from another
+    num_repeated: int  # steps that were completed before, and again by all who are left
     num_dropped: int  # steps whose samples were given up
     num_untrained: int  # samples, of these and of the steps with fewer workers than there should be
 
@@ -118,8 +118,7 @@ def _cost(kill: Kill, notes: Sequence[Sequence[Note]], usual: NormalSteps, globa
     after = [n for own in notes for n in own if n.time_s > kill.time_s]
     first = min((n for n in after if n.completed and n.world > kill.world), key=lambda n: n.time_s)
     done = max((n.step for own in notes for n in own if n.completed and n.world <= kill.world), default=0)
-    newer = [{n.step for n in own if n.completed and n.world > kill.world} for own in notes]
-    repeated = [step for step in range(first.step, done + 1) if sum(step in own for own in newer) >= first.size]
+    repeated = [step for step in range(first.step, done + 1) if not any(_keeps(own, step, kill.world) for own in notes)]
     # All workers drop a step together, but for the one that is gone.
     num_dropped = max(sum(n.time_s > kill.time_s and not n.completed for n in own) for own in notes)
     trained = {n.step: n.num_samples for n in after if n.completed}
@@ -130,6 +129,12 @@ def _cost(kill: Kill, notes: Sequence[Sequence[Note]], usual: NormalSteps, globa
         num_dropped,
         num_missing + num_dropped * global_batch,
     )
+
+
+def _keeps(own: Sequence[Note], step: int, world: int) -> bool:
+    """Whether a worker has completed a step in this world or before, and goes on with a later one in the next."""
+    is_done = any(n.completed and n.step == step and n.world <= world for n in own)
+    return is_done and min((n.step for n in own if n.completed and n.world > world), default=0) > step
 
 
 class NormalSteps:

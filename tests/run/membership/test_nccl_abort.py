@@ -76,6 +76,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
         ),
     )
     monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "store"))
+    for name in ("RANK", "LOCAL_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # `rejoin` sets them: restored after the test
     return calls
 
 
