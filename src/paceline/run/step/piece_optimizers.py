@@ -185,9 +185,10 @@ class PieceOptimizers:
                 if (average := part.pop(AVERAGE, None)) is not None:
                     averages[division.view_of(piece)] = average.to(piece.device)
         # Some workers may not get as far as this, because another one is lost: see `revert`.
-        self._before = self._division, self._states, self.averages
-        self._states, self.averages = [defaultdict(dict) for _ in self._optimizers], averages
+        before = self._division, self._states, self.averages
         self._shards.divide_again(division)
+        self._before = before
+        self._states, self.averages = [defaultdict(dict) for _ in self._optimizers], averages
         for number, settings in enumerate(self.settings()):
             self._load_parts(number, settings["param_groups"], parts)
 
