@@ -50,7 +50,7 @@ def in_paceline(name: str, mode: str, size: int) -> Mapping[str, Any]:
         return run(PROGRAMS[name], given)
 
 
-@pytest.mark.parametrize(("name", "mode", "sizes"), cases())
+@pytest.mark.parametrize(("name", "mode", "sizes"), list(cases()))
 def test_right_or_refused(name: str, mode: str, sizes: tuple[int, ...], pool: WorkerPool) -> None:
     outcomes: dict[int, Mapping[str, Any]] = {}
     for size in sizes:
