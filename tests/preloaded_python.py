@@ -4,7 +4,7 @@
 behind `nsenter --net=...`, and `run` is `subprocess.run`. The process is forked from a seed, a child of this process
 that has imported what Paceline's workers import and has done nothing else. It becomes a child of this process, with the
 pipes, process group and environment that were asked for, and ends as any Python process does. `use` lets launches and
-multiprocessing's spawn start their processes in this way.
+multiprocessing's spawn start their processes in this way, and processes started here, torchrun among them, do so too.
 
 Where the environment changes how Python or torch start (the number of threads, for example), an ordinary process is
 started instead. Use an ordinary process where its start is what is tested.
@@ -37,9 +37,12 @@ from paceline.run.launching.allocator import allocator_environment
 
 READ_AT_START = ("ATEN_", "CUDA_", "GLIBC_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "PYTHON", "TORCH_")
 PATH, UNBUFFERED = "PYTHONPATH", "PYTHONUNBUFFERED"  # they are read again
+READ_LATER = "TORCH_NCCL_"  # which torchrun sets
 FLAGS = ("-B", "-P", "-u")
 NETWORK = "--net="
 SPAWNED = "--multiprocessing-fork"
+TORCHRUN = "torch.distributed.run"
+TORCHRUNS_PROCESSES = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 MAX_REQUEST_BYTES = 1 << 17
 MAX_FDS = 16
 READY = b"ready"
@@ -125,8 +128,11 @@ def _channel() -> tuple[socket.socket, socket.socket]:
 
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    again = (PATH, UNBUFFERED)
-    return {name: each for name, each in environment.items() if name.startswith(READ_AT_START) and name not in again}
+    return {
+        name: each
+        for name, each in environment.items()
+        if name.startswith(READ_AT_START) and name not in (PATH, UNBUFFERED) and not name.startswith(READ_LATER)
+    }
 
 
 def _prctl(option: int, value: int) -> None:
@@ -283,6 +289,8 @@ def start(words: list[str]) -> None:
     sys.argv[:] = arguments if first == "-m" else [first, *arguments]
     match first:
         case "-m":
+            if arguments[0] == TORCHRUN:
+                import_module(TORCHRUNS_PROCESSES).Popen = PreloadedPython  # type: ignore[attr-defined]
             runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
         case "-c":
             sys.argv.pop(1)

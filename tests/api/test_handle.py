@@ -6,13 +6,13 @@ import gc
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import preloaded_python
 import pytest
 import torch
 from models import digest, mlp, vectors
@@ -283,7 +283,7 @@ print("end")
 
 
 def test_functions_of_a_notebook_work_and_the_interpreters_exit_stops_a_run() -> None:
-    ended = subprocess.run(
+    ended = preloaded_python.run(
         [sys.executable, "-"], input=SCRIPT, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
     )
     assert ended.returncode == 0, ended.stderr

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded_python
 import pyarrow as pa
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_all_readers_of_the_arrow_part_give_the_files_rows(tmp_path: Path) -> No
 )
 def test_a_short_run(parts: list[str]) -> None:
     command = [sys.executable, "-m", "bench", "data", "--json", "--quick", "--parts", *parts]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = preloaded_python.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["bench"] == "data"
     assert list(found["parts"]) == parts

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded_python
 import pytest
 import torch
 
@@ -51,7 +52,7 @@ def test_the_loop_by_hand_and_dp_train_take_the_same_steps(monkeypatch: pytest.M
 def test_a_short_run() -> None:
     options = ["--turns", "1", "--steps", "4", "--seconds", "0.01"]
     command = [sys.executable, "-m", "bench", "dp_train", "--json", *options]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = preloaded_python.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found["parts"]) == ["one", "two", "mlp"]
     assert all(part["value"] > 0 for part in found["parts"].values())

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import preloaded_python
 import pytest
 import torch
 
@@ -263,7 +264,7 @@ PEERS = {
 def run_bench(name: str, *options: str) -> dict[str, Any]:
     """The object that `python -m bench NAME --json` ends with."""
     command = [sys.executable, "-m", "bench", name, "--json", *options]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = preloaded_python.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     fields: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return fields
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from preloaded_python import PreloadedPython
 
 from bench import hetero, hetero_shift
 from bench.__main__ import NOT_HERE, main
@@ -195,7 +196,7 @@ def test_a_quota_is_gone_after_an_error_and_lets_its_members_go() -> None:
 
 @needs_quota
 def test_no_quota_is_left_when_the_benchmark_is_terminated() -> None:
-    process = subprocess.Popen([sys.executable, "-m", "bench", "hetero"], cwd=Path(__file__).parents[2])
+    process = PreloadedPython([sys.executable, "-m", "bench", "hetero"], cwd=Path(__file__).parents[2])
 
     def groups() -> list[Path]:
         return list(ROOT.glob(f"paceline-bench-{process.pid}-*"))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from preloaded_python import PreloadedPython
 
 from bench import far_apart, namespaces, slowlink, slowlink_speed
 from bench import far_apart_ways as ways
@@ -329,7 +330,7 @@ def test_three_hosts_have_a_link_each_to_a_switch() -> None:
 
 @needs_link
 def test_no_host_is_left_when_the_benchmark_is_terminated() -> None:
-    process = subprocess.Popen([sys.executable, "-m", "bench", "slowlink"], cwd=Path(__file__).parents[2])
+    process = PreloadedPython([sys.executable, "-m", "bench", "slowlink"], cwd=Path(__file__).parents[2])
     try:
         deadline = time.monotonic() + 60
         while not are_inhabited(hosts_of(process.pid)):

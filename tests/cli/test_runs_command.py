@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from in_process import Ended, invoke
 from made_runs import make_run
+from preloaded_python import PreloadedPython
 
 from paceline.checkpoint.folders import complete_steps
 from paceline.checkpoint.reader import verify
@@ -85,7 +86,7 @@ def training(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], RunFile
     Path("slow.yaml").write_text(PROJECT)
     terminal = Terminal()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(Path.cwd())}
-    process = subprocess.Popen(
+    process = PreloadedPython(
         [sys.executable, "-m", "paceline", "train", "slow.yaml", *arguments],
         env=environment,
         stdout=terminal.theirs,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import preloaded_python
 import pytest
 
 from paceline.cli.main import main
@@ -39,7 +40,7 @@ def script_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(*arguments: str, timeout_s: float, cwd: Path) -> str:
     """Run an example in a process of its own; its output. Fails with that output unless it exits with 0."""
-    done = subprocess.run(
+    done = preloaded_python.run(
         [sys.executable, *arguments],
         cwd=cwd,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
+import preloaded_python
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -251,7 +252,7 @@ def test_a_streams_schedule_is_as_long_as_its_epochs() -> None:
 @pytest.mark.timeout(200)
 def test_the_command_trains_on_two_workers_and_the_model_learns(tmp_path: Path) -> None:
     sizes = ["variables.stories=640", "variables.held_out=64", "variables.width=64", "trainer.epochs=6"]
-    done = subprocess.run(
+    done = preloaded_python.run(
         [sys.executable, "-m", "paceline", "train", str(PROJECT / "2workers.yaml"), *sizes, "trainer.warmup_steps=5"],
         cwd=tmp_path,
         stdin=subprocess.DEVNULL,

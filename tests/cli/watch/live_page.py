@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from preloaded_python import PreloadedPython
 from waiting import wait_until
 
 from paceline.observe.run_files import RunFiles
@@ -132,7 +133,7 @@ def training(folder: Path, *arguments: str, sleeps: bool = True) -> Iterator[Cal
 @contextmanager
 def _process(command: list[str], log: Any, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)}
-    process = subprocess.Popen(
+    process = PreloadedPython(
         command, cwd=folder, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
     )
     try:

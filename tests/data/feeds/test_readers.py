@@ -6,13 +6,13 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded_python
 import psutil
 import pytest
 import torch
@@ -197,7 +197,9 @@ def test_readers_end_with_a_worker_that_is_killed(tmp_path: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         """)
     )
-    finished = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    finished = preloaded_python.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False
+    )
     assert finished.returncode == -signal.SIGKILL, finished.stderr
     pids = list(map(int, finished.stdout.split()))
     assert len(pids) == 2

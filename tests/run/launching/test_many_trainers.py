@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import preloaded_python
 import pytest
 from worker_pool import WorkerPool
 
@@ -31,7 +31,7 @@ LAUNCHERS = {
 def test_any_number_of_trainers_in_any_order(launcher: str, size: int, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     logs = ("--log-dir", str(tmp_path / "logs")) if launcher == "torchrun" else ()
-    ended = subprocess.run(
+    ended = preloaded_python.run(
         [sys.executable, *LAUNCHERS[launcher], str(size), *logs, str(tmp_path / "script.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "run", Path(__file__).parent)))},
         capture_output=True,

@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 from disturbed import Disturbed, end, wait_until, workers_of
-from preloaded_python import PreloadedPython
 from worker_pool import WorkerPool
 
 from bench.namespaces import ADDRESSES, INTERFACE, PORT, Link, missing_slow_link, slow_link
@@ -51,7 +50,7 @@ class Hosts:
         inside = ["nsenter", f"--net=/run/netns/{self.link.namespaces[host]}"]
         if disk is not None:
             inside += ["unshare", "--mount", "sh", "-c", MOUNT, str(disk), str(run.root)]
-        process = run.start(*launcher, inside=inside, popen=PreloadedPython)
+        process = run.start(*launcher, inside=inside)
         self.launchers.append(process)
         return process
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from preloaded_python import PreloadedPython
 
 TESTS = Path(__file__).parents[2]
 
@@ -74,7 +75,7 @@ class Disturbed:
         return self.digest
 
     def start(
-        self, *launcher: str, inside: Sequence[str] = (), popen: type[subprocess.Popen[str]] = subprocess.Popen
+        self, *launcher: str, inside: Sequence[str] = (), popen: type[subprocess.Popen[str]] = PreloadedPython
     ) -> subprocess.Popen[str]:
         """inside: a command to run it with."""
         return popen(
