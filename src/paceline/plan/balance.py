@@ -60,6 +60,8 @@ class Balancer:
             raise ValueError(
                 f"{len(readings)} readings for {len(self._hints)} workers: give one per worker, 0.0 for none"
             )
+        if min(readings) >= 0 and math.isfinite(math.fsum(readings)):
+            return
         for rank, seconds in enumerate(readings):
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"the reading {seconds} of worker {rank} is not a time: give seconds, 0.0 for none")
