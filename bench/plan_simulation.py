@@ -62,9 +62,7 @@ def simulated_cost(model: str, step_s: float, num_kills: int) -> float:
 
 def hour(num_workers: int, seconds: float) -> tuple[Outcome, float]:
     """Unequal workers, eight per machine, that die now and then and are replaced; and the seconds it takes."""
-    devices = [
-        Device("a", 0.02 if rank % 2 else 0.04, 0.005, host=str(rank // 8)) for rank in range(num_workers)
-    ]
+    devices = [Device("a", 0.02 if rank % 2 else 0.04, 0.005, host=str(rank // 8)) for rank in range(num_workers)]
     work = Workload(4 * num_workers, 4, 4e6)
     scenario = Scenario(seconds, failures_per_hour=0.1, replace_after_s=300.0)
     start = time.perf_counter()

@@ -15,6 +15,7 @@ from paceline.plan.steady import levels, levels_from_list
 # A worker whose best share is nothing gets one micro-batch in as many steps, so that it stays measured.
 TURN = 10
 
+
 class Balancer:
     """Who takes how many of a step's micro-batches, from the times that all workers exchanged in earlier steps.
 
