@@ -220,14 +220,11 @@ def profile_case(case: Case, num_steps: int, yardstick: Yardstick) -> tuple[Prof
 
 def mean_times(found: Sequence[StepTimes]) -> StepTimes:
     def mean(values: Sequence[Any]) -> Any:
-        return (
-            tuple(map(statistics.fmean, zip(*values, strict=True))) if isinstance(values[0], tuple) else fmean(values)
-        )
+        is_by_rank = isinstance(values[0], tuple)
+        return tuple(map(statistics.fmean, zip(*values, strict=True))) if is_by_rank else statistics.fmean(values)
 
-    fmean = statistics.fmean
-    return replace(
-        found[0], **{each.name: mean([getattr(own, each.name) for own in found]) for each in fields(found[0])}
-    )
+    numbers = {each.name: mean([getattr(own, each.name) for own in found]) for each in fields(found[0])}
+    return replace(found[0], **numbers)
 
 
 Turn = tuple[float, float]  # samples per second of all workers, and the yardstick's seconds

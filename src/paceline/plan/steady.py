@@ -193,6 +193,8 @@ class ManyLevels(Levels):
 
     def observe(self, readings: Sequence[float]) -> None:
         reading = np.array(readings, dtype=np.float64)
+        if not reading.any():
+            return
         usual = np.flatnonzero((reading > 0) & (self._numbers["num_readings"] > 1))
         after, is_change = self._after(usual, reading[usual])
         others = [*np.flatnonzero((reading > 0) & (self._numbers["num_readings"] < 2)), *usual[is_change]]

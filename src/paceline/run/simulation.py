@@ -100,10 +100,16 @@ _Place = tuple[int, int]  # node and slot
 
 
 class _Times:
-    """The part of a step's numbers that planners read."""
+    """The part of a step's numbers that planners read, made when they do: they leave out many short steps."""
 
-    def __init__(self, timings: Sequence[Timing]) -> None:
-        self.timings = timings
+    def __init__(self, micro_batch_s: np.ndarray, exchange_s: float, rest_s: float) -> None:
+        self._readings = micro_batch_s, exchange_s, rest_s
+
+    @property
+    def timings(self) -> list[Timing]:
+        micro_batch_s, exchange_s, rest_s = self._readings
+        readings = zip(micro_batch_s.tolist(), repeat(exchange_s), repeat(rest_s), repeat(0.0), repeat(0.0))
+        return list(map(Timing._make, readings))
 
 
 class Simulation:
@@ -176,9 +182,7 @@ class Simulation:
         outcome.size_by_step.append(len(plan))
         outcome.samples_per_s_by_step.append(num_samples / took_s)
         outcome.last_shares = sizes(plan)
-        readings = zip(micro_batch_s.tolist(), repeat(self._exchange_s), repeat(rest_s), repeat(0.0), repeat(0.0))
-        timings = list(map(Timing._make, readings))
-        self._planner.observe(plan, cast("Numbers", _Times(timings)))
+        self._planner.observe(plan, cast("Numbers", _Times(micro_batch_s, self._exchange_s, rest_s)))
         if self._lost_at is not None and num_samples / took_s >= _RECOVERED * self._target:
             outcome.recoveries_s.append(self._now - self._lost_at)
             self._lost_at = None
