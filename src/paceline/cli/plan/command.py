@@ -32,8 +32,8 @@ class Situation:
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.run is not None and not RunFiles(options.run).status.is_file():
-        raise CommandError(f"--run {options.run} is not a run's folder: choose one of `paceline runs`", 2)
+    if options.run_folder is not None and not RunFiles(options.run_folder).status.is_file():
+        raise CommandError(f"--run {options.run_folder} is not a run's folder: choose one of `paceline runs`", 2)
     if options.find is not None:
         return _find(options)
     own = _own_profile(options)
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise CommandError(str(error), 2) from error
     answer = {"subject": vars(own.subject), "alternatives": list(map(_entry, found)), "advice": advice(found)}
-    if options.run is not None:
-        write_json(RunFiles(options.run).plan, answer)
+    if options.run_folder is not None:
+        write_json(RunFiles(options.run_folder).plan, answer)
     if options.json:
         cli.print_json(answer)
     else:
