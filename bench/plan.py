@@ -306,8 +306,8 @@ def profiles_of(cases: Sequence[Case], num_steps: int) -> dict[tuple[str, bool],
     for pair, (_, times, _) in together.items():
         mine = {case.quotas[0]: found for case, found in singles.items() if case.subject == pair.subject}
         devices = {quota: replace(found[0].devices[0], name=f"{quota:g}") for quota, found in mine.items()}
-        alone, _, yardstick_s = mine[1.0]
-        profile = replace(alone, devices=tuple(devices.values()), counts=(1,) * len(devices))
+        own, _, yardstick_s = mine[1.0]
+        profile = replace(own, devices=tuple(devices.values()), counts=(1,) * len(devices))
         known[pair.subject] = Known(profile.with_company(times, [devices[1.0]] * 2), yardstick_s)
     return known
 

@@ -74,9 +74,16 @@ class StepTimes:
 
     def scaled(self, factor: float) -> StepTimes:
         """All times multiplied by the factor."""
-        times = (self.micro_batch_s, self.rest_s, self.data_s)
-        return StepTimes(
-            *(tuple(factor * each for each in own) for own in times), self.spread, factor * self.exchange_s
+
+        def scaled(times: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factor * each for each in times)
+
+        return replace(
+            self,
+            micro_batch_s=scaled(self.micro_batch_s),
+            rest_s=scaled(self.rest_s),
+            data_s=scaled(self.data_s),
+            exchange_s=factor * self.exchange_s,
         )
 
 

@@ -256,4 +256,5 @@ def _deviations(reading: np.ndarray, level: np.ndarray) -> np.ndarray:
 
 
 def _clamped(value: np.ndarray, bound: np.ndarray | float) -> np.ndarray:
-    return np.minimum(np.maximum(value, -bound), bound)
+    clamped: np.ndarray = np.minimum(np.maximum(value, -bound), bound)
+    return clamped

@@ -65,7 +65,7 @@ def plan_of(run: RunEntry) -> dict[str, Any] | None:
         return None
     words, numbers = ("workers", "strategy", "limit"), ("samples_per_s", "efficiency", "epoch_s", "epoch_cost")
     shown = [
-        {name: _text(row.get(name)) for name in words} | {name: number(row.get(name)) for name in numbers}
+        {**{name: _text(row.get(name)) for name in words}, **{name: number(row.get(name)) for name in numbers}}
         for row in rows[:MAX_PLANS]
         if isinstance(row, dict)
     ]
