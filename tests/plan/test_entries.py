@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.plan.balance import Steady
 from paceline.plan.cadence import Smoothed
 from paceline.plan.entries import from_entries, to_entries
-from paceline.plan.steady import Steady
 
 times = st.floats(1e-3, 1e3)
 

@@ -1,4 +1,8 @@
-"""Dividing a step's micro-batches by measured speed."""
+"""Dividing a step's micro-batches by measured speed.
+
+Only operations that IEEE 754 rounds correctly are used, and no logarithm, so that workers on different machines which
+are given the same readings reach the same bits.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,172 @@ import heapq
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from paceline.plan.entries import check_entries
-from paceline.plan.shares import shares
-from paceline.plan.steady import levels, levels_from_list
+from paceline.plan.entries import Estimate, check_entries, check_time, from_entries, to_entries
+from paceline.plan.shares import MANY, shares
 
 # A worker whose best share is nothing gets one micro-batch in as many steps, so that it stays measured.
 TURN = 10
+
+# Chosen by the simulations in tests/plan/test_balance.py. A reading that is three standard deviations
+# off is probably not noise; a single one counts for no more than that.
+SIGMAS = 3.0
+# Two readings in a row that are each that far off follow a large change at once; six that are this many standard
+# deviations off in all find one of 20% in 10% noise. With a limit of 7.5 three workers' shares flutter, with 8.0 such
+# changes are missed more often.
+TWO, TWO_LIMIT = 2, 2 * SIGMAS
+SIX, SIX_LIMIT = 6, 7.75
+# When six readings speak, the older ones may be from before the change: the mean starts again from the later half.
+_HALF = 3
+# Noise is learned over 256 readings (from half as many, changes of 20% are missed more often), beginning with a guess
+# of 10% that is worth 8 readings. Below 1% it does not matter. A difference of more than five standard deviations is a
+# change rather than noise, and raises the estimate no further.
+NOISE_MEMORY, GUESS_WEIGHT, _GUESS, LEAST_NOISE = 256, 8, 0.1, 0.01
+LARGEST_DIFFERENCE = 5.0
+
+
+@dataclass(frozen=True)
+class Steady(Estimate):
+    """The level of noisy readings: it rests until they contradict it, and then moves at once.
+
+    `level` is set to the mean of the readings since the last change whenever the two are further apart than that
+    mean's standard error, so it settles in ever rarer and smaller moves. A change is two readings in a row that are
+    each three standard deviations off, or six that are off in all; then the mean starts again from the latest. The very
+    first reading counts until there is a second: a worker's first step allocates, connects and compiles.
+
+    The noise is estimated from the readings, relative to them: `variance` from successive differences, and the
+    `covariance` of neighbours, since noise that outlasts a reading moves a mean further. `recent` are the readings, at
+    most six, that are not yet known to be no change; the covariance is learned from those that leave.
+    """
+
+    level: float
+    mean: float
+    count: int
+    recent: tuple[float, ...]
+    variance: float = _GUESS**2
+    covariance: float = 0.0
+    num_readings: int = 1
+
+    def check(self) -> None:
+        for name in ("level", "mean", "variance"):
+            check_time(name, getattr(self, name))
+        for name in ("count", "num_readings"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} of a steady time is not a number of readings: it must be >= 1")
+        if not (isinstance(self.covariance, int | float) and math.isfinite(self.covariance)):
+            raise ValueError(f"covariance={self.covariance!r} of a steady time is not a finite number")
+        if not (isinstance(self.recent, tuple) and 1 <= len(self.recent) <= SIX):
+            raise ValueError(f"recent={self.recent!r} of a steady time are not its last 1 to {SIX} readings")
+        for reading in self.recent:
+            check_time("recent reading", reading)
+
+    @classmethod
+    def first(cls, reading: float) -> Steady:
+        return cls(level=reading, mean=reading, count=1, recent=(reading,))
+
+    def after(self, reading: float) -> Steady:
+        if self.num_readings == 1:
+            return Steady(reading, reading, 1, (reading,), num_readings=2)
+        variance, covariance = self._noise(reading)
+        # The mean of neighbours that are correlated by r varies (1 + r) / (1 - r) times as much.
+        lasting = max(covariance, 0.0)
+        sigma = math.sqrt((variance + lasting) * (variance + 2 * lasting) / variance)
+        count = self.count + 1
+        mean = self.mean + _clamp(reading - self.mean, SIGMAS * sigma * self.mean) / count
+        level = mean if abs(mean - self.level) > sigma * self.level / math.sqrt(count) else self.level
+        recent = (*self.recent, reading)[-SIX:]
+        if _contradiction(recent, TWO, level, sigma, count) >= TWO_LIMIT:
+            count = TWO
+        elif _contradiction(recent, SIX, level, sigma, count) >= SIX_LIMIT:
+            count = _HALF
+        else:
+            return Steady(level, mean, count, recent, variance, covariance, self.num_readings + 1)
+        recent = recent[-count:]
+        mean = math.fsum(recent) / count
+        return Steady(mean, mean, count, recent, variance, covariance, self.num_readings + 1)
+
+    def _noise(self, reading: float) -> tuple[float, float]:
+        """Variance and covariance with this reading."""
+        gain = 1 / min(self.num_readings + GUESS_WEIGHT, NOISE_MEMORY)
+        difference = _deviation(reading, self.recent[-1])
+        square = min(difference * difference / 2, LARGEST_DIFFERENCE**2 * self.variance)
+        variance = max(self.variance + gain * (square - self.variance), LEAST_NOISE**2)
+        if len(self.recent) < SIX:
+            return variance, self.covariance
+        bound = SIGMAS * math.sqrt(variance)
+        leaving = _clamp(_deviation(self.recent[0], self.level), bound)
+        following = _clamp(_deviation(self.recent[1], self.level), bound)
+        return variance, self.covariance + gain * (leaving * following - self.covariance)
+
+
+def _deviation(reading: float, level: float) -> float:
+    """How far off a reading is, relatively and the same in both directions: close to log(reading / level)."""
+    return math.sqrt(reading / level) - math.sqrt(level / reading)
+
+
+def _clamp(value: float, bound: float) -> float:
+    return min(max(value, -bound), bound)
+
+
+def _contradiction(recent: Sequence[float], window: int, level: float, sigma: float, count: int) -> float:
+    """By how many standard deviations in all the last readings are off a level that rests on `count` readings."""
+    if count <= window or len(recent) < window:
+        return 0.0
+    scale = sigma * math.sqrt(1 + window / count)
+    deviations = []
+    for reading in recent[-window:]:
+        deviations.append(_clamp(_deviation(reading, level) / scale, SIGMAS))
+    return abs(math.fsum(deviations))
+
+
+class Levels:
+    """The steady times of some workers, by rank; None for a worker without a reading. values: 0.0 for that one."""
+
+    def __init__(self, times: Sequence[Steady | None]) -> None:
+        self._times = list(times)
+        self.values = [time.level if time else 0.0 for time in times]
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def __getitem__(self, rank: int) -> Steady | None:
+        return self._times[rank]
+
+    def observe(self, readings: Sequence[float]) -> None:
+        """readings: one per worker, 0.0 for none."""
+        if len(readings) != len(self._times):
+            refuse(readings, len(self))
+        times, values = self._times.copy(), self.values.copy()
+        for rank, seconds in enumerate(readings):
+            if not 0 <= seconds < math.inf:
+                refuse(readings, len(self))
+            if seconds:
+                time = times[rank]
+                times[rank] = after = Steady.first(seconds) if time is None else time.after(seconds)
+                values[rank] = after.level
+        self._times, self.values = times, values
+
+    def to_list(self) -> list[dict[str, Any] | None]:
+        return [to_entries(self[rank]) for rank in range(len(self))]
+
+
+def refuse(readings: Sequence[float], num_workers: int) -> NoReturn:
+    """Say what is wrong with these readings."""
+    if len(readings) != num_workers:
+        raise ValueError(f"{len(readings)} readings for {num_workers} workers: give one per worker, 0.0 for none")
+    rank, seconds = next((rank, each) for rank, each in enumerate(readings) if not 0 <= each < math.inf)
+    raise ValueError(f"the reading {seconds} of worker {rank} is not a time: give seconds, 0.0 for none")
+
+
+def levels(times: Sequence[Steady | None]) -> Levels:
+    if len(times) < MANY:
+        return Levels(times)
+    from paceline.plan.many_levels import ManyLevels
+
+    return ManyLevels(times)
 
 
 class Balancer:
@@ -49,28 +211,17 @@ class Balancer:
 
         `delays` are what a step takes of a worker beside its micro-batches, such as its optimizer; 0.0 if unknown.
         """
-        self._check(seconds_per_micro_batch)
-        if delays is not None:
-            self._check(delays)
-            self._delays.observe(delays)
         self._times.observe(seconds_per_micro_batch)
+        if delays is not None:
+            self._delays.observe(delays)
         self.num_steps += 1
-
-    def _check(self, readings: Sequence[float]) -> None:
-        if len(readings) != len(self._hints):
-            raise ValueError(
-                f"{len(readings)} readings for {len(self._hints)} workers: give one per worker, 0.0 for none"
-            )
-        if min(readings) >= 0 and math.isfinite(math.fsum(readings)):
-            return
-        for rank, seconds in enumerate(readings):
-            if not 0 <= seconds < math.inf:
-                raise ValueError(f"the reading {seconds} of worker {rank} is not a time: give seconds, 0.0 for none")
 
     @property
     def speeds(self) -> tuple[float, ...]:
         """Micro-batches per second by which the next step is divided; the hints as long as nobody was measured."""
-        speeds = [1 / level if level else 0.0 for level in self._times.values]
+        speeds = []
+        for level in self._times.values:
+            speeds.append(1 / level if level else 0.0)
         if not all(speeds):
             # Hints are relative: those still in use are put on the scale of the measured workers.
             of_measured = math.fsum(hint for hint, speed in zip(self._hints, speeds, strict=True) if speed)
@@ -127,8 +278,9 @@ class Balancer:
                 )
         balancer = cls(len(hints), hints, schedule)
         balancer.num_steps = num_steps
-        balancer._times = levels_from_list(values["times"])
-        balancer._delays = levels_from_list(values["delays"])
+        balancer._times, balancer._delays = (
+            levels([from_entries(Steady, entry) for entry in values[name]]) for name in ("times", "delays")
+        )
         return balancer
 
 

@@ -11,8 +11,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-# From this number of workers on, floating point is tried before exact arithmetic. Differences that are larger than
-# _SURE, relatively, are not its errors. It gives out at most _NEXT of the last micro-batches to one worker.
+# From this number of workers on, arrays are faster than loops, and floating point is tried before exact arithmetic.
+# Differences that are larger than _SURE, relatively, are not its errors. It gives out at most _NEXT of the last
+# micro-batches to one worker.
 MANY, _SURE, _NEXT = 64, 1e-9, 4
 
 # The micro-batch numbers of a step, by rank.

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from paceline.plan.steady import Levels, ManyLevels, levels
+from paceline.plan.balance import Levels, levels
+from paceline.plan.many_levels import ManyLevels
 
 
 @pytest.mark.parametrize("seed", range(10))
