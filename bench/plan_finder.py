@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,6 +121,7 @@ def compare(subject: Subject) -> tuple[int, int, float, float]:
         global_batch=subject.global_batch,
         runtime=Runtime(threads=1),
     )
+    print(found, file=sys.stderr, flush=True)
     seconds = seconds_by_size(subject)
     best = min(seconds, key=seconds.__getitem__)
     return found.micro_batch, best, seconds.get(found.micro_batch, math.inf), seconds[best]

@@ -31,7 +31,7 @@ def test_the_combinations_cover_what_is_asked_for() -> None:
 
 
 def test_a_combination_is_predicted_from_the_profiles_alone() -> None:
-    known = Known(PROFILE)
+    known = Known(PROFILE, 1.0)
     pair = known.predict(Case("medium", (1, 0.4)))
     assert pair.shares == (23, 9)
     assert (
@@ -41,13 +41,26 @@ def test_a_combination_is_predicted_from_the_profiles_alone() -> None:
 
 
 def test_the_result_tells_errors() -> None:
-    known, cases = Known(PROFILE), [Case("medium"), Case("medium", (1, 1))]
-    predicted = {case: known.predict(case) for case in cases}
+    known, cases = Known(PROFILE, 1.0), [Case("medium"), Case("medium", (1, 1))]
     factors = dict(zip(cases, (1.0, 1.25), strict=True))
-    measured = {case: own.samples_per_s / factors[case] for case, own in predicted.items()}
+    measured = {case: [(known.predict(case).samples_per_s / factor, 1.0)] for case, factor in factors.items()}
     options = argparse.Namespace(steps=20, seconds=4.0)
-    result = summary({("medium", False): known}, predicted, measured, options)
+    result = summary({("medium", False): known}, measured, options)
     assert result.ratio == pytest.approx(1.125)
     assert result.detail["worst_error"] == pytest.approx(0.25)
     assert json.loads(result.to_json())["ratio"] == pytest.approx(1.125)
     assert "1 of 2 inside the predicted interval" in result.table()
+
+
+def test_a_machine_that_is_slower_by_now_is_no_error_of_the_prediction() -> None:
+    """Everything takes twice as long, the yardstick too; the link is as fast as before."""
+    known = Known(PROFILE, 1.0)
+    for case in (Case("medium", (1, 1)), Case("medium", (1, 1), mbit=100)):
+        now = known.predict(case, 2.0).samples_per_s
+        found = summary({("medium", False): known}, {case: [(now, 2.0)]}, argparse.Namespace(steps=20, seconds=4.0))
+        row = found.detail["cases"][case.name]
+        assert row["ratio"] == pytest.approx(1)
+        assert row["raw_ratio"] > 1.3
+    assert known.predict(Case("medium", (1, 1)), 2.0).samples_per_s == pytest.approx(
+        known.predict(Case("medium", (1, 1))).samples_per_s / 2
+    )

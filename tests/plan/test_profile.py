@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.predict import Device, Exchange
+from paceline.plan.predict import Device, Exchange, Link
 from paceline.plan.profile import Profile, StepTimes, Subject, check_combinable
 
 SUBJECT = Subject("Net", 1000, 4000, 8)
@@ -17,6 +17,19 @@ def test_a_profile_is_what_its_json_says() -> None:
     assert Profile.from_json(PROFILE.to_json()) == PROFILE
     unmeasured = replace(PROFILE, exchange=Exchange())
     assert Profile.from_json(unmeasured.to_json()) == unmeasured  # JSON has no infinity
+    linked = replace(PROFILE, link=Link(1e8, 0.001))
+    assert Profile.from_json(linked.to_json()) == linked
+    before = json.loads(PROFILE.to_json())
+    del before["link"]
+    assert Profile.from_json(json.dumps(before)) == PROFILE
+
+
+def test_a_slower_machine() -> None:
+    slower = PROFILE.scaled(2)
+    assert (slower.devices[0].micro_batch_s, slower.devices[0].rest_s, slower.devices[0].data_s) == (0.2, 0.02, 0.002)
+    assert slower.exchange.seconds(2, 4000) == pytest.approx(2 * PROFILE.exchange.seconds(2, 4000))
+    times = StepTimes((0.1,), (0.2,), (0.3,), (0.05,), 0.4).scaled(2)
+    assert times == StepTimes((0.2,), (0.4,), (0.6,), (0.05,), 0.8)
 
 
 @pytest.mark.parametrize(

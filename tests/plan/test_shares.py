@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.plan import shares as module
 from paceline.plan.shares import ranges, shares
 
 few_speeds = st.lists(st.integers(0, 12) | st.floats(0, 10), min_size=1, max_size=4).filter(any)
@@ -194,3 +195,26 @@ def test_ranges_cover_all_in_rank_order(counts: list[int]) -> None:
 def test_negative_share() -> None:
     with pytest.raises(ValueError, match=r"shares \(2, -1\) contain a negative one: choose shares >= 0"):
         ranges([2, -1])
+
+
+@given(
+    st.integers(0, 2000),
+    st.lists(st.floats(0.01, 100) | st.sampled_from((1.0, 2.0)), min_size=64, max_size=80),
+    st.lists(st.just(0.0) | st.floats(0, 3), min_size=80, max_size=80),
+)
+def test_many_workers_divide_as_exact_arithmetic_does(total: int, speeds: list[float], delays: list[float]) -> None:
+    delays = delays[: len(speeds)]
+    quick = module._quick_shares(total, tuple(speeds), tuple(delays))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MANY", math.inf)
+        module._shares.cache_clear()
+        exact = shares(total, speeds, delays)
+    module._shares.cache_clear()
+    assert quick in (None, exact)
+    assert shares(total, speeds, delays) == exact
+
+
+def test_floating_point_is_enough_for_speeds_that_differ() -> None:
+    speeds = tuple(1 + math.sqrt(number) for number in range(100))
+    assert module._quick_shares(1000, speeds, ()) == shares(1000, speeds)
+    assert module._quick_shares(1000, (1.0,) * 100 + (2.0,), ()) is None  # ties are for exact arithmetic

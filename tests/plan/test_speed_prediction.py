@@ -154,3 +154,9 @@ def test_the_interval_widens_with_the_readings_spread():
 def test_bad_input(make, message: str):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_link_is_what_its_sums_take() -> None:
+    link = Link(1e8, 0.001)
+    fitted = Link.fitted(3, 4e6, link.seconds(3, 4e6), link.seconds(3, 0))
+    assert (fitted.bytes_per_s, fitted.latency_s) == pytest.approx((1e8, 0.001))

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.plan.predict import Workload, predict
+from paceline.plan.profile import Profile
 from paceline.run import probe
 
 
@@ -34,6 +37,28 @@ def test_a_profile_describes_the_worker_and_predicts() -> None:
     assert device.micro_batch_s > 0
     assert device.cores <= 1
     assert predict(Workload(4, 2, 20), profile.devices).samples_per_s > 0
+
+
+def profile_on_hosts(num_hosts: int) -> Profile:
+    """On one of two workers. num_hosts=2: each counts as a host, so that they exchange through Gloo."""
+    if num_hosts == 2:
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with trainer() as trained:
+        return trained.profile(lambda batch: trained.model(batch).square().mean(), steps=2)
+
+
+def test_workers_of_one_host_measure_their_exchange(pool: WorkerPool) -> None:
+    for profile in pool.run(profile_on_hosts, 2, 1):
+        assert profile.link is None
+        assert 0 < profile.exchange.seconds(2, profile.subject.gradient_bytes) < 10
+
+
+def test_hosts_measure_their_link(pool: WorkerPool) -> None:
+    first, second = pool.run(profile_on_hosts, 2, 2)
+    assert first.link is not None
+    assert first.link == second.link  # all of them fit the same readings
+    assert 0 < first.link.latency_s < 10
+    assert Profile.from_json(first.to_json()) == first
 
 
 def test_steps_must_be_measured() -> None:

@@ -26,13 +26,14 @@ def test_noise_costs_speed() -> None:
 
 def test_a_death_costs_the_step_and_the_recovery() -> None:
     step_s = predict(WORK, [FAST, FAST]).step_s
-    outcome = Simulation(WORK, [FAST, FAST], Scenario(600, noise=0.0, trace=[(300.0, 1, "die")])).run()
+    begun_s = 200 * step_s
+    trace = [(begun_s + 0.3, 1, "die")]
+    outcome = Simulation(WORK, [FAST, FAST], Scenario(600, noise=0.0, trace=trace)).run()
     assert (outcome.deaths, outcome.generations, outcome.size_by_step[-1]) == (1, 1, 1)
     assert outcome.last_shares == (28,)
-    lost_s = 300.0 % step_s
-    assert outcome.wasted_s == pytest.approx(2 * min(lost_s, 1.4), abs=0.1)
-    # The survivor's first step ends a recovery and a step of its own after the death.
-    assert outcome.recoveries_s == [pytest.approx(RECOVERY_S + predict(WORK, [FAST]).step_s)]
+    assert outcome.wasted_s == pytest.approx(1.4 + 0.3)  # the survivor's share, and what the other had done of its own
+    # The survivor computes its share of 14, notices, and begins a step of its own.
+    assert outcome.recoveries_s == [pytest.approx(1.4 - 0.3 + RECOVERY_S + predict(WORK, [FAST]).step_s)]
 
 
 def test_a_preempted_worker_repeats_nothing_and_its_replacement_joins() -> None:

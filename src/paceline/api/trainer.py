@@ -495,7 +495,8 @@ class Trainer:
             Path("here.json").write_text(profile.to_json())
 
         The steps count: use a trainer that is made for it. In a world of one worker the device is measured alone, as
-        predictions need it; all workers of a larger world call this together. See docs/plan.md.
+        predictions need it; all workers of a larger world call this together, which measures the exchange, and between
+        several hosts the link. See docs/plan.md.
         """
         from paceline.run import probe
 

@@ -7,6 +7,7 @@
         metrics.jsonl      see paceline.observe.metrics
         events.jsonl       see paceline.observe.events
         report.json        where the workers' time went
+        plan.json          what `paceline plan --run` predicted for it
         checkpoints/  plots/  ranks/ (the workers' output and status)  timeline/ (what each worker did when)
 
 Rank 0 writes them, and each worker its status (see paceline.observe.worker_status). Any process may read them, also
@@ -59,6 +60,7 @@ class RunFiles:
     metrics = _path("metrics.jsonl")
     events = _path("events.jsonl")
     report = _path("report.json")
+    plan = _path("plan.json")
     checkpoints = _path("checkpoints")
     plots = _path("plots")
     ranks = _path("ranks")

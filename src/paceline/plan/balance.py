@@ -6,33 +6,34 @@ are given the same readings reach the same bits.
 
 from __future__ import annotations
 
+import heapq
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from paceline.plan.entries import Estimate, check_entries, check_time, from_entries, to_entries
-from paceline.plan.shares import shares
+from paceline.plan.shares import MANY, shares
 
 # A worker whose best share is nothing gets one micro-batch in as many steps, so that it stays measured.
 TURN = 10
 
 # Chosen by the simulations in tests/plan/test_balance.py. A reading that is three standard deviations
 # off is probably not noise; a single one counts for no more than that.
-_SIGMAS = 3.0
+SIGMAS = 3.0
 # Two readings in a row that are each that far off follow a large change at once; six that are this many standard
 # deviations off in all find one of 20% in 10% noise. With a limit of 7.5 three workers' shares flutter, with 8.0 such
 # changes are missed more often.
-_TWO, _TWO_LIMIT = 2, 2 * _SIGMAS
-_SIX, _SIX_LIMIT = 6, 7.75
+TWO, TWO_LIMIT = 2, 2 * SIGMAS
+SIX, SIX_LIMIT = 6, 7.75
 # When six readings speak, the older ones may be from before the change: the mean starts again from the later half.
 _HALF = 3
 # Noise is learned over 256 readings (from half as many, changes of 20% are missed more often), beginning with a guess
 # of 10% that is worth 8 readings. Below 1% it does not matter. A difference of more than five standard deviations is a
 # change rather than noise, and raises the estimate no further.
-_NOISE_MEMORY, _GUESS_WEIGHT, _GUESS, _LEAST_NOISE = 256, 8, 0.1, 0.01
-_LARGEST_DIFFERENCE = 5.0
+NOISE_MEMORY, GUESS_WEIGHT, _GUESS, LEAST_NOISE = 256, 8, 0.1, 0.01
+LARGEST_DIFFERENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Steady(Estimate):
                 raise ValueError(f"{name}={value!r} of a steady time is not a number of readings: it must be >= 1")
         if not (isinstance(self.covariance, int | float) and math.isfinite(self.covariance)):
             raise ValueError(f"covariance={self.covariance!r} of a steady time is not a finite number")
-        if not (isinstance(self.recent, tuple) and 1 <= len(self.recent) <= _SIX):
-            raise ValueError(f"recent={self.recent!r} of a steady time are not its last 1 to {_SIX} readings")
+        if not (isinstance(self.recent, tuple) and 1 <= len(self.recent) <= SIX):
+            raise ValueError(f"recent={self.recent!r} of a steady time are not its last 1 to {SIX} readings")
         for reading in self.recent:
             check_time("recent reading", reading)
 
@@ -83,12 +84,12 @@ class Steady(Estimate):
         lasting = max(covariance, 0.0)
         sigma = math.sqrt((variance + lasting) * (variance + 2 * lasting) / variance)
         count = self.count + 1
-        mean = self.mean + _clamp(reading - self.mean, _SIGMAS * sigma * self.mean) / count
+        mean = self.mean + _clamp(reading - self.mean, SIGMAS * sigma * self.mean) / count
         level = mean if abs(mean - self.level) > sigma * self.level / math.sqrt(count) else self.level
-        recent = (*self.recent, reading)[-_SIX:]
-        if _contradiction(recent, _TWO, level, sigma, count) >= _TWO_LIMIT:
-            count = _TWO
-        elif _contradiction(recent, _SIX, level, sigma, count) >= _SIX_LIMIT:
+        recent = (*self.recent, reading)[-SIX:]
+        if _contradiction(recent, TWO, level, sigma, count) >= TWO_LIMIT:
+            count = TWO
+        elif _contradiction(recent, SIX, level, sigma, count) >= SIX_LIMIT:
             count = _HALF
         else:
             return Steady(level, mean, count, recent, variance, covariance, self.num_readings + 1)
@@ -98,12 +99,13 @@ class Steady(Estimate):
 
     def _noise(self, reading: float) -> tuple[float, float]:
         """Variance and covariance with this reading."""
-        gain = 1 / min(self.num_readings + _GUESS_WEIGHT, _NOISE_MEMORY)
-        square = min(_deviation(reading, self.recent[-1]) ** 2 / 2, _LARGEST_DIFFERENCE**2 * self.variance)
-        variance = max(self.variance + gain * (square - self.variance), _LEAST_NOISE**2)
-        if len(self.recent) < _SIX:
+        gain = 1 / min(self.num_readings + GUESS_WEIGHT, NOISE_MEMORY)
+        difference = _deviation(reading, self.recent[-1])
+        square = min(difference * difference / 2, LARGEST_DIFFERENCE**2 * self.variance)
+        variance = max(self.variance + gain * (square - self.variance), LEAST_NOISE**2)
+        if len(self.recent) < SIX:
             return variance, self.covariance
-        bound = _SIGMAS * math.sqrt(variance)
+        bound = SIGMAS * math.sqrt(variance)
         leaving = _clamp(_deviation(self.recent[0], self.level), bound)
         following = _clamp(_deviation(self.recent[1], self.level), bound)
         return variance, self.covariance + gain * (leaving * following - self.covariance)
@@ -125,8 +127,55 @@ def _contradiction(recent: Sequence[float], window: int, level: float, sigma: fl
     scale = sigma * math.sqrt(1 + window / count)
     deviations = []
     for reading in recent[-window:]:
-        deviations.append(_clamp(_deviation(reading, level) / scale, _SIGMAS))
+        deviations.append(_clamp(_deviation(reading, level) / scale, SIGMAS))
     return abs(math.fsum(deviations))
+
+
+class Levels:
+    """The steady times of some workers, by rank; None for a worker without a reading. values: 0.0 for that one."""
+
+    def __init__(self, times: Sequence[Steady | None]) -> None:
+        self._times = list(times)
+        self.values = [time.level if time else 0.0 for time in times]
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def __getitem__(self, rank: int) -> Steady | None:
+        return self._times[rank]
+
+    def observe(self, readings: Sequence[float]) -> None:
+        """readings: one per worker, 0.0 for none."""
+        if len(readings) != len(self._times):
+            refuse(readings, len(self))
+        times, values = self._times.copy(), self.values.copy()
+        for rank, seconds in enumerate(readings):
+            if not 0 <= seconds < math.inf:
+                refuse(readings, len(self))
+            if seconds:
+                time = times[rank]
+                times[rank] = after = Steady.first(seconds) if time is None else time.after(seconds)
+                values[rank] = after.level
+        self._times, self.values = times, values
+
+    def to_list(self) -> list[dict[str, Any] | None]:
+        return [to_entries(self[rank]) for rank in range(len(self))]
+
+
+def refuse(readings: Sequence[float], num_workers: int) -> NoReturn:
+    """Say what is wrong with these readings."""
+    if len(readings) != num_workers:
+        raise ValueError(f"{len(readings)} readings for {num_workers} workers: give one per worker, 0.0 for none")
+    rank, seconds = next((rank, each) for rank, each in enumerate(readings) if not 0 <= each < math.inf)
+    raise ValueError(f"the reading {seconds} of worker {rank} is not a time: give seconds, 0.0 for none")
+
+
+def levels(times: Sequence[Steady | None]) -> Levels:
+    if len(times) < MANY:
+        return Levels(times)
+    from paceline.plan.many_levels import ManyLevels
+
+    return ManyLevels(times)
 
 
 class Balancer:
@@ -150,8 +199,8 @@ class Balancer:
         for rank, hint in enumerate(self._hints):
             if not (isinstance(hint, int | float) and 0 < hint < math.inf):
                 raise ValueError(f"the hint {hint!r} of worker {rank} is not a speed: choose a finite number > 0")
-        self._times: list[Steady | None] = [None] * num_workers
-        self._delays: list[Steady | None] = [None] * num_workers
+        self._times = levels([None] * num_workers)
+        self._delays = levels([None] * num_workers)
         self._schedule = schedule
         self._period = -1  # of the schedule, for which these speeds and delays were taken:
         self._used: tuple[Sequence[float], Sequence[float]] = ((), ())
@@ -162,29 +211,17 @@ class Balancer:
 
         `delays` are what a step takes of a worker beside its micro-batches, such as its optimizer; 0.0 if unknown.
         """
-        self._times = self._after(self._times, seconds_per_micro_batch)
+        self._times.observe(seconds_per_micro_batch)
         if delays is not None:
-            self._delays = self._after(self._delays, delays)
+            self._delays.observe(delays)
         self.num_steps += 1
-
-    def _after(self, levels: list[Steady | None], readings: Sequence[float]) -> list[Steady | None]:
-        if len(readings) != len(levels):
-            raise ValueError(f"{len(readings)} readings for {len(levels)} workers: give one per worker, 0.0 for none")
-        levels = levels.copy()
-        for rank, seconds in enumerate(readings):
-            if not 0 <= seconds < math.inf:
-                raise ValueError(f"the reading {seconds} of worker {rank} is not a time: give seconds, 0.0 for none")
-            if seconds:
-                level = levels[rank]
-                levels[rank] = Steady.first(seconds) if level is None else level.after(seconds)
-        return levels
 
     @property
     def speeds(self) -> tuple[float, ...]:
         """Micro-batches per second by which the next step is divided; the hints as long as nobody was measured."""
         speeds = []
-        for time in self._times:
-            speeds.append(1 / time.level if time else 0.0)
+        for level in self._times.values:
+            speeds.append(1 / level if level else 0.0)
         if not all(speeds):
             # Hints are relative: those still in use are put on the scale of the measured workers.
             of_measured = math.fsum(hint for hint, speed in zip(self._hints, speeds, strict=True) if speed)
@@ -198,10 +235,7 @@ class Balancer:
         period = max(0, (self.num_steps - after) // every + 1)
         if period != self._period or every == 1:
             self._period = period
-            levels = []
-            for delay in self._delays:
-                levels.append(delay.level if delay and period else 0.0)
-            self._used = self.speeds if period else self._hints, levels
+            self._used = (self.speeds, self._delays.values) if period else (self._hints, (0.0,) * len(self._hints))
         speeds, delays = self._used
         counts = shares(num_micro_batches, speeds, delays)
         turn, position = divmod(self.num_steps, TURN)
@@ -216,16 +250,18 @@ class Balancer:
             self._schedule,
         )
         balancer.num_steps = self.num_steps
-        balancer._times = [None if rank is None else self._times[rank] for rank in previous_ranks]
-        balancer._delays = [None if rank is None else self._delays[rank] for rank in previous_ranks]
+        balancer._times, balancer._delays = (
+            levels([None if rank is None else known[rank] for rank in previous_ranks])
+            for known in (self._times, self._delays)
+        )
         return balancer
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "hints": list(self._hints),
             "num_steps": self.num_steps,
-            "times": [to_entries(time) for time in self._times],
-            "delays": [to_entries(delay) for delay in self._delays],
+            "times": self._times.to_list(),
+            "delays": self._delays.to_list(),
         }
 
     @classmethod
@@ -242,8 +278,9 @@ class Balancer:
                 )
         balancer = cls(len(hints), hints, schedule)
         balancer.num_steps = num_steps
-        balancer._times = [from_entries(Steady, time) for time in values["times"]]
-        balancer._delays = [from_entries(Steady, delay) for delay in values["delays"]]
+        balancer._times, balancer._delays = (
+            levels([from_entries(Steady, entry) for entry in values[name]]) for name in ("times", "delays")
+        )
         return balancer
 
 
@@ -253,12 +290,18 @@ def _with_idle(counts: Sequence[int], speeds: Sequence[float], turn: int = 0) ->
     Where there are not enough for all idle workers, `turn` decides who comes first.
     """
     idle = [rank for rank, count in enumerate(counts) if count == 0]
-    busy = [rank for rank, count in enumerate(counts) if count > 0]
     result = list(counts)
     first = turn % len(idle) if idle else 0
+
+    def entry(rank: int) -> tuple[bool, float, int]:
+        return result[rank] <= 1, -result[rank] / speeds[rank], rank
+
+    last_first = [entry(rank) for rank, count in enumerate(counts) if count > 0]
+    heapq.heapify(last_first)
     for rank in (idle[first:] + idle[:first])[: sum(counts)]:
-        last = max(busy, key=lambda b: (result[b] > 1, result[b] / speeds[b]))
+        last = last_first[0][-1]
         result[last] -= 1
+        heapq.heapreplace(last_first, entry(last))
         result[rank] = 1
     return tuple(result)
 

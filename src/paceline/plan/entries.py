@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 _T = TypeVar("_T", bound="Estimate")
@@ -38,7 +38,8 @@ def to_entries(estimate: Estimate | None) -> dict[str, Any] | None:
     """Plain numbers and lists, for JSON; None stands for a worker without a reading."""
     if estimate is None:
         return None
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(estimate).items()}
+    values = {each.name: getattr(estimate, each.name) for each in fields(estimate)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def from_entries(kind: type[_T], values: Mapping[str, Any] | None) -> _T | None:

@@ -134,6 +134,12 @@ class Link:
         """A link that nobody has measured."""
         return cls(TCP_PART * bits_per_s / 8, LATENCY_S)
 
+    @classmethod
+    def fitted(cls, num_hosts: int, num_bytes: float, seconds: float, least_s: float) -> Link:
+        """From the seconds of an all-reduce of so many bytes, and of one of next to nothing."""
+        latency_s = least_s / (2 * (num_hosts - 1))
+        return cls(2 * (num_hosts - 1) / num_hosts * num_bytes / max(seconds - least_s, 1e-9), latency_s)
+
     def seconds(self, num_hosts: int, num_bytes: float) -> float:
         """A ring all-reduce: in 2 (n - 1) messages, every host sends and receives 2 (n - 1) / n of the bytes."""
         num_messages = 2 * (num_hosts - 1)

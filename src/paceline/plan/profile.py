@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from paceline.plan.entries import check_entries
-from paceline.plan.predict import Device, Exchange, Host
+from paceline.plan.predict import Device, Exchange, Host, Link
 
 VERSION = 1
 # Two cores that compete for cache and memory; assumed where nothing was measured.
@@ -72,13 +72,27 @@ class StepTimes:
             statistics.median([s for s in exchanges if s] or [0.0]),
         )
 
+    def scaled(self, factor: float) -> StepTimes:
+        """All times multiplied by the factor."""
+
+        def scaled(times: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(factor * each for each in times)
+
+        return replace(
+            self,
+            micro_batch_s=scaled(self.micro_batch_s),
+            rest_s=scaled(self.rest_s),
+            data_s=scaled(self.data_s),
+            exchange_s=factor * self.exchange_s,
+        )
+
 
 @dataclass(frozen=True)
 class Profile:
     """A machine's devices, measured alone, and what they cost each other when they train together.
 
     counts: how many of each device there are. num_samples and epochs: of the run, for times per epoch and run; None if
-    unknown.
+    unknown. link: between the machines of the world in which it was measured, None if that was one.
     """
 
     subject: Subject
@@ -91,6 +105,7 @@ class Profile:
     num_samples: int | None = None
     global_batch: int | None = None
     epochs: int | None = None
+    link: Link | None = None
 
     @property
     def as_host(self) -> Host:
@@ -117,6 +132,20 @@ class Profile:
         crowding = max(1.0, sum(device.cores for device in devices) / self.cores) if self.cores else 1.0
         exchange = Exchange.fitted(together.exchange_s / crowding, len(devices), self.subject.gradient_bytes)
         return replace(self, contention=contention, exchange=exchange)
+
+    def scaled(self, factor: float) -> Profile:
+        """All times multiplied by the factor: the same machine when it is slower or faster."""
+        devices = tuple(
+            replace(
+                each,
+                micro_batch_s=factor * each.micro_batch_s,
+                rest_s=factor * each.rest_s,
+                data_s=factor * each.data_s,
+            )
+            for each in self.devices
+        )
+        exchange = Exchange(factor * self.exchange.call_s, self.exchange.bytes_per_s / factor)
+        return replace(self, devices=devices, exchange=exchange)
 
     def device(self, name: str) -> Device:
         for device in self.devices:
@@ -147,6 +176,7 @@ class Profile:
             raise ValueError(f"it is not JSON: {error}") from None
         if not isinstance(values, dict) or values.pop("paceline_profile", None) != VERSION:
             raise ValueError(f"it is not a profile of version {VERSION}: make one with `paceline plan --out`")
+        values.setdefault("link", None)  # profiles had none before
         check_entries("the profile", values, [each.name for each in fields(cls)])
         exchange = dict(values["exchange"])
         if exchange.get("bytes_per_s") is None:
@@ -158,6 +188,7 @@ class Profile:
                 "devices": tuple(_made(Device, device) for device in values["devices"]),
                 "counts": tuple(values["counts"]),
                 "exchange": _made(Exchange, exchange),
+                "link": None if values["link"] is None else _made(Link, values["link"]),
             }
         )
 

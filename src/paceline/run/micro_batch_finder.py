@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,14 +25,15 @@ from paceline.run.evaluation.collect import gather
 from paceline.run.settings import Runtime
 from paceline.run.step.replica import OptimizerFactory, Replica
 
-# A size is timed twice for at least this long; the better time counts.
+# A size is timed twice for about this long; the better time counts.
 TURN_S = 0.05
-# Sizes this close to the fastest take further turns, one after the other, so that a burst of other work meets all.
-CLOSE, NUM_TURNS = 1.15, 5
+# Sizes whose best reading is this close to the fastest take another turn, round by round: a burst of other work spoils
+# single readings, so that one of them must not decide.
+ROUNDS = (2.0, 1.5, 1.2, 1.15, 1.15)
 # A smaller micro-batch that is at most this much slower is preferred: it leaves memory and divides more finely.
 TOLERANCE = 1.02
-# Larger sizes are not tried after two in a row that are this much slower than the fastest.
-HOPELESS = 1.3
+# Larger sizes are not tried after two in a row that are this much slower than the fastest, measured again.
+HOPELESS = 1.5
 # Of a GPU's memory, what training needs beside what was tried: fragments, buckets of the exchange.
 RESERVE = 0.05
 
@@ -113,27 +115,29 @@ class Trials:
         return None
 
     def _turn(self, size: int) -> float:
+        if self._device.type == "cuda":
+            # Blocks cached for other sizes do not fit this one: near the limit, passes would wait for them to be freed.
+            torch.cuda.empty_cache()
         batch = to_device(self._read(size), self._device)
-        self._pass(batch)  # allocations, compilation
+        self._timed(batch, 1)  # allocations, compilation
         if not self._has_state:
             self._replica.step_optimizers()
             self._has_state = True
-            self._pass(batch)
+            self._timed(batch, 1)
         if not self._leaves_reserve():
             raise torch.OutOfMemoryError(f"{size} samples leave less than {RESERVE:.0%} of the memory")
-        return min(self._timed(batch), self._timed(batch)) / size
+        once_s = self._timed(batch, 1)
+        num_passes = max(1, math.ceil(TURN_S / once_s))
+        return min(once_s, *(self._timed(batch, num_passes) for _ in range(2 if num_passes > 1 else 1))) / size
 
-    def _timed(self, batch: Any) -> float:
-        num_passes, start = 0, perf_counter()
-        while num_passes == 0 or perf_counter() - start < TURN_S:
-            self._pass(batch)
-            num_passes += 1
-        return (perf_counter() - start) / num_passes
-
-    def _pass(self, batch: Any) -> None:
-        self._loss_of(self._replica.model, batch).backward()
+    def _timed(self, batch: Any, num_passes: int) -> float:
+        """Seconds per pass. As in training, the host does not wait for a GPU between two micro-batches."""
+        start = perf_counter()
+        for _ in range(num_passes):
+            self._loss_of(self._replica.model, batch).backward()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        return (perf_counter() - start) / num_passes
 
     def _read(self, size: int) -> Any:
         length = len(self._source)
@@ -175,26 +179,37 @@ def replica_for_trials(
 
 def try_sizes(sizes: Sequence[int], seconds_per_sample: Callable[[int], float | None]) -> dict[int, float | None]:
     """Seconds per sample of each size that was tried, ascending, up to the first that does not fit or pay."""
-    found: dict[int, float | None] = {}
+    readings: dict[int, list[float]] = {}
+    too_large: list[int] = []
+
+    def take_turns(turn: Sequence[int]) -> None:
+        for size in turn:
+            if (seconds := seconds_per_sample(size)) is None:
+                too_large.append(size)
+            else:
+                readings.setdefault(size, []).append(seconds)
+
+    def best(size: int) -> float:
+        return min(readings[size])
+
     num_hopeless = 0
     for size in sizes:
-        found[size] = seconds = seconds_per_sample(size)
-        if seconds is None:
+        take_turns([size])
+        if too_large:
             break
-        is_hopeless = seconds > HOPELESS * min(each for each in found.values() if each is not None)
+        fastest = min(readings, key=best)
+        if best(size) > HOPELESS * best(fastest):
+            take_turns([fastest, size])
+        is_hopeless = best(size) > HOPELESS * statistics.median(readings[fastest])
         num_hopeless = num_hopeless + 1 if is_hopeless else 0
         if num_hopeless == 2:
             break
-    fitting = {size: each for size, each in found.items() if each is not None}
-    if not fitting:
-        return found
-    limit = CLOSE * min(fitting.values())
-    turns = {size: [each] for size, each in fitting.items() if each <= limit}
-    for turn in range(NUM_TURNS if len(turns) > 1 else 0):
-        for size in list(turns)[:: -1 if turn % 2 else 1]:
-            if (seconds := seconds_per_sample(size)) is not None:
-                turns[size].append(seconds)
-    return found | {size: statistics.median(each) for size, each in turns.items()}
+    for number, limit in enumerate(ROUNDS if readings else ()):
+        least_s = min(map(best, readings))
+        close = [size for size in readings if best(size) <= limit * least_s]
+        take_turns(close[:: 1 if number % 2 else -1])
+    # The lower quartile: other work makes readings longer, never shorter.
+    return {size: sorted(each)[len(each) // 4] for size, each in readings.items()} | dict.fromkeys(too_large)
 
 
 def find(trials: Trials, global_batch: int, communicator: Communicator) -> FoundMicroBatch:

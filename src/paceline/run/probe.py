@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import socket
+import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 
 from paceline.core.errors import MisuseError
 from paceline.observe.environment import processor_name
-from paceline.plan.predict import Device
+from paceline.plan.predict import Device, Exchange, Link
 from paceline.plan.profile import Profile, StepTimes, Subject
 from paceline.run.evaluation.collect import gather
 from paceline.run.run import Run
@@ -26,6 +28,8 @@ WARMUP_STEPS = 5
 LEAST_S, MAX_STEPS = 1.5, 30
 # A GPU's times arrive some steps late.
 GPU_LATE_STEPS = 8
+# A link is measured by so many sums, of at most so many bytes.
+LINK_READINGS, MAX_LINK_BYTES = 7, 64 << 20
 _CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -38,19 +42,39 @@ def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Pr
     if num_steps < 1:
         raise ValueError(f"steps={num_steps}: choose the number of steps to measure, such as 20")
     run.check_between_steps("profile()")
-    loop, device = run.loop, run.world.device
-    readings: list[list[tuple[float, float, float, float]]] = []
+    device = run.world.device
     num_late = GPU_LATE_STEPS if device.type == "cuda" else 0
     _train(run, step, WARMUP_STEPS)
-    for _ in range(_enough(run, step, num_steps) + num_late):
-        _train(run, step, 1)
-        record = loop.last_record
-        assert record is not None
-        readings.append([(own.micro_batch, own.sync, own.rest, own.data) for own in record.timings])
-    measured = [own for own in readings if any(worker[0] for worker in own)]
+    measured = [own for own in _train(run, step, _enough(run, step, num_steps) + num_late) if any(w[0] for w in own)]
     times = StepTimes.of(measured)
+    num_hosts = sum(local_rank == 0 for local_rank in gather(run.world.local_rank, run.communicator))
     cores = min(float(torch.get_num_threads()), cpu_quota()) if device.type == "cpu" else 0.0
-    return _described(run, times, cores), times
+    found = _described(run, times, cores)
+    if num_hosts > 1:
+        found = replace(found, link=_link(run, num_hosts, found.subject.gradient_bytes))
+    elif run.world.size > 1:
+        found = replace(found, exchange=Exchange.fitted(times.exchange_s, run.world.size, found.subject.gradient_bytes))
+    return found, times
+
+
+def _link(run: Run, num_hosts: int, gradient_bytes: int) -> Link:
+    """Between the hosts of this world, from sums of as many bytes as a step exchanges, and of one number."""
+    device, communicator = run.world.device, run.communicator
+
+    def seconds(num_bytes: int) -> float:
+        tensor = communicator.empty(max(num_bytes // 4, 1), torch.float32, device).zero_()
+        readings = []
+        for _ in range(LINK_READINGS):
+            start = perf_counter()
+            communicator.all_reduce(tensor).wait()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            readings.append(perf_counter() - start)
+        return float(min(gather(statistics.median(readings), communicator)))  # who comes last does not wait
+
+    num_bytes = min(gradient_bytes, MAX_LINK_BYTES)
+    least_s = seconds(0)
+    return Link.fitted(num_hosts, num_bytes, seconds(num_bytes), least_s)
 
 
 def _enough(run: Run, step: Callable[[Any], object], num_steps: int) -> int:
@@ -78,13 +102,23 @@ def cpu_quota() -> float:
     return math.inf
 
 
-def _train(run: Run, step: Callable[[Any], object], num_steps: int) -> None:
-    last = run.loop.position.step + num_steps
+def _train(run: Run, step: Callable[[Any], object], num_steps: int) -> list[list[tuple[float, float, float, float]]]:
+    """By step and rank: seconds of a micro-batch, the exchange, the rest, and the wait for data.
+
+    In one go, as a run does: leaving the loop and entering it again takes time of its own.
+    """
+    loop = run.loop
+    last = loop.position.step + num_steps
+    readings, before = [], loop.last_record
     for epoch in run.epochs(None, last):
         for batch in epoch:
             step(batch)
-    if run.loop.position.step < last:
+            if (record := loop.last_record) is not None and record is not before:
+                readings.append([(own.micro_batch, own.sync, own.rest, own.data) for own in record.timings])
+                before = record
+    if loop.position.step < last:
         raise MisuseError(f"the data ended before step {last}: profile() needs more samples, or fewer steps")
+    return readings
 
 
 def _described(run: Run, times: StepTimes, cores: float) -> Profile:

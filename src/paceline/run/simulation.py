@@ -10,6 +10,7 @@ import heapq
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -23,8 +24,9 @@ from paceline.run.membership.roster import Report, next_generation
 from paceline.run.step.planner import CadencePlanner, MeasuringPlanner, Planner
 from paceline.sync.numbers import Numbers
 
-# From a death to the moment at which the survivors begin the step again: `bench survive` measures 0.05 to 0.12.
-RECOVERY_S = 0.1
+# From the moment at which all survivors wait in the exchange to the one at which they begin the step again: what
+# `bench survive` measures of steps that take next to nothing. Survivors notice a death in the exchange.
+RECOVERY_S = 0.045
 # What a change of workers between two steps costs those who stay.
 CHANGE_S = 0.1
 # A recovered run is this close to the speed of so many steps before, less what the lost worker did.
@@ -98,10 +100,16 @@ _Place = tuple[int, int]  # node and slot
 
 
 class _Times:
-    """The part of a step's numbers that planners read."""
+    """The part of a step's numbers that planners read, made when they do: they leave out many short steps."""
 
-    def __init__(self, timings: Sequence[Timing]) -> None:
-        self.timings = timings
+    def __init__(self, micro_batch_s: np.ndarray, exchange_s: float, rest_s: float) -> None:
+        self._readings = micro_batch_s, exchange_s, rest_s
+
+    @property
+    def timings(self) -> list[Timing]:
+        micro_batch_s, exchange_s, rest_s = self._readings
+        readings = zip(micro_batch_s.tolist(), repeat(exchange_s), repeat(rest_s), repeat(0.0), repeat(0.0))
+        return list(map(Timing._make, readings))
 
 
 class Simulation:
@@ -159,11 +167,10 @@ class Simulation:
         compute_s = counts * micro_batch_s
         took_s = float(compute_s.max()) + self._exchange_s + self._rest_s
         if (death_s := self._next_death()) is not None and death_s < self._now + took_s:
-            self._outcome.wasted_s += float(np.minimum(compute_s, max(death_s - self._now, 0.0)).sum())
-            self._lose(death_s)
+            self._lose(death_s, compute_s)
             return
         self._now += took_s
-        self._complete(plan, micro_batch_s, took_s, float(compute_s.sum()))
+        self._complete(plan, np.where(counts, micro_batch_s, 0.0), took_s, float(compute_s.sum()))
 
     def _complete(self, plan: Plan, micro_batch_s: np.ndarray, took_s: float, busy_s: float) -> None:
         outcome, rest_s = self._outcome, self._rest_s if self._num_known < _KNOWN_DELAY_STEPS else 0.0
@@ -175,20 +182,20 @@ class Simulation:
         outcome.size_by_step.append(len(plan))
         outcome.samples_per_s_by_step.append(num_samples / took_s)
         outcome.last_shares = sizes(plan)
-        timings = [
-            Timing(seconds if own else 0.0, self._exchange_s, rest_s)
-            for own, seconds in zip(plan, micro_batch_s.tolist(), strict=True)
-        ]
-        self._planner.observe(plan, cast("Numbers", _Times(timings)))
+        self._planner.observe(plan, cast("Numbers", _Times(micro_batch_s, self._exchange_s, rest_s)))
         if self._lost_at is not None and num_samples / took_s >= _RECOVERED * self._target:
             outcome.recoveries_s.append(self._now - self._lost_at)
             self._lost_at = None
 
-    def _lose(self, death_s: float) -> None:
+    def _lose(self, death_s: float, compute_s: np.ndarray) -> None:
+        """Survivors compute their shares of the step, notice the death in the exchange, and begin the step again."""
         _, _, place = heapq.heappop(self._deaths)
         member = self._member_at(place)
         assert member is not None, "_next_death found it"
-        self._now = max(death_s, self._now) + RECOVERY_S
+        rank = self._generation.members.index(member)
+        compute_s[rank] = min(compute_s[rank], max(death_s - self._now, 0.0))
+        self._outcome.wasted_s += float(compute_s.sum())
+        self._now = max(death_s, self._now + float(compute_s.max())) + RECOVERY_S
         self._outcome.deaths += 1
         before = self._full_speed
         self._enter(lost={member: "died"})

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from in_process import Ended, invoke
+from made_runs import make_run
 from train_project import write_project
 
 from paceline.cli.plan import measure
-from paceline.plan.predict import Device, Exchange
+from paceline.cli.watch.runs import RunEntry
+from paceline.cli.watch.view import plan_of
+from paceline.plan.predict import Device, Exchange, Link
 from paceline.plan.profile import Profile, Subject
 
 A = Profile(
@@ -61,6 +64,26 @@ def test_the_answer_as_json() -> None:
     assert alone["interval"][0] < alone["samples_per_s"] < alone["interval"][1]
     assert usual[0]["shares"] == [10, 10, 4]
     assert found["advice"].startswith("Use 2xA,1xB with gradients: ")
+
+
+def test_a_measured_link_needs_no_speed(profiles: Path) -> None:
+    (profiles / "a.json").write_text(replace(A, link=Link.sold_as(1e9)).to_json())
+    arguments = ("--profile", "a.json", "--add", "B=b.json", "--workers", "2xA,1xB")
+    assert answer(*arguments) == answer(*arguments, "--link", "1Gbit")
+    assert answer(*arguments) != answer(*arguments, "--link", "1Mbit")  # what is given counts
+
+
+def test_the_answer_goes_to_a_runs_folder(profiles: Path) -> None:
+    files = make_run(profiles / "runs", "tiny")
+    found = answer("--profile", "a.json", "--run", files.root)
+    assert json.loads(files.plan.read_text()) == found
+    shown = plan_of(RunEntry(files.root))
+    assert shown is not None
+    assert shown["advice"] == found["advice"]
+    assert [row["workers"] for row in shown["alternatives"]] == [row["workers"] for row in found["alternatives"]]
+    ended = plan("--profile", "a.json", "--run", profiles / "nowhere")
+    assert (ended.code, ended.out) == (2, "")
+    assert "nowhere is not a run's folder: choose one of `paceline runs`" in ended.err
 
 
 @pytest.mark.usefixtures("profiles")

@@ -187,6 +187,19 @@ def test_the_log_shows_the_last_lines_by_rank(client: Client, tmp_path: Path) ->
     assert (out["rank"], out["is_cut"], len(out["lines"]), again["rank"]) == (0, True, 100, 1)
 
 
+def test_what_was_planned(client: Client, tmp_path: Path) -> None:
+    files = make_run(tmp_path, "planned")
+    one = f"/api/runs/{files.root.name}"
+    assert client.get(one)["plan"] is None
+    good = {"workers": "2xA", "strategy": "gradients", "samples_per_s": 10.0, "efficiency": 0.5, "limit": "exchange"}
+    write_json(files.plan, {"advice": "Use 2xA.", "alternatives": [good, "odd", {"workers": 7, "epoch_s": "long"}]})
+    unknown = {"epoch_s": None, "epoch_cost": None}
+    nothing = dict.fromkeys(good)
+    assert client.get(one)["plan"] == {"advice": "Use 2xA.", "alternatives": [good | unknown, nothing | unknown]}
+    files.plan.write_text("[]")
+    assert client.get(one)["plan"] is None
+
+
 def test_checkpoints_with_age_and_size(client: Client, tmp_path: Path) -> None:
     files = make_run(tmp_path)
     for step in (100, 200, 300):

@@ -16,7 +16,7 @@ from made_runs import make_run, row
 from waiting import wait_until
 
 from paceline.checkpoint.folders import complete_steps
-from paceline.observe.run_files import process_started
+from paceline.observe.run_files import process_started, write_json
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -38,7 +38,9 @@ def runs(tmp_path: Path) -> Path:
     smaller = make_run(folder, "smaller", minutes=0, status={**HERE, "state": "running"})
     left = {"left": [0], "joined": [], "size": 2, "reason": "killed by SIGKILL", "seconds": 0.1}
     smaller.events.write_text(json.dumps({"time": 1.0, "step": 12, "event": "world", "details": left}) + "\n")
-    make_run(folder, "plain", minutes=2).config.write_text("trainer:\n  learning_rate: 0.25\n")
+    plain = make_run(folder, "plain", minutes=2)
+    plain.config.write_text("trainer:\n  learning_rate: 0.25\n")
+    write_json(plain.plan, {"advice": "Use 2xA.", "alternatives": [{"workers": "2xA", "samples_per_s": 31.0}]})
     return folder
 
 
@@ -48,6 +50,7 @@ def test_the_page_shows_a_live_run_and_controls_it(runs: Path) -> None:
         shows_names_as_text(page)
         keeps_the_lane_of_a_worker_that_left(page)
         searches_configurations(page)
+        shows_what_was_planned(page)
         thins_without_losing_extremes(page)
         files = started()
         page.locator("#runs a", has_text=files.root.name).click()
@@ -88,6 +91,13 @@ def searches_configurations(page: Page) -> None:
     page.locator("#runs [role=status]", has_text="1 of ").wait_for()
     assert page.locator("#runs tbody tr").all_inner_texts()[0].strip().startswith("plain_")
     page.locator("#search").fill("")
+
+
+def shows_what_was_planned(page: Page) -> None:
+    assert not page.locator("#plan").is_visible()  # of a run that nothing was planned for
+    page.locator("#runs a", has_text="plain_").click()
+    page.locator("#plan p", has_text="Use 2xA.").wait_for()
+    assert page.locator("#plan tbody td").all_inner_texts()[:3] == ["2xA", "", "31"]
 
 
 def thins_without_losing_extremes(page: Page) -> None:

@@ -65,6 +65,8 @@ def add_parser(commands: Any) -> None:
     what = "with --simulate: who comes and goes, lines of {'at_s': 60, 'worker': 3, 'event': 'leave' or 'join'}"
     add("--trace", type=Path, metavar="FILE", help=what)
     add("--seed", type=integer(0), default=0, metavar="N", help="with --simulate: of noise and deaths")
+    what = "write the answer into a run's folder: `paceline watch` shows it on the run's page"
+    add("--run", dest="run_folder", type=Path, metavar="FOLDER", help=what)
     add("--json", action="store_true", help="print JSON")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.cli import commands as cli
 from paceline.cli.commands import CommandError
 from paceline.observe import formats
+from paceline.observe.run_files import RunFiles, write_json
 from paceline.plan import predict
 from paceline.plan.advice import Alternative, Kind, advice, alternatives
 from paceline.plan.cadence import Cadence
@@ -31,6 +32,8 @@ class Situation:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.run_folder is not None and not RunFiles(options.run_folder).status.is_file():
+        raise CommandError(f"--run {options.run_folder} is not a run's folder: choose one of `paceline runs`", 2)
     if options.find is not None:
         return _find(options)
     own = _own_profile(options)
@@ -45,10 +48,11 @@ def run(options: argparse.Namespace) -> int:
         found = alternatives(situation.workload, situation.kinds, situation.hardware)
     except ValueError as error:
         raise CommandError(str(error), 2) from error
+    answer = {"subject": vars(own.subject), "alternatives": list(map(_entry, found)), "advice": advice(found)}
+    if options.run_folder is not None:
+        write_json(RunFiles(options.run_folder).plan, answer)
     if options.json:
-        cli.print_json(
-            {"subject": vars(own.subject), "alternatives": list(map(_entry, found)), "advice": advice(found)}
-        )
+        cli.print_json(answer)
     else:
         _print(found)
     return 0
@@ -105,8 +109,9 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
             if device.name in known:
                 raise ValueError(f"two devices are named {device.name!r}: rename one with --name or --add NAME=FILE")
             known[device.name] = (device, count)
+    link = _link(options.link, (own, *others))
     for name, factor in options.device:
-        host = None if options.link is None else name
+        host = None if link is None else name
         known[name] = (own.devices[0].scaled(name, factor, host), 1)
     wanted = options.workers or {name: count for name, (_, count) in known.items()}
     for name in [*wanted, *options.price]:
@@ -120,10 +125,17 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
     kinds = []
     for name, count in wanted.items():
         device, per_host = known[name]
-        kinds.append(Kind(device, count, options.price.get(name), None if options.link is None else per_host))
+        kinds.append(Kind(device, count, options.price.get(name), None if link is None else per_host))
     hosts = {profile.host: profile.as_host for profile in (own, *others)}
-    link = None if options.link is None else predict.Link.sold_as(options.link)
     return Situation(_workload(own, options.global_batch), kinds, predict.Hardware(hosts, link))
+
+
+def _link(bits_per_s: float | None, profiles: Sequence[Profile]) -> predict.Link | None:
+    """As it is sold; else the slowest that a profile was measured over."""
+    if bits_per_s is not None:
+        return predict.Link.sold_as(bits_per_s)
+    measured = [profile.link for profile in profiles if profile.link is not None]
+    return min(measured, key=lambda link: link.bytes_per_s, default=None)
 
 
 def _read_profile(text: str) -> Profile:

@@ -25,6 +25,7 @@ from paceline.observe.run_files import process_started
 HEAD_BYTES = 64 << 10
 LOG_BYTES = 64 << 10
 EVENT_BYTES = 1 << 20
+MAX_PLANS = 50
 # A worker on another host that has not written its status for so long has left.
 SILENT_S = 30.0
 
@@ -51,8 +52,24 @@ def view(run: RunEntry) -> dict[str, Any]:
         "names": names_of(run),
         "workers": workers_of(run),
         "verdicts": verdicts_of(files),
+        "plan": plan_of(run),
         "offsets": {"metrics": end_of(files.metrics), "events": end_of(files.events)},
     }
+
+
+def plan_of(run: RunEntry) -> dict[str, Any] | None:
+    """What `paceline plan --run` predicted: a sentence, and a row per alternative."""
+    found = document(run.files.plan)
+    advice, rows = _text(found.get("advice")), found.get("alternatives")
+    if advice is None or not isinstance(rows, list):
+        return None
+    words, numbers = ("workers", "strategy", "limit"), ("samples_per_s", "efficiency", "epoch_s", "epoch_cost")
+    shown = [
+        {**{name: _text(row.get(name)) for name in words}, **{name: number(row.get(name)) for name in numbers}}
+        for row in rows[:MAX_PLANS]
+        if isinstance(row, dict)
+    ]
+    return {"advice": advice, "alternatives": shown}
 
 
 def end_of(path: Path) -> int:

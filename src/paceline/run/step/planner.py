@@ -20,6 +20,8 @@ from paceline.sync.numbers import Numbers
 GPU_LAG_STEPS = 2
 # Of shorter steps only some are used: updating the speeds takes a third of a small model's step.
 LOOK_EVERY_S = 0.01
+# And of many workers' steps: planning takes a microsecond or two per worker, which is to be 1% of the time at most.
+LOOK_EVERY_S_PER_WORKER = 1.5e-4
 MAX_UNSEEN = 100  # steps in a row that are not used
 
 
@@ -90,6 +92,7 @@ class MeasuringPlanner(Planner):
         self._step_size = step_size
         self._schedule = schedule
         self._look_every_s = look_every_s
+        self._num_workers = num_workers
         self._balancer = Balancer(num_workers, hints, schedule)
         self._plans: dict[int, Plan] = {}  # by step size; cleared when they may change
         self._num_unseen = 0  # coming steps that are not used
@@ -114,7 +117,8 @@ class MeasuringPlanner(Planner):
         timings = numbers.timings
         first = timings[0]
         step_s = len(plan[0]) * first.micro_batch + first.sync + first.rest
-        self._num_unseen = min(math.ceil(self._look_every_s / step_s or 1) - 1, MAX_UNSEEN) if step_s else 0
+        every_s = self._look_every_s and max(self._look_every_s, LOOK_EVERY_S_PER_WORKER * self._num_workers)
+        self._num_unseen = min(math.ceil(every_s / step_s or 1) - 1, MAX_UNSEEN) if step_s else 0
         seconds_per_micro_batch, _, delays, _, _ = zip(*timings, strict=True)
         self._balancer.observe(seconds_per_micro_batch, delays)
         self._plans = {}
@@ -129,6 +133,7 @@ class MeasuringPlanner(Planner):
 
     def regroup(self, known: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
         self._balancer = Balancer.from_dict(known["balancer"], self._schedule).regrouped(previous_ranks)
+        self._num_workers = len(previous_ranks)
         self._plans, self._num_unseen, self._before = {}, 0, ()
 
 

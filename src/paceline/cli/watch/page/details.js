@@ -1,7 +1,7 @@
-/** The lower part of a run's page: events, checkpoints, configuration, and the ends of the logs. */
+/** The lower part of a run's page: events, checkpoints, plan, configuration, and the ends of the logs. */
 
 import {choice, el, setStyle, setText, showList} from "./dom.js";
-import {ago, bytes, count, counted, moment, num, setting} from "./format.js";
+import {ago, bytes, count, counted, duration, moment, num, percent, rate, setting} from "./format.js";
 import {labelOf, looksOf} from "./marks.js";
 
 const MAX_EVENTS = 300,
@@ -69,6 +69,36 @@ export class CheckpointList {
           ago(found.saved, this.source.now()),
           bytes(found.num_bytes),
           (found.metrics ?? []).map(([name, value]) => `${name} ${num(value)}`).join(", ") || "–",
+        ])
+    );
+  }
+}
+
+/** What `paceline plan --run` predicted, beside what the run does. */
+export class PlanView {
+  constructor() {
+    this.advice = el("p");
+    this.table = table("workers", "strategy", "samples/s", "of sum", "epoch", "cost", "limit");
+    this.node = el("div", {}, this.advice, this.table.node);
+  }
+
+  show({plan, samples_per_s}) {
+    const now = typeof samples_per_s === "number" ? ` The run does ${rate(samples_per_s)} now.` : "";
+    setText(this.advice, `${plan.advice}${now}`);
+    showList(
+      this.table.body,
+      plan.alternatives,
+      found => `${found.workers} ${found.strategy}`,
+      cells(7),
+      (row, found) =>
+        fill(row, [
+          found.workers,
+          found.strategy,
+          num(found.samples_per_s),
+          percent(found.efficiency),
+          duration(found.epoch_s),
+          num(found.epoch_cost),
+          found.limit,
         ])
     );
   }

@@ -2,7 +2,7 @@
 
 import {Board} from "./board.js";
 import {Curves} from "./curves.js";
-import {CheckpointList, ConfigView, EventList, LogView} from "./details.js";
+import {CheckpointList, ConfigView, EventList, LogView, PlanView} from "./details.js";
 import {el, section} from "./dom.js";
 import {percent} from "./format.js";
 import {Lanes} from "./lanes.js";
@@ -37,6 +37,8 @@ export class RunPage {
     );
     this.events = new EventList();
     this.checkpoints = new CheckpointList(source);
+    this.plan = new PlanView();
+    this.planSection = section("Plan", "plan", this.plan.node);
     this.config = new ConfigView(run => view.open(run));
     this.log = new LogView(view);
     this.tools = new Tools(view, this.board);
@@ -55,6 +57,7 @@ export class RunPage {
         section("Events", "events", this.events.node),
         section("Checkpoints", "checkpoints", this.checkpoints.node)
       ),
+      this.planSection,
       section("Configuration", "configuration", this.config.node),
       section("Log", "log", this.log.node)
     );
@@ -167,6 +170,8 @@ export class RunPage {
     document.title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
     this.summary.show(run, this.canControl());
     this.lanes.show(run, this.#events);
+    this.planSection.hidden = !run.plan;
+    if (run.plan) this.plan.show(run);
   }
 
   #addEvents(added) {
