@@ -34,7 +34,7 @@ def rounded_addition(
     kernels = kernels_on(layout.device)
     if kernels is None or not layout.num_blocks:
         return RoundedAddition(layout, collected, total, workspace)
-    return KernelAddition(layout, collected, total, kernels)
+    return KernelAddition(layout, collected, total, kernels, capacity=NUM_PEAKS if workspace is None else 1)
 
 
 class GradientTables:
@@ -86,12 +86,14 @@ class GradientTables:
 class KernelAddition(RoundedAddition):
     """`RoundedAddition` by a kernel. Only gradients that it cannot read in place are collected first."""
 
-    def __init__(self, layout: BucketLayout, collected: CollectedGradients, total: torch.Tensor, kernels: Any) -> None:
+    def __init__(
+        self, layout: BucketLayout, collected: CollectedGradients, total: torch.Tensor, kernels: Any, capacity: int = 1
+    ) -> None:
         super().__init__(layout, collected, total)
         self._kernel = kernels.add_rounded
         self._tables = GradientTables(layout)
-        self.capacity = NUM_PEAKS
-        self._peaks_of_calls = torch.zeros(NUM_PEAKS, len(layout), dtype=torch.float64, device=layout.device)
+        self.capacity = capacity
+        self._peaks_of_calls = torch.zeros(capacity, len(layout), dtype=torch.float64, device=layout.device)
 
     def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> bool:
         self._begin(weight, first=first)
