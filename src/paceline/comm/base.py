@@ -111,11 +111,12 @@ class Received:
 
     def __init__(self, pending: Pending, tensor: torch.Tensor, receive: Callable[[torch.Tensor], object]) -> None:
         self._pending = pending
-        self._hand_on = lambda: receive(tensor)
+        self._tensor = tensor
+        self._receive = receive
 
     def wait(self) -> None:
         self._pending.wait()
-        self._hand_on()
+        self._receive(self._tensor)
 
 
 class Failed:
