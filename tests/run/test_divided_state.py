@@ -480,7 +480,7 @@ def test_killed_and_resumed_on_other_numbers_of_workers_divided_and_whole(tmp_pa
     expected = train_until_lost(tmp_path / "undisturbed", None, None)
     folder = tmp_path / "killed"
     folder.mkdir()
-    for num_workers, lost_at, shard in ((3, 3, "optimizer"), (1, 4, None), (2, 6, "gradients")):
+    for num_workers, lost_at, shard in ((3, 3, "optimizer"), (4, 4, None), (2, 6, "gradients")):
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
             pl.launch(train_until_lost, num_workers, args=(folder, lost_at, shard))
-    assert pl.launch(train_until_lost, 2, args=(folder, None, None)) == expected
+    assert train_until_lost(folder, None, None) == expected
