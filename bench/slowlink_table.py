@@ -103,7 +103,7 @@ class Scenario:
         if speed is not None:
             limits = self.limits(speed.session)
             ratios = [own / limit for own, limit in zip(speed.turns, limits, strict=True)] if limits else []
-        elif sent is not None and (never := self.speed_of(NO_TALK)) and way not in (NO_TALK, NO_TALK_OURS):
+        elif sent and (never := self.speed_of(NO_TALK)) and way not in (NO_TALK, NO_TALK_OURS):
             is_computed = True
             # At most: as if the link was used all the time, and the rest took no time where it overlaps.
             link, limit = 1e6 * self.mbit / 8 / sent, statistics.median(self.limits(never.session))

@@ -446,7 +446,8 @@ def close_in_every_state(sizes: list[int]) -> list[tuple[int, int, int]]:
 
 def test_nothing_is_held_after_closing_in_any_state(pool: WorkerPool) -> None:
     for before, *found in pool.run(close_in_every_state, 4, [2, 2]):
-        assert found == [before] * 5
+        for after in found:  # a file that was open before may have been closed since
+            assert all(now <= then for now, then in zip(after, before, strict=True))
         assert before[0] == 0
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
-from paceline.sync.gradients.rounding import CPU_PEAKS
+from paceline.sync.gradients.rounding import NUM_PEAKS
 
 # Splits of a full step of eight micro-batches; the tail's three are split in the same proportion.
 SPLITS = [[4, 4], [6, 2], [1, 5, 2]]
@@ -64,6 +64,6 @@ def many_micro_batches() -> str:
 
 
 def test_more_micro_batches_than_peaks_are_computed_at_a_time(pool: WorkerPool) -> None:
-    assert CPU_PEAKS < 20
+    assert NUM_PEAKS < 20
     alone = many_micro_batches()
     assert pool.run(many_micro_batches, 2) == [alone] * 2

@@ -98,6 +98,7 @@ def shows_what_was_planned(page: Page) -> None:
     page.locator("#runs a", has_text="plain_").click()
     page.locator("#plan p", has_text="Use 2xA.").wait_for()
     assert page.locator("#plan tbody td").all_inner_texts()[:3] == ["2xA", "", "31"]
+    page.go_back()
 
 
 def thins_without_losing_extremes(page: Page) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from itertools import repeat
-from operator import is_not
-from typing import cast
 
 import numpy as np
 import torch
@@ -53,23 +50,12 @@ class CollectedGradients:
         """Copy them. One that is missing counts as zeros."""
         if self._gaps:  # they have what another bucket left there
             torch._foreach_zero_(self._gaps)
-        views, found = present(self.views, gradients, clear_missing=True)
+        views, found = self.views, [gradient for gradient in gradients if gradient is not None]
+        if len(found) < len(gradients):
+            self.flat.zero_()
+            views = [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
         if found:
             torch._foreach_copy_(views, found)
-
-
-def present(
-    views: list[torch.Tensor], gradients: list[torch.Tensor | None], *, clear_missing: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The gradients that are not None, with their views. clear_missing: zero the views of the others."""
-    if all(map(is_not, gradients, repeat(None))):
-        return views, cast("list[torch.Tensor]", gradients)
-    pairs = list(zip(views, gradients, strict=True))
-    if clear_missing:
-        for view, gradient in pairs:
-            if gradient is None:
-                view.zero_()
-    return [view for view, g in pairs if g is not None], [g for _, g in pairs if g is not None]
 
 
 class RoundedAddition:

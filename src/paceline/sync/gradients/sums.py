@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from paceline.sync.gradients.layout import BucketLayout
-from paceline.sync.gradients.rounding import CollectedGradients, Workspace, present
+from paceline.sync.gradients.rounding import CollectedGradients, Workspace
 from paceline.sync.gradients.rounding_gpu import InPlaceTerms, kernels_on, rounded_addition
 
 SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
@@ -37,7 +37,11 @@ class PlainSums:
 
     def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool) -> None:
         """sums += weight * gradients; `first` overwrites the sums of the previous step."""
-        views, found = present(self._views, gradients, clear_missing=first)
+        views, found = self._views, [gradient for gradient in gradients if gradient is not None]
+        if len(found) < len(gradients):
+            views = [view for view, gradient in zip(views, gradients, strict=True) if gradient is not None]
+            if first:
+                self._payload.zero_()
         if not found:
             return
         if not first:
