@@ -321,11 +321,11 @@ def test_hosts_have_nothing_but_their_link_which_is_as_slow_as_asked_until_the_l
 
 @needs_link
 def test_three_hosts_have_a_link_each_to_a_switch() -> None:
-    with slow_link(200, 3) as link:
+    with slow_link(50, 3) as link:
         by_rank = run_workers(probe, 3, link)
         assert len(hosts_of(os.getpid())) == 4
     assert hosts_of(os.getpid()) == []
-    assert all(limited < 220 < lifted for _, limited, lifted in by_rank)
+    assert all(limited < 75 < lifted for _, limited, lifted in by_rank)  # three workers on a busy machine are slow
 
 
 @needs_link
