@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_runs import Case, Death, Points, check, expected, launch, loss_of
+from elastic_runs import STEPS_PER_EPOCH, Case, Death, Points, Stream, check, expected, launch, loop, loss_of
 
 import paceline as pl
 from paceline.comm.single import SingleCommunicator
@@ -69,6 +69,39 @@ def test_a_survivor_takes_over_the_step_that_the_others_have_completed(tmp_path:
     check(behind, expected(Case((), cases[0].settings)), 3)
     check(in_hook, expected(cases[1]), 2)
     assert len(behind[0]["events"]) == 1
+
+
+def train_stream(here: Points, trainer: pl.Trainer, folder: str) -> list[Any]:
+    """Rank 0 dies when it has told the next rank, and not the one after it, that the stream's epoch is over."""
+    feed: Any = trainer.run.loop._feed
+    if here.will_die("counts", STEPS_PER_EPOCH):
+        original = feed._link.send
+
+        def send(tensor: torch.Tensor, to: int) -> None:
+            if to == 2 and trainer.position.step == STEPS_PER_EPOCH:
+                while not list(Path(folder).iterdir()):
+                    time.sleep(0.001)
+                here("counts", STEPS_PER_EPOCH)
+            original(tensor, to)
+
+        feed._link.send = send
+    ended = []
+
+    def note_end(epoch: int) -> None:
+        (Path(folder) / f"{here.own[0]}").touch()
+        ended.append((epoch, trainer.gather(epoch)[0]))
+
+    trainer.every_epoch(1, note_end)
+    loop(here, trainer)
+    return ended
+
+
+def test_a_survivor_ends_the_epoch_that_another_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "marks").mkdir()
+    train = partial(train_stream, folder=str(tmp_path / "marks"))
+    case = Case([Death(0, "counts", STEPS_PER_EPOCH)], {"shuffle_buffer": 20}, Stream, train)
+    [outcomes] = launch([case], 3)
+    check(outcomes, expected(case), 2)
 
 
 def test_a_state_that_arrives_damaged_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

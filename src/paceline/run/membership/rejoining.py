@@ -42,10 +42,13 @@ _runs_of_process = count()
 class _Progress:
     """How far a worker is. Steps and operations are collective, so that two workers differ by at most one of them.
 
+    So is learning that a stream's epoch is over: a worker that knows it is an epoch ahead, at the same step.
+
     If replicas are averaged, averages are collective instead of steps: two workers differ by at most one of them, and
     by the steps in between.
     """
 
+    epoch: int
     step: int
     operations: int
     averages: int
@@ -56,7 +59,7 @@ class _Progress:
 
     @property
     def total(self) -> int:
-        return self.step + self.operations + self.averages
+        return self.epoch + self.step + self.operations + self.averages
 
     def needs_state_of(self, ahead: _Progress) -> bool:
         return self.is_joining or self.step < ahead.step or self.averages < ahead.averages
@@ -226,6 +229,7 @@ class Rejoining:
         communicator.rejoin()
         num_averages = 0 if loop.exchange.averages is None else loop.exchange.averages.num_completed
         own = _Progress(
+            loop.position.epoch,
             loop.position.step,
             self._num_operations,
             num_averages,
@@ -258,6 +262,8 @@ class Rejoining:
             state = _shared(self._message() if rank == source else None, source, communicator)
             if own.needs_state_of(ahead):
                 self._load(state, is_joining=own.is_joining)
+        if loop.position.epoch < ahead.epoch:
+            loop.end_epoch_as_others()
         if any(each.operations < ahead.operations and not each.is_joining for each in workers):
             result = collect.broadcast(self._result if rank == source else None, source, communicator)
             if own.operations < ahead.operations:

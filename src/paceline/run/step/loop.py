@@ -419,6 +419,11 @@ class Loop:
         self._usual_plan, self.open.step = (), NO_STEP
         self._replica_check.regroup()
 
+    def end_epoch_as_others(self) -> None:
+        """Others were told that there is no more data in this epoch, and this worker lost who would have told it."""
+        ended, self.position = self.position.epoch, self.position.next_epoch()
+        self._queue_epoch_end(ended)
+
     def regroup_report(self, previous_ranks: Sequence[int | None]) -> None:
         """previous_ranks: the ranks in the world that this worker has reported on so far."""
         self._account.regroup(previous_ranks)
@@ -566,12 +571,15 @@ class Loop:
 
     def _end_epoch(self, number: int) -> None:
         """An epoch's last step is done, on all workers."""
+        self._queue_epoch_end(number)
+        self.hooks.run_due()
+
+    def _queue_epoch_end(self, number: int) -> None:
         self.ended_epoch = number
         self._timeline.event("epoch end", number=number)
         if self._config.optimization.scheduler_every == "epoch":
             self.replica.step_schedulers()
         self.hooks.queue_epoch(number)
-        self.hooks.run_due()
 
     def _take_parameter_changes(self) -> None:
         """Some parameters were frozen, unfrozen or added between two steps.
