@@ -10,6 +10,10 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
 
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the extra `watch`")
+
 from paceline.cli.watch.runs import Runs
 from paceline.cli.watch.server import WatchServer
 

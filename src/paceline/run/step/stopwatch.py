@@ -78,7 +78,7 @@ class HostStopwatch:
             self._record(step, moments)
 
     def flush(self) -> None:
-        """Record the steps that the device has completed; no further step may follow."""
+        """Record all steps so far; no further step may follow."""
 
 
 class CudaStopwatch:
@@ -124,6 +124,8 @@ class CudaStopwatch:
             self._unread.append(_MeasuredStep(step, self._moments, count, self._begun_at, is_first, num_steps))
 
     def flush(self) -> None:
+        if self._record is not None and self._unread:
+            self._unread[-1].moments[-1].synchronize()  # or a timeline would lack the last step
         self._read()
 
     def _read(self) -> Timing:
