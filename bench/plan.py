@@ -8,9 +8,9 @@ exact. `ratio` is the median of predicted over measured; the error of a combinat
 
 A machine's speed drifts: here the same passes of one worker, alone, took 73 to 93 ms within 90 seconds. No profile can
 tell what a machine does at another time, so profiles are made in units of a yardstick: the same model's passes in a
-bare loop on rank 0 while all others wait. It is timed before and after every turn of a profile and of a measurement;
-the prediction for a turn is the profile's, in the yardstick's seconds of that turn. `raw_ratio` has the prediction in
-the profile's seconds.
+bare loop of one process while all others wait. It is timed before every turn of a profile and of a measurement; the
+prediction for a turn, made before it begins, is the profile's in the yardstick's seconds. `raw_ratio` has the
+prediction in the profile's own seconds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
-from multiprocessing.synchronize import Barrier
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ from bench.cpu_quota import CpuQuota, cpu_quota, missing_cpu_quota
 from bench.harness import Result, Unavailable, circumstances
 from bench.models import LanguageModel
 from bench.namespaces import NUM_HOSTS, Link, missing_slow_link, slow_link
-from bench.workers import run_workers
+from bench.workers import Worker, results_of, working
 
 if TYPE_CHECKING:
     from paceline import Trainer
@@ -53,8 +53,8 @@ LEAST_STEPS = {"gradients": 1, "averaging": AVERAGE_EVERY, "cadence": 1}
 SIMULATED_S = 600.0
 NUM_TURNS = 4  # of a measurement, of which the median counts: a burst of other work spoils one of them
 NUM_PROFILES = 2
-YARDSTICK_S, YARDSTICK_TIMEOUT_S = 0.25, 120.0
-FIRST_WARM_S, WARM_S = 1.0, 0.1  # untimed, before the first yardstick and before each
+MOST_WORKERS = 4
+YARDSTICK_S, WARMUP_S = 0.25, 0.1
 
 
 @dataclass(frozen=True)
@@ -129,99 +129,176 @@ def trainer_of(case: Case) -> Trainer:
     )
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a case's workers run."""
+class Crew:
+    """Worker processes that stay for all combinations: a call runs on the first so many of them."""
 
-    shares: tuple[float, ...]  # of a core, by worker
-    quotas: tuple[CpuQuota | None, ...]
-    link: Link | None
-    barrier: Barrier
+    def __init__(self, quotas: Sequence[CpuQuota], pipes: Sequence[Connection], workers: Sequence[Worker]) -> None:
+        self._quotas, self._pipes, self._workers = quotas, pipes, workers
 
-    def join(self) -> None:
-        rank, size = own_rank(), int(os.environ["WORLD_SIZE"])
-        if (quota := self.quotas[rank]) is not None:
-            quota.add(os.getpid())
-        if self.link is not None:
-            local_size = size // NUM_HOSTS
-            self.link.join(rank // local_size, rank % local_size, local_size)
+    def call(self, num_workers: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Rank 0's result."""
+        pipes = self._pipes[:num_workers]
+        for pipe in pipes:
+            pipe.send((num_workers, function, arguments))
+        for pipe, worker in zip(pipes, self._workers, strict=False):
+            if pipe not in wait([pipe, worker.result]):
+                results_of([worker])  # raises its error
+        results: list[T] = [pipe.recv() for pipe in pipes]
+        return results[0]
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Whether this is rank 0, which has a whole core to itself while all others sleep."""
-        rank = own_rank()
-        self.barrier.wait(YARDSTICK_TIMEOUT_S)
-        if rank == 0 and (quota := self.quotas[rank]) is not None:
+    def limited(self, case: Case) -> Iterator[None]:
+        for quota, cores in zip(self._quotas, case.quotas, strict=False):
+            quota.limit(cores if cores < 1 else None)
+        yield
+        for quota in self._quotas:
             quota.limit(None)
-            yield True
-            quota.limit(self.shares[rank])
-        else:
-            yield rank == 0
-        self.barrier.wait(YARDSTICK_TIMEOUT_S)
-
-
-def own_rank() -> int:
-    return int(os.environ["RANK"])
 
 
 @contextmanager
-def places_of(case: Case) -> Iterator[Places]:
+def crew_of(num_workers: int, link: Link | None = None) -> Iterator[Crew]:
     with ExitStack() as stack:
-        quotas = tuple(stack.enter_context(cpu_quota(quota)) if quota < 1 else None for quota in case.quotas)
-        link = None if case.mbit is None else stack.enter_context(slow_link(case.mbit))
-        yield Places(case.quotas, quotas, link, get_context("spawn").Barrier(len(quotas)))
+        quotas = [stack.enter_context(cpu_quota()) for _ in range(num_workers)]
+        pipes = [get_context("spawn").Pipe() for _ in range(num_workers)]
+        arguments = (quotas, [inner for _, inner in pipes], link)
+        workers = stack.enter_context(working(serve, num_workers, *arguments))
+        yield Crew(quotas, [outer for outer, _ in pipes], workers)
+        for outer, _ in pipes:
+            outer.send(None)
 
 
-class Yardstick:
-    """Seconds per pass of the case's model in a bare loop on rank 0; 0.0 on the others."""
+def serve(quotas: Sequence[CpuQuota], pipes: Sequence[Connection], link: Link | None) -> None:
+    """In a worker: does what it is told until it is told to end."""
+    rank = int(os.environ["RANK"])
+    quotas[rank].add(os.getpid())
+    if link is not None:
+        link.join(rank)
+    while (call := pipes[rank].recv()) is not None:
+        num_workers, function, arguments = call
+        if link is None:
+            os.environ.update(WORLD_SIZE=str(num_workers), LOCAL_WORLD_SIZE=str(num_workers))
+        pipes[rank].send(function(*arguments))
 
-    def __init__(self, case: Case, places: Places) -> None:
-        self._places = places
-        self._model = make_model(case.model)
-        self._batch = torch.zeros((MICRO_BATCH, LENGTH), dtype=torch.long)
-        self._warmup_s = FIRST_WARM_S
 
-    def __call__(self) -> float:
-        with self._places.alone() as is_mine:
-            return self._measure() if is_mine else 0.0
+@cache
+def yardstick_model(name: str) -> LanguageModel:
+    return make_model(name)
 
-    def _measure(self) -> float:
-        self._passes(self._warmup_s)  # memory, kernels; and a quota that was lifted
-        self._warmup_s = WARM_S
-        return self._passes(YARDSTICK_S)
 
-    def _passes(self, seconds: float) -> float:
+def yardstick(model: str) -> float:
+    """In a worker: seconds per pass of the model in a bare loop."""
+    module, batch = yardstick_model(model), torch.zeros((MICRO_BATCH, LENGTH), dtype=torch.long)
+
+    def passes(seconds: float) -> float:
         num_passes, start = 0, time.perf_counter()
         while time.perf_counter() < start + seconds:
-            self._model(self._batch).backward()
+            module(batch).backward()
             num_passes += 1
         return (time.perf_counter() - start) / num_passes
 
+    passes(WARMUP_S)
+    return passes(YARDSTICK_S)
 
-def profile_case(case: Case, num_steps: int, yardstick: Yardstick) -> tuple[Profile, StepTimes, float]:
-    """Times are in yardsticks, whose seconds are the third result."""
+
+def profile(case: Case, num_steps: int) -> tuple[Profile, StepTimes]:
+    """In a worker."""
     from paceline.run import probe
 
-    found = []
-    before_s = yardstick()
-    for _ in range(NUM_PROFILES):
-        with trainer_of(case) as trainer:
-            profile, times = probe.profile(trainer.run, trainer.step_with(trainer.model), -(-num_steps // NUM_PROFILES))
-        after_s = yardstick()
-        found.append((times, (before_s + after_s) / 2))
-        before_s = after_s
-    if own_rank() != 0:
-        return profile, times, 0.0
-    times = mean_times([times.scaled(1 / seconds) for times, seconds in found])
-    (device,) = profile.devices
-    device = replace(
-        device,
-        micro_batch_s=times.micro_batch_s[0],
-        rest_s=times.rest_s[0],
-        data_s=times.data_s[0],
-        spread=times.spread[0],
-    )
-    return replace(profile, devices=(device,)), times, statistics.fmean(seconds for _, seconds in found)
+    with trainer_of(case) as trainer:
+        return probe.profile(trainer.run, trainer.step_with(trainer.model), num_steps)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Samples per second of all workers, the shares and times of all in every step, and the yardstick before it."""
+
+    rate: float
+    steps: tuple[tuple[tuple[int, ...], Any], ...]
+    yardstick_s: float = 1.0
+
+
+def turns_of(case: Case, seconds: float) -> Iterator[Turn]:
+    """Turns without a yardstick, once shares and cadence have settled."""
+    with trainer_of(case) as trainer:
+        step = trainer.step_with(trainer.model)
+        steps: list[tuple[tuple[int, ...], Any]] = []
+        trainer.every(1, lambda record: steps.append((record.shares, record.timings)))
+
+        def train(num_steps: int) -> float:
+            steps.clear()
+            start = time.perf_counter()
+            # In one go: with averaging, replicas meet where a loop over epochs ends.
+            for epoch in trainer.epochs(max_steps=trainer.position.step + num_steps):
+                for batch in epoch:
+                    step(batch)
+            return trainer.reduce(time.perf_counter() - start, "max")
+
+        least = LEAST_STEPS[case.strategy]
+        train(SETTLING_STEPS[case.strategy])
+        num_steps = max(1, round(seconds / train(least))) * least
+        while True:
+            took_s = train(num_steps)
+            yield Turn(sum(sum(shares) for shares, _ in steps) * MICRO_BATCH / took_s, tuple(steps))
+
+
+_turns: Iterator[Turn] = iter(())  # of the combination that this worker is in
+
+
+def begin_turns(case: Case, seconds: float) -> None:
+    """In a worker."""
+    global _turns
+    _turns = turns_of(case, seconds)
+
+
+def take_turn() -> Turn:
+    return next(_turns)
+
+
+def end_turns() -> None:
+    _turns.close()  # type: ignore[attr-defined]
+
+
+class Machine:
+    """This one: workers beside each other, and workers on two hosts."""
+
+    def __init__(self, local: Crew, linked: Crew, link: Link) -> None:
+        self._local, self._linked, self._link = local, linked, link
+
+    def yardstick(self, case: Case) -> float:
+        return self._local.call(1, yardstick, case.model)
+
+    def profile(self, case: Case, num_steps: int) -> tuple[Profile, StepTimes, float]:
+        """Times are in yardsticks, whose seconds are the third result."""
+        found = []
+        for _ in range(NUM_PROFILES):
+            yardstick_s = self.yardstick(case)
+            with self._local.limited(case):
+                own, times = self._local.call(len(case.quotas), profile, case, -(-num_steps // NUM_PROFILES))
+            found.append((times, yardstick_s))
+        times = mean_times([times.scaled(1 / seconds) for times, seconds in found])
+        (device,) = own.devices
+        device = replace(
+            device,
+            micro_batch_s=times.micro_batch_s[0],
+            rest_s=times.rest_s[0],
+            data_s=times.data_s[0],
+            spread=times.spread[0],
+        )
+        return replace(own, devices=(device,)), times, statistics.fmean(seconds for _, seconds in found)
+
+    def measure(self, case: Case, seconds: float) -> list[Turn]:
+        crew = self._local if case.mbit is None else self._linked
+        self._link.limit(case.mbit)
+        num_workers, turns = len(case.quotas), []
+        with crew.limited(case):
+            crew.call(num_workers, begin_turns, case, seconds / NUM_TURNS)
+            crew.call(num_workers, take_turn)  # settles
+        for _ in range(NUM_TURNS):
+            yardstick_s = self.yardstick(case)
+            with crew.limited(case):
+                turns.append(replace(crew.call(num_workers, take_turn), yardstick_s=yardstick_s))
+        crew.call(num_workers, end_turns)
+        return turns
 
 
 def mean_times(found: Sequence[StepTimes]) -> StepTimes:
@@ -233,82 +310,21 @@ def mean_times(found: Sequence[StepTimes]) -> StepTimes:
     return replace(found[0], **numbers)
 
 
-Turn = tuple[float, float]  # samples per second of all workers, and the yardstick's seconds
-
-
-def measure_case(case: Case, seconds: float, yardstick: Yardstick) -> list[Turn]:
-    """Turns, once shares and cadence have settled."""
-    with trainer_of(case) as trainer:
-        step = trainer.step_with(trainer.model)
-        num_samples = 0
-
-        def count(record: Any) -> None:
-            nonlocal num_samples
-            num_samples += sum(record.shares) * MICRO_BATCH
-
-        trainer.every(1, count)
-
-        def train(num_steps: int) -> float:
-            nonlocal num_samples
-            num_samples = 0
-            start = time.perf_counter()
-            # In one go: with averaging, replicas meet where a loop over epochs ends.
-            for epoch in trainer.epochs(max_steps=trainer.position.step + num_steps):
-                for batch in epoch:
-                    step(batch)
-            return trainer.reduce(time.perf_counter() - start, "max")
-
-        train(SETTLING_STEPS[case.strategy])
-        least = LEAST_STEPS[case.strategy]
-        step_s = train(least) / least
-        per_turn = max(1, round(seconds / NUM_TURNS / step_s))
-        per_turn = -(-per_turn // least) * least if case.strategy == "averaging" else per_turn
-        turns: list[Turn] = []
-        before_s = yardstick()
-        for _ in range(NUM_TURNS):
-            rate = 1 / train(per_turn)
-            rate, after_s = rate * num_samples, yardstick()
-            turns.append((rate, (before_s + after_s) / 2))
-            before_s = after_s
-        return turns
-
-
-def work(
-    function: Callable[[Case, Any, Yardstick], T], cases: Sequence[Case], places: Places, argument: Any
-) -> list[T]:
-    """In a worker."""
-    places.join()
-    return [function(case, argument, Yardstick(case, places)) for case in cases]
-
-
-def run_cases(function: Callable[[Case, Any, Yardstick], T], cases: Sequence[Case], argument: Any) -> dict[Case, T]:
-    """Rank 0's results."""
-    results: dict[Case, T] = {}
-    for place in dict.fromkeys(case.place for case in cases):
-        own = [case for case in cases if case.place == place]
-        with places_of(own[0]) as places:
-            found = run_workers(work, len(own[0].quotas), function, own, places, argument)[0]
-        results |= dict(zip(own, found, strict=True))
-    return results
-
-
-def profiles_of(cases: Sequence[Case], num_steps: int) -> dict[tuple[str, bool], Known]:
+def profiles_of(machine: Machine, cases: Sequence[Case], num_steps: int) -> dict[tuple[str, bool], Known]:
     """What is measured before anything is predicted, by subject."""
-    alone, pairs = dict[Case, None](), dict[Case, None]()
-    for case in cases:
-        model, exact = case.subject
-        for quota in {*case.quotas, 1.0}:
-            alone[Case(model, (quota,), PROFILE_MICRO_BATCHES, exact=exact)] = None
-        pairs[Case(model, (1.0, 1.0), 2 * PROFILE_MICRO_BATCHES, exact=exact)] = None
-    singles = run_cases(profile_case, list(alone), num_steps)
-    together = run_cases(profile_case, list(pairs), num_steps)
     known = {}
-    for pair, (_, times, _) in together.items():
-        mine = {case.quotas[0]: found for case, found in singles.items() if case.subject == pair.subject}
-        devices = {quota: replace(found[0].devices[0], name=f"{quota:g}") for quota, found in mine.items()}
-        own, _, yardstick_s = mine[1.0]
-        profile = replace(own, devices=tuple(devices.values()), counts=(1,) * len(devices))
-        known[pair.subject] = Known(profile.with_company(times, [devices[1.0]] * 2), yardstick_s)
+    for model, exact in dict.fromkeys(case.subject for case in cases):
+        quotas = {1.0, *(quota for case in cases if case.subject == (model, exact) for quota in case.quotas)}
+        alone = {
+            quota: machine.profile(Case(model, (quota,), PROFILE_MICRO_BATCHES, exact=exact), num_steps)
+            for quota in sorted(quotas)
+        }
+        pair = Case(model, (1.0, 1.0), 2 * PROFILE_MICRO_BATCHES, exact=exact)
+        _, together, _ = machine.profile(pair, num_steps)
+        devices = {quota: replace(found[0].devices[0], name=f"{quota:g}") for quota, found in alone.items()}
+        own, _, yardstick_s = alone[1.0]
+        combined = replace(own, devices=tuple(devices.values()), counts=(1,) * len(devices))
+        known[model, exact] = Known(combined.with_company(together, [devices[1.0]] * 2), yardstick_s)
     return known
 
 
@@ -326,7 +342,7 @@ class Known:
 
     def ratios(self, case: Case, turns: Sequence[Turn]) -> list[float]:
         """Predicted over measured, of each turn."""
-        return [self.predict(case, yardstick_s).samples_per_s / rate for rate, yardstick_s in turns]
+        return [self.predict(case, turn.yardstick_s).samples_per_s / turn.rate for turn in turns]
 
     def simulate(self, case: Case, yardstick_s: float) -> float | None:
         """Samples per second of the same workers in a simulated run; None with averaging, which is not simulated."""
@@ -356,7 +372,7 @@ class Known:
         # Two namespaces are two hosts, whose workers share one machine's cores.
         factors = host.slowdowns([device.cores for device in devices])
         slowed = [
-            replace(device, micro_batch_s=factor * device.micro_batch_s, rest_s=factor * device.rest_s, host=str(rank))
+            replace(device.slowed(factor), host=str(rank))
             for rank, (device, factor) in enumerate(zip(devices, factors, strict=True))
         ]
         return work, slowed, Hardware(link=Link.sold_as(case.mbit * 1e6))
@@ -367,14 +383,14 @@ def run(options: argparse.Namespace) -> Result:
         if reason:
             raise Unavailable(reason)
     cases = [case for case in CASES if not options.only or any(word in case.name for word in options.only)]
-    known = profiles_of(cases, options.steps)
     measured: dict[Case, list[Turn]] = {}
-    for place in dict.fromkeys(case.place for case in cases):
-        measured |= run_cases(measure_case, [case for case in cases if case.place == place], options.seconds)
-        for case, turns in measured.items():
-            if case.place == place:
-                ratio = statistics.median(known[case.subject].ratios(case, turns))
-                print(f"{case.name}: {ratio:.3f}", file=sys.stderr, flush=True)
+    with slow_link(None) as link, crew_of(MOST_WORKERS) as local, crew_of(NUM_HOSTS, link) as linked:
+        machine = Machine(local, linked, link)
+        known = profiles_of(machine, cases, options.steps)
+        for case in cases:
+            measured[case] = machine.measure(case, options.seconds)
+            ratios = known[case.subject].ratios(case, measured[case])
+            print(f"{case.name}: {statistics.median(ratios):.3f}", file=sys.stderr, flush=True)
     return summary(known, measured, options)
 
 
@@ -397,7 +413,8 @@ def summary(
 
 
 def row(known: Known, case: Case, turns: Sequence[Turn]) -> dict[str, Any]:
-    rate, yardstick_s = (statistics.median(values) for values in zip(*turns, strict=True))
+    rate = statistics.median(turn.rate for turn in turns)
+    yardstick_s = statistics.median(turn.yardstick_s for turn in turns)
     predicted = known.predict(case, yardstick_s)
     return {
         "predicted": predicted.samples_per_s,
