@@ -6,11 +6,9 @@ speed that a link is set to. Then each combination is trained: one to four worke
 100/70/40, three sizes of model, links of 1 Gbit/s and 100 Mbit/s between network namespaces, all strategies, plain and
 exact. `ratio` is the median of predicted over measured; the error of a combination is how far its ratio is from 1.
 
-A machine's speed drifts: here the same passes of one worker, alone, took 73 to 93 ms within 90 seconds. No profile can
-tell what a machine does at another time, so profiles are made in units of a yardstick: the same model's passes in a
-bare loop of one process while all others wait. It is timed before every turn of a profile and of a measurement; the
-prediction for a turn, made before it begins, is the profile's in the yardstick's seconds. `raw_ratio` has the
-prediction in the profile's own seconds.
+A machine's speed drifts: here the same passes of one worker on an idle core take 24 to 34 ms, for seconds or minutes at
+a time. So there are rounds, in which all take turns: a model is profiled, its combinations are predicted from this
+profile alone, and each of them is trained for a second. The ratio of a combination is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from bench.cpu_quota import CpuQuota, cpu_quota, missing_cpu_quota
-from bench.harness import Result, Unavailable, circumstances
+from bench.harness import Result, Unavailable, circumstances, isolated
 from bench.models import LanguageModel
 from bench.namespaces import NUM_HOSTS, Link, missing_slow_link, slow_link
 from bench.workers import Worker, results_of, working
@@ -51,10 +49,8 @@ PROFILE_MICRO_BATCHES = 8  # per worker
 SETTLING_STEPS = {"gradients": 5, "averaging": AVERAGE_EVERY, "cadence": 4}
 LEAST_STEPS = {"gradients": 1, "averaging": AVERAGE_EVERY, "cadence": 1}
 SIMULATED_S = 600.0
-NUM_TURNS = 4  # of a measurement, of which the median counts: a burst of other work spoils one of them
-NUM_PROFILES = 2
+NORMAL = 1.4826  # a normal distribution's standard deviation over half of its interquartile range
 MOST_WORKERS = 4
-YARDSTICK_S, WARMUP_S = 0.25, 0.1
 
 
 @dataclass(frozen=True)
@@ -178,54 +174,39 @@ def serve(quotas: Sequence[CpuQuota], pipes: Sequence[Connection], link: Link | 
         if link is None:
             os.environ.update(WORLD_SIZE=str(num_workers), LOCAL_WORLD_SIZE=str(num_workers))
         pipes[rank].send(function(*arguments))
-
-
-@cache
-def yardstick_model(name: str) -> LanguageModel:
-    return make_model(name)
-
-
-def yardstick(model: str) -> float:
-    """In a worker: seconds per pass of the model in a bare loop."""
-    module, batch = yardstick_model(model), torch.zeros((MICRO_BATCH, LENGTH), dtype=torch.long)
-
-    def passes(seconds: float) -> float:
-        num_passes, start = 0, time.perf_counter()
-        while time.perf_counter() < start + seconds:
-            module(batch).backward()
-            num_passes += 1
-        return (time.perf_counter() - start) / num_passes
-
-    passes(WARMUP_S)
-    return passes(YARDSTICK_S)
-
-
-def profile(case: Case, num_steps: int) -> tuple[Profile, StepTimes]:
-    """In a worker."""
-    from paceline.run import probe
-
-    with trainer_of(case) as trainer:
-        return probe.profile(trainer.run, trainer.step_with(trainer.model), num_steps)
+    _running.clear()  # their trainers are closed
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Samples per second of all workers, the shares and times of all in every step, and the yardstick before it."""
+    """Samples per second of all workers, and the parts of a mean step in seconds.
+
+    compute and exchange: of whoever is last in a step; rest: the longest.
+    """
 
     rate: float
-    steps: tuple[tuple[tuple[int, ...], Any], ...]
-    yardstick_s: float = 1.0
+    parts: dict[str, float]
 
 
-def turns_of(case: Case, seconds: float) -> Iterator[Turn]:
-    """Turns without a yardstick, once shares and cadence have settled."""
+def profiles(case: Case, num_steps: int) -> Iterator[tuple[Profile, StepTimes] | None]:
+    """In a worker, in every turn; first of all it settles."""
+    from paceline.run import probe
+
+    with trainer_of(case) as trainer:
+        yield None
+        while True:
+            yield probe.profile(trainer.run, trainer.step_with(trainer.model), num_steps)
+
+
+def measurements(case: Case, seconds: float) -> Iterator[Turn | None]:
+    """In a worker, in every turn; first of all shares and cadence settle."""
     with trainer_of(case) as trainer:
         step = trainer.step_with(trainer.model)
-        steps: list[tuple[tuple[int, ...], Any]] = []
-        trainer.every(1, lambda record: steps.append((record.shares, record.timings)))
+        records: list[Any] = []
+        trainer.every(1, records.append)
 
         def train(num_steps: int) -> float:
-            steps.clear()
+            records.clear()
             start = time.perf_counter()
             # In one go: with averaging, replicas meet where a loop over epochs ends.
             for epoch in trainer.epochs(max_steps=trainer.position.step + num_steps):
@@ -236,26 +217,36 @@ def turns_of(case: Case, seconds: float) -> Iterator[Turn]:
         least = LEAST_STEPS[case.strategy]
         train(SETTLING_STEPS[case.strategy])
         num_steps = max(1, round(seconds / train(least))) * least
+        yield None
         while True:
-            took_s = train(num_steps)
-            yield Turn(sum(sum(shares) for shares, _ in steps) * MICRO_BATCH / took_s, tuple(steps))
+            rate = MICRO_BATCH / train(num_steps)
+            yield Turn(rate * sum(sum(record.shares) for record in records), mean_parts(records))
 
 
-_turns: Iterator[Turn] = iter(())  # of the combination that this worker is in
+def mean_parts(records: Sequence[Any]) -> dict[str, float]:
+    timed = [(record.shares, record.timings) for record in records if any(own.micro_batch for own in record.timings)]
+    parts = {
+        "compute": [max(n * own.micro_batch for n, own in zip(*step, strict=True)) for step in timed],
+        "exchange": [min(own.sync for own in timings) for _, timings in timed],
+        "rest": [max(own.rest for own in timings) for _, timings in timed],
+    }
+    return {name: statistics.fmean(seconds) for name, seconds in parts.items() if seconds}
 
 
-def begin_turns(case: Case, seconds: float) -> None:
-    """In a worker."""
-    global _turns
-    _turns = turns_of(case, seconds)
+_running: dict[Any, Callable[[], Any]] = {}  # in a worker: what it takes turns with
 
 
-def take_turn() -> Turn:
-    return next(_turns)
+def take_turn(work: Callable[..., Iterator[Any]], *arguments: Any) -> Any:
+    """In a worker: the next result of a generator that goes on from turn to turn, with torch settings of its own."""
+    if (key := (work, arguments)) not in _running:
 
+        def begin() -> Callable[[], Any]:
+            results = work(*arguments)
+            next(results)
+            return partial(next, results)
 
-def end_turns() -> None:
-    _turns.close()  # type: ignore[attr-defined]
+        _running[key] = isolated(begin)
+    return _running[key]()
 
 
 class Machine:
@@ -264,118 +255,76 @@ class Machine:
     def __init__(self, local: Crew, linked: Crew, link: Link) -> None:
         self._local, self._linked, self._link = local, linked, link
 
-    def yardstick(self, case: Case) -> float:
-        return self._local.call(1, yardstick, case.model)
+    def profile(self, case: Case, num_steps: int) -> tuple[Profile, StepTimes]:
+        with self._local.limited(case):
+            found: tuple[Profile, StepTimes] = self._local.call(len(case.quotas), take_turn, profiles, case, num_steps)
+        return found
 
-    def profile(self, case: Case, num_steps: int) -> tuple[Profile, StepTimes, float]:
-        """Times are in yardsticks, whose seconds are the third result."""
-        found = []
-        for _ in range(NUM_PROFILES):
-            yardstick_s = self.yardstick(case)
-            with self._local.limited(case):
-                own, times = self._local.call(len(case.quotas), profile, case, -(-num_steps // NUM_PROFILES))
-            found.append((times, yardstick_s))
-        times = mean_times([times.scaled(1 / seconds) for times, seconds in found])
-        (device,) = own.devices
-        device = replace(
-            device,
-            micro_batch_s=times.micro_batch_s[0],
-            rest_s=times.rest_s[0],
-            data_s=times.data_s[0],
-            spread=times.spread[0],
-        )
-        return replace(own, devices=(device,)), times, statistics.fmean(seconds for _, seconds in found)
-
-    def measure(self, case: Case, seconds: float) -> list[Turn]:
+    def measure(self, case: Case, seconds: float) -> Turn:
         crew = self._local if case.mbit is None else self._linked
         self._link.limit(case.mbit)
-        num_workers, turns = len(case.quotas), []
         with crew.limited(case):
-            crew.call(num_workers, begin_turns, case, seconds / NUM_TURNS)
-            crew.call(num_workers, take_turn)  # settles
-        for _ in range(NUM_TURNS):
-            yardstick_s = self.yardstick(case)
-            with crew.limited(case):
-                turns.append(replace(crew.call(num_workers, take_turn), yardstick_s=yardstick_s))
-        crew.call(num_workers, end_turns)
-        return turns
+            turn: Turn = crew.call(len(case.quotas), take_turn, measurements, case, seconds)
+        return turn
 
 
-def mean_times(found: Sequence[StepTimes]) -> StepTimes:
-    def mean(values: Sequence[Any]) -> Any:
-        is_by_rank = isinstance(values[0], tuple)
-        return tuple(map(statistics.fmean, zip(*values, strict=True))) if is_by_rank else statistics.fmean(values)
+def profile_of(machine: Machine, cases: Sequence[Case], num_steps: int) -> Profile:
+    """What is measured of a model before its combinations are predicted: this machine, with a device for each quota."""
+    model, exact = cases[0].subject
+    devices: dict[float, Device] = {}
+    for quota in sorted({1.0, *(quota for case in cases for quota in case.quotas)}):
+        own, _ = machine.profile(Case(model, (quota,), PROFILE_MICRO_BATCHES, exact=exact), num_steps)
+        devices[quota] = replace(own.devices[0], name=f"{quota:g}")
+    _, together = machine.profile(Case(model, (1.0, 1.0), 2 * PROFILE_MICRO_BATCHES, exact=exact), num_steps)
+    found = replace(own, devices=tuple(devices.values()), counts=(1,) * len(devices))
+    return found.with_company(together, [devices[1.0]] * 2)
 
-    numbers = {each.name: mean([getattr(own, each.name) for own in found]) for each in fields(found[0])}
-    return replace(found[0], **numbers)
 
+def situation(profile: Profile, case: Case) -> tuple[Workload, list[Device], Hardware]:
+    import paceline as pl
+    from paceline.plan.predict import Averaging, Hardware, Link, Workload
 
-def profiles_of(machine: Machine, cases: Sequence[Case], num_steps: int) -> dict[tuple[str, bool], Known]:
-    """What is measured before anything is predicted, by subject."""
-    known = {}
-    for model, exact in dict.fromkeys(case.subject for case in cases):
-        quotas = {1.0, *(quota for case in cases if case.subject == (model, exact) for quota in case.quotas)}
-        alone = {
-            quota: machine.profile(Case(model, (quota,), PROFILE_MICRO_BATCHES, exact=exact), num_steps)
-            for quota in sorted(quotas)
-        }
-        pair = Case(model, (1.0, 1.0), 2 * PROFILE_MICRO_BATCHES, exact=exact)
-        _, together, _ = machine.profile(pair, num_steps)
-        devices = {quota: replace(found[0].devices[0], name=f"{quota:g}") for quota, found in alone.items()}
-        own, _, yardstick_s = alone[1.0]
-        combined = replace(own, devices=tuple(devices.values()), counts=(1,) * len(devices))
-        known[model, exact] = Known(combined.with_company(together, [devices[1.0]] * 2), yardstick_s)
-    return known
+    strategies: dict[str, Any] = {
+        "gradients": "gradients",
+        "cadence": pl.Cadence(overhead_target=0.1),
+        "averaging": Averaging(every=AVERAGE_EVERY),
+    }
+    num_bytes, host = profile.subject.gradient_bytes, profile.as_host
+    work = Workload(case.num_micro_batches, MICRO_BATCH, num_bytes, strategy=strategies[case.strategy])
+    devices = [profile.device(f"{quota:g}") for quota in case.quotas]
+    if case.mbit is None:
+        return work, devices, Hardware({profile.host: host})
+    # Two namespaces are two hosts, whose workers share one machine's cores.
+    factors = host.slowdowns([device.cores for device in devices])
+    slowed = [
+        replace(device.slowed(factor), host=str(rank))
+        for rank, (device, factor) in enumerate(zip(devices, factors, strict=True))
+    ]
+    return work, slowed, Hardware(link=Link.sold_as(case.mbit * 1e6))
 
 
 @dataclass(frozen=True)
-class Known:
-    """A subject's profile of this machine, with a device for each quota, in yardsticks of so many seconds then."""
+class Round:
+    """A combination as predicted, and as measured afterwards."""
 
-    profile: Profile
-    yardstick_s: float
+    predicted: Prediction
+    simulated: float | None
+    measured: Turn
 
-    def predict(self, case: Case, yardstick_s: float | None = None) -> Prediction:
-        from paceline.plan.predict import predict
+    @property
+    def ratio(self) -> float:
+        return self.predicted.samples_per_s / self.measured.rate
 
-        return predict(*self._situation(case, yardstick_s or self.yardstick_s))
 
-    def ratios(self, case: Case, turns: Sequence[Turn]) -> list[float]:
-        """Predicted over measured, of each turn."""
-        return [self.predict(case, turn.yardstick_s).samples_per_s / turn.rate for turn in turns]
+def simulate(profile: Profile, case: Case) -> float | None:
+    """Samples per second of the same workers in a simulated run; None with averaging, which is not simulated."""
+    from paceline.run.simulation import Scenario, Simulation
 
-    def simulate(self, case: Case, yardstick_s: float) -> float | None:
-        """Samples per second of the same workers in a simulated run; None with averaging, which is not simulated."""
-        from paceline.run.simulation import Scenario, Simulation
-
-        if case.strategy == "averaging":
-            return None
-        work, devices, hardware = self._situation(case, yardstick_s)
-        noise = max(device.spread for device in devices)
-        return Simulation(work, devices, Scenario(SIMULATED_S, noise), hardware).run().samples_per_s
-
-    def _situation(self, case: Case, yardstick_s: float) -> tuple[Workload, list[Device], Hardware]:
-        import paceline as pl
-        from paceline.plan.predict import Averaging, Hardware, Link, Workload
-
-        strategies: dict[str, Any] = {
-            "gradients": "gradients",
-            "cadence": pl.Cadence(overhead_target=0.1),
-            "averaging": Averaging(every=AVERAGE_EVERY),
-        }
-        profile = self.profile.scaled(yardstick_s)
-        num_bytes, host = profile.subject.gradient_bytes, profile.as_host
-        work = Workload(case.num_micro_batches, MICRO_BATCH, num_bytes, strategy=strategies[case.strategy])
-        devices = [profile.device(f"{quota:g}") for quota in case.quotas]
-        if case.mbit is None:
-            return work, devices, Hardware({profile.host: host})
-        # Two namespaces are two hosts, whose workers share one machine's cores.
-        factors = host.slowdowns([device.cores for device in devices])
-        slowed = [
-            replace(device.slowed(factor), host=str(rank))
-            for rank, (device, factor) in enumerate(zip(devices, factors, strict=True))
-        ]
-        return work, slowed, Hardware(link=Link.sold_as(case.mbit * 1e6))
+    if case.strategy == "averaging":
+        return None
+    work, devices, hardware = situation(profile, case)
+    noise = NORMAL * statistics.fmean(device.spread for device in devices)
+    return Simulation(work, devices, Scenario(SIMULATED_S, noise), hardware).run().samples_per_s
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -383,75 +332,87 @@ def run(options: argparse.Namespace) -> Result:
         if reason:
             raise Unavailable(reason)
     cases = [case for case in CASES if not options.only or any(word in case.name for word in options.only)]
-    measured: dict[Case, list[Turn]] = {}
+    found: dict[Case, list[Round]] = {case: [] for case in cases}
     with slow_link(None) as link, crew_of(MOST_WORKERS) as local, crew_of(NUM_HOSTS, link) as linked:
         machine = Machine(local, linked, link)
-        known = profiles_of(machine, cases, options.steps)
-        for case in cases:
-            measured[case] = machine.measure(case, options.seconds)
-            ratios = known[case.subject].ratios(case, measured[case])
-            print(f"{case.name}: {statistics.median(ratios):.3f}", file=sys.stderr, flush=True)
-    return summary(known, measured, options)
+        for number in range(options.rounds):
+            for subject in dict.fromkeys(case.subject for case in cases):
+                take_round(machine, [case for case in cases if case.subject == subject], found, options)
+            ratios = [statistics.median(each.ratio for each in own) for own in found.values()]
+            text = " ".join(f"{ratio:.3f}" for ratio in ratios)
+            print(f"round {number + 1} of {options.rounds}: {text}", file=sys.stderr, flush=True)
+    return summary(found, options)
 
 
-def summary(
-    known: dict[tuple[str, bool], Known], measured: dict[Case, list[Turn]], options: argparse.Namespace
-) -> Result:
-    rows = {case.name: row(known[case.subject], case, turns) for case, turns in measured.items()}
+def take_round(
+    machine: Machine, cases: Sequence[Case], found: dict[Case, list[Round]], options: argparse.Namespace
+) -> None:
+    """Profile a model, predict all of its combinations, and only then measure them."""
+    from paceline.plan.predict import predict
+
+    profile = profile_of(machine, cases, options.steps)
+    predicted = {case: (predict(*situation(profile, case)), simulate(profile, case)) for case in cases}
+    for case in cases:
+        found[case].append(Round(*predicted[case], machine.measure(case, options.seconds)))
+
+
+def summary(found: dict[Case, list[Round]], options: argparse.Namespace) -> Result:
+    rows = {case.name: row(rounds) for case, rounds in found.items()}
     errors = [abs(each["ratio"] - 1) for each in rows.values()]
     detail = {
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
-        "raw_median_error": statistics.median(abs(each["raw_ratio"] - 1) for each in rows.values()),
-        "raw_worst_error": max(abs(each["raw_ratio"] - 1) for each in rows.values()),
         "cases": rows,
-        "profiles": {f"{model}{' exact' * exact}": asdict(own) for (model, exact), own in known.items()},
-        **circumstances({"steps": options.steps, "seconds": options.seconds, "micro_batch": MICRO_BATCH}),
+        **circumstances(
+            {name: getattr(options, name) for name in ("rounds", "steps", "seconds")} | {"micro_batch": MICRO_BATCH}
+        ),
     }
     ratio = statistics.median(each["ratio"] for each in rows.values())
     return PlanResult("plan", "predicted / measured", ratio, 1.0, {}, detail)
 
 
-def row(known: Known, case: Case, turns: Sequence[Turn]) -> dict[str, Any]:
-    rate = statistics.median(turn.rate for turn in turns)
-    yardstick_s = statistics.median(turn.yardstick_s for turn in turns)
-    predicted = known.predict(case, yardstick_s)
+def row(rounds: Sequence[Round]) -> dict[str, Any]:
+    def median(of: Callable[[Round], float]) -> float:
+        return statistics.median(map(of, rounds))
+
+    last = rounds[-1]
     return {
-        "predicted": predicted.samples_per_s,
-        "simulated": known.simulate(case, yardstick_s),
-        "measured": rate,
-        "ratio": statistics.median(known.ratios(case, turns)),
-        "raw_ratio": known.predict(case).samples_per_s / rate,
-        "yardstick": yardstick_s / known.yardstick_s,
-        "limit": predicted.limit,
-        "shares": predicted.shares,
-        "is_in_interval": predicted.low <= rate <= predicted.high,
+        "predicted": median(lambda each: each.predicted.samples_per_s),
+        "measured": median(lambda each: each.measured.rate),
+        "ratio": median(lambda each: each.ratio),
+        "ratio_by_round": [each.ratio for each in rounds],
+        "simulated": None
+        if last.simulated is None
+        else median(lambda each: (each.simulated or 0.0) / each.measured.rate),
+        "measured_parts": {name: median(lambda each: each.measured.parts[name]) for name in last.measured.parts},  # noqa: B023
+        "predicted_parts": {name: median(lambda each: each.predicted.parts[name]) for name in last.predicted.parts},  # noqa: B023
+        "limit": last.predicted.limit,
+        "shares": last.predicted.shares,
+        "in_interval": statistics.fmean(
+            each.predicted.low <= each.measured.rate <= each.predicted.high for each in rounds
+        ),
     }
 
 
 class PlanResult(Result):
     def table(self) -> str:
-        columns = ("predicted", "measured", "ratio", "raw")
+        columns = ("predicted", "measured", "ratio", "simulated")
         lines = [f"{'plan: samples/s':<44} " + " ".join(f"{column:>9}" for column in columns) + " limit"]
-        for name, case in self.detail["cases"].items():
-            figures = (
-                f"{case['predicted']:>9.1f} {case['measured']:>9.1f} {case['ratio']:>9.3f} {case['raw_ratio']:>9.3f}"
-            )
+        cases = self.detail["cases"]
+        for name, case in cases.items():
+            simulated = "-" if case["simulated"] is None else f"{case['simulated']:.3f}"
+            figures = f"{case['predicted']:>9.1f} {case['measured']:>9.1f} {case['ratio']:>9.3f} {simulated:>9}"
             lines.append(f"{name:<44} {figures} {case['limit']}")
-        simulated = [
-            case["simulated"] / case["measured"] for case in self.detail["cases"].values() if case["simulated"]
-        ]
-        inside = sum(case["is_in_interval"] for case in self.detail["cases"].values())
+        inside = statistics.fmean(case["in_interval"] for case in cases.values())
         lines.append(
-            f"error: median {self.detail['median_error']:.1%}, worst {self.detail['worst_error']:.1%} "
-            f"(raw {self.detail['raw_median_error']:.1%}, {self.detail['raw_worst_error']:.1%}); "
-            f"{inside} of {len(self.detail['cases'])} inside the predicted interval; median ratio {self.ratio:.3f}"
+            f"error: median {self.detail['median_error']:.1%}, worst {self.detail['worst_error']:.1%}; "
+            f"{inside:.0%} of the rounds inside the predicted interval; median ratio {self.ratio:.3f}"
         )
-        lines.append(f"simulated over measured: {min(simulated):.3f} to {max(simulated):.3f}")
         return "\n".join([*lines, *self.footer()])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=20, help="measured for a profile (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a measurement (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="of profiles and measurements (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="measured for a profile, at least (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.2, help="of a measurement (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="combinations whose name has a word")

@@ -3,14 +3,16 @@
 Workers wait for each other in the exchange. From one to the next, a step takes what the slowest worker needs for its
 update and its micro-batches, plus what they leave uncovered of the exchange:
 
-    step_s = max((rest_s[i] + share[i] * micro_batch_s[i]) * slowdown[i]) + exposed_exchange_s
+    step_s = E[max((rest_s[i] + share[i] * micro_batch_s[i]) * slowdown[i])] + exposed_exchange_s
 
-The shares are those that the planner would choose, in whole micro-batches. docs/plan.md explains every term.
+E is the expected value: times vary from step to step, and another worker may be the slowest each time. The shares are
+those that the planner would choose, in whole micro-batches. docs/plan.md explains every term.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -32,6 +34,9 @@ CALL_S = 1e-4
 LATENCY_S = 1e-4  # of a message on a link that nobody has measured
 _LIKE = "#"  # before the number of another machine of the same kind
 _SETTLING_REPORTS = 100  # after which a cadence has found its level
+# Of a normal distribution: its standard deviation over half of its interquartile range, how many standard deviations
+# hold all of it, and in how many points it is added up.
+_SIGMA, _REACH, _POINTS = 1.4826, 5.0, 100
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class Device:
     micro_batch_s: seconds per micro-batch, including the wait for its data, data_s. rest_s: seconds per step beside
     micro-batches and exchange, such as the optimizer's. host: its machine's name. cores: how many of its host's cores
     it keeps busy while it computes, for a CPU worker one per thread, or its quota; 0 for a GPU. spread: how far
-    readings lay apart, relative to micro_batch_s.
+    the times of steps lay apart, half of their interquartile range relative to micro_batch_s. uncertainty: by how much
+    a speed that nobody has measured may be off.
     """
 
     name: str
@@ -51,11 +57,12 @@ class Device:
     host: str = ""
     cores: float = 0.0
     spread: float = 0.0
+    uncertainty: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.micro_batch_s < math.inf:
             raise ValueError(f"{self.name}: micro_batch_s={self.micro_batch_s} must be a finite number of seconds > 0")
-        for name in ("rest_s", "data_s", "cores", "spread"):
+        for name in ("rest_s", "data_s", "cores", "spread", "uncertainty"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{self.name}: {name}={getattr(self, name)} must be a finite number >= 0")
 
@@ -79,7 +86,8 @@ class Device:
             self.data_s,
             self.host if host is None else host,
             self.cores,
-            self.spread + FACTOR_ERROR,
+            self.spread,
+            self.uncertainty + FACTOR_ERROR,
         )
 
 
@@ -216,7 +224,7 @@ class Prediction:
 
     shares: micro-batches per step by worker; with a cadence, per exchange.
     efficiency: relative to the sum of the devices' speeds alone. limit: what costs most of the rest: "compute",
-    "whole micro-batches", "exchange", "shared cores", "data", or "checkpoints".
+    "whole micro-batches", "noise", "exchange", "shared cores", "data", or "checkpoints".
     """
 
     devices: tuple[Device, ...]
@@ -264,12 +272,13 @@ class _Plan:
 
     shares: tuple[int, ...]
     busy_s: float
+    noise_s: float
     exposed_s: float
     num_micro_batches: float
 
     @property
     def step_s(self) -> float:
-        return self.busy_s + self.exposed_s
+        return self.busy_s + self.noise_s + self.exposed_s
 
 
 def _slowed(devices: Sequence[Device], hosts: Mapping[str, Sequence[int]], hardware: Hardware) -> list[Device]:
@@ -304,7 +313,7 @@ def _costs(
 def _gradients(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
     counts = _best_shares(workload.num_micro_batches, devices)
     busy_s = max(_slowest(counts, devices), workload.num_micro_batches * workload.read_s)
-    return _Plan(counts, busy_s, costs.exposed_s, workload.num_micro_batches)
+    return _Plan(counts, busy_s, _noise_s(counts, devices), costs.exposed_s, workload.num_micro_batches)
 
 
 def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
@@ -316,7 +325,7 @@ def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _P
         compute_ms = [1e3 * n * device.micro_batch_s for n, device in zip(counts, devices, strict=True)]
         el_che.report_timing(compute_ms, counts, 1e3 * costs.exposed_s)
     counts = el_che.batch_counts
-    return _Plan(counts, _slowest(counts, devices), costs.exposed_s, sum(counts))
+    return _Plan(counts, _slowest(counts, devices), _noise_s(counts, devices), costs.exposed_s, sum(counts))
 
 
 def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
@@ -327,7 +336,8 @@ def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> 
     busy_s = _slowest(counts, devices)
     sent_s = averaging.transfer_part * costs.exchange_s
     exposed_s = max(0.0, sent_s - averaging.every * busy_s) if averaging.overlap else sent_s
-    return _Plan(counts, busy_s, exposed_s / averaging.every, workload.num_micro_batches)
+    noise_s = _noise_s(counts, devices)
+    return _Plan(counts, busy_s, noise_s, exposed_s / averaging.every, workload.num_micro_batches)
 
 
 _PLANS = {str: _gradients, Cadence: _cadence, Averaging: _averaging}
@@ -338,7 +348,32 @@ def _best_shares(num_micro_batches: int, devices: Sequence[Device]) -> tuple[int
 
 
 def _slowest(counts: Sequence[int], devices: Sequence[Device]) -> float:
-    return max(n * device.micro_batch_s + device.rest_s for n, device in zip(counts, devices, strict=True))
+    return max(_busy(counts, devices))
+
+
+def _busy(counts: Sequence[int], devices: Sequence[Device]) -> list[float]:
+    return [n * device.micro_batch_s + device.rest_s for n, device in zip(counts, devices, strict=True)]
+
+
+def _noise_s(counts: Sequence[int], devices: Sequence[Device]) -> float:
+    """What a step takes beyond `_slowest`, on average, if the workers' times vary by themselves, normally distributed.
+
+    The largest of several times exceeds x unless none of them does: its mean is the integral of that probability.
+    """
+    times = Counter(
+        (busy_s, _SIGMA * device.spread * busy_s)
+        for busy_s, device in zip(_busy(counts, devices), devices, strict=True)
+    )
+    first, last = max(t - _REACH * sigma for t, sigma in times), max(t + _REACH * sigma for t, sigma in times)
+    if len(devices) == 1 or first == last:
+        return 0.0
+    width, expected_s = (last - first) / _POINTS, first
+    for number in range(_POINTS):
+        x, none_exceeds = first + (number + 0.5) * width, 1.0
+        for (t, sigma), count in times.items():
+            none_exceeds *= ((1 + math.erf((x - t) / sigma / math.sqrt(2))) / 2 if sigma else float(x >= t)) ** count
+        expected_s += width * (1 - none_exceeds)
+    return max(0.0, expected_s - max(t for t, _ in times))
 
 
 def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Device], plan: _Plan) -> Prediction:
@@ -352,12 +387,13 @@ def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Dev
     parts = {
         "shared cores": (1 - together / alone) * step_s if len(devices) > 1 else 0.0,
         "whole micro-batches": max(0.0, slowest_s - max(device.rest_s for device in slowed) - even_s),
+        "noise": plan.noise_s,
         "data": plan.busy_s - slowest_s,
         "exchange": plan.exposed_s,
         "checkpoints": stall_s,
     }
     limit = max(parts, key=parts.__getitem__)
-    error = math.hypot(MODEL_ERROR, max(device.spread for device in devices))
+    error = math.hypot(MODEL_ERROR, max(device.spread + device.uncertainty for device in devices))
     return Prediction(
         tuple(devices),
         tuple(slowed),
