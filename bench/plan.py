@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -308,7 +308,7 @@ class Round:
     """A combination as predicted, and as measured afterwards."""
 
     predicted: Prediction
-    simulated: float | None
+    simulated: float
     measured: Turn
 
     @property
@@ -316,12 +316,12 @@ class Round:
         return self.predicted.samples_per_s / self.measured.rate
 
 
-def simulate(profile: Profile, case: Case) -> float | None:
-    """Samples per second of the same workers in a simulated run; None with averaging, which is not simulated."""
+def simulate(profile: Profile, case: Case) -> float:
+    """Samples per second of the same workers in a simulated run; 0.0 with averaging, which is not simulated."""
     from paceline.run.simulation import Scenario, Simulation
 
     if case.strategy == "averaging":
-        return None
+        return 0.0
     work, devices, hardware = situation(profile, case)
     noise = NORMAL * statistics.fmean(device.spread for device in devices)
     return Simulation(work, devices, Scenario(SIMULATED_S, noise), hardware).run().samples_per_s
@@ -372,26 +372,26 @@ def summary(found: dict[Case, list[Round]], options: argparse.Namespace) -> Resu
 
 
 def row(rounds: Sequence[Round]) -> dict[str, Any]:
-    def median(of: Callable[[Round], float]) -> float:
-        return statistics.median(map(of, rounds))
-
-    last = rounds[-1]
+    median = statistics.median
+    last = rounds[-1].predicted
     return {
-        "predicted": median(lambda each: each.predicted.samples_per_s),
-        "measured": median(lambda each: each.measured.rate),
-        "ratio": median(lambda each: each.ratio),
+        "predicted": median(each.predicted.samples_per_s for each in rounds),
+        "measured": median(each.measured.rate for each in rounds),
+        "ratio": median(each.ratio for each in rounds),
         "ratio_by_round": [each.ratio for each in rounds],
-        "simulated": None
-        if last.simulated is None
-        else median(lambda each: (each.simulated or 0.0) / each.measured.rate),
-        "measured_parts": {name: median(lambda each: each.measured.parts[name]) for name in last.measured.parts},  # noqa: B023
-        "predicted_parts": {name: median(lambda each: each.predicted.parts[name]) for name in last.predicted.parts},  # noqa: B023
-        "limit": last.predicted.limit,
-        "shares": last.predicted.shares,
+        "simulated": median(each.simulated / each.measured.rate for each in rounds) if rounds[-1].simulated else None,
+        "predicted_parts": median_parts([each.predicted.parts for each in rounds]),
+        "measured_parts": median_parts([each.measured.parts for each in rounds]),
+        "limit": last.limit,
+        "shares": last.shares,
         "in_interval": statistics.fmean(
             each.predicted.low <= each.measured.rate <= each.predicted.high for each in rounds
         ),
     }
+
+
+def median_parts(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(parts[name] for parts in rounds) for name in rounds[0]}
 
 
 class PlanResult(Result):

@@ -77,7 +77,7 @@ def test_a_round_predicts_before_it_measures() -> None:
 def test_the_result_tells_the_medians_of_the_rounds() -> None:
     cases = {Case("medium"): (1.0, 1.1, 0.5), Case("medium", (1, 1)): (1.25, 1.25, 9.0)}
     found = {
-        case: [Round(own := predicted(case), None, Turn(own.samples_per_s / ratio, {"rest": 0.1})) for ratio in ratios]
+        case: [Round(own := predicted(case), 0.0, Turn(own.samples_per_s / ratio, {"rest": 0.1})) for ratio in ratios]
         for case, ratios in cases.items()
     }
     result = summary(found, argparse.Namespace(rounds=3, steps=4, seconds=1.0))

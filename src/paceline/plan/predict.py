@@ -272,13 +272,8 @@ class _Plan:
 
     shares: tuple[int, ...]
     busy_s: float
-    noise_s: float
     exposed_s: float
     num_micro_batches: float
-
-    @property
-    def step_s(self) -> float:
-        return self.busy_s + self.noise_s + self.exposed_s
 
 
 def _slowed(devices: Sequence[Device], hosts: Mapping[str, Sequence[int]], hardware: Hardware) -> list[Device]:
@@ -312,8 +307,8 @@ def _costs(
 
 def _gradients(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
     counts = _best_shares(workload.num_micro_batches, devices)
-    busy_s = max(_slowest(counts, devices), workload.num_micro_batches * workload.read_s)
-    return _Plan(counts, busy_s, _noise_s(counts, devices), costs.exposed_s, workload.num_micro_batches)
+    busy_s = max(*_busy(counts, devices), workload.num_micro_batches * workload.read_s)
+    return _Plan(counts, busy_s, costs.exposed_s, workload.num_micro_batches)
 
 
 def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
@@ -325,7 +320,7 @@ def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _P
         compute_ms = [1e3 * n * device.micro_batch_s for n, device in zip(counts, devices, strict=True)]
         el_che.report_timing(compute_ms, counts, 1e3 * costs.exposed_s)
     counts = el_che.batch_counts
-    return _Plan(counts, _slowest(counts, devices), _noise_s(counts, devices), costs.exposed_s, sum(counts))
+    return _Plan(counts, max(_busy(counts, devices)), costs.exposed_s, sum(counts))
 
 
 def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
@@ -333,11 +328,10 @@ def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> 
     assert isinstance(workload.strategy, Averaging)
     averaging = workload.strategy
     counts = _best_shares(workload.num_micro_batches, devices)
-    busy_s = _slowest(counts, devices)
+    busy_s = max(_busy(counts, devices))
     sent_s = averaging.transfer_part * costs.exchange_s
     exposed_s = max(0.0, sent_s - averaging.every * busy_s) if averaging.overlap else sent_s
-    noise_s = _noise_s(counts, devices)
-    return _Plan(counts, busy_s, noise_s, exposed_s / averaging.every, workload.num_micro_batches)
+    return _Plan(counts, busy_s, exposed_s / averaging.every, workload.num_micro_batches)
 
 
 _PLANS = {str: _gradients, Cadence: _cadence, Averaging: _averaging}
@@ -347,23 +341,17 @@ def _best_shares(num_micro_batches: int, devices: Sequence[Device]) -> tuple[int
     return shares(num_micro_batches, [1 / d.micro_batch_s for d in devices], [d.rest_s for d in devices])
 
 
-def _slowest(counts: Sequence[int], devices: Sequence[Device]) -> float:
-    return max(_busy(counts, devices))
-
-
 def _busy(counts: Sequence[int], devices: Sequence[Device]) -> list[float]:
+    """The seconds between two exchanges in which each worker is busy."""
     return [n * device.micro_batch_s + device.rest_s for n, device in zip(counts, devices, strict=True)]
 
 
-def _noise_s(counts: Sequence[int], devices: Sequence[Device]) -> float:
-    """What a step takes beyond `_slowest`, on average, if the workers' times vary by themselves, normally distributed.
+def _noise_s(busy_s: Sequence[float], devices: Sequence[Device]) -> float:
+    """By how much the mean of the largest exceeds the largest mean, of independent, normally distributed times.
 
     The largest of several times exceeds x unless none of them does: its mean is the integral of that probability.
     """
-    times = Counter(
-        (busy_s, _SIGMA * device.spread * busy_s)
-        for busy_s, device in zip(_busy(counts, devices), devices, strict=True)
-    )
+    times = Counter((t, _SIGMA * device.spread * t) for t, device in zip(busy_s, devices, strict=True))
     first, last = max(t - _REACH * sigma for t, sigma in times), max(t + _REACH * sigma for t, sigma in times)
     if len(devices) == 1 or first == last:
         return 0.0
@@ -378,17 +366,18 @@ def _noise_s(counts: Sequence[int], devices: Sequence[Device]) -> float:
 
 def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Device], plan: _Plan) -> Prediction:
     stall_s = workload.stall_s / workload.save_every if workload.save_every else 0.0
-    step_s = plan.step_s + stall_s
+    busy_s = _busy(plan.shares, slowed)
+    noise_s = _noise_s(busy_s, slowed)
+    step_s = plan.busy_s + noise_s + plan.exposed_s + stall_s
     samples_per_s = plan.num_micro_batches * workload.micro_batch / step_s
     alone = _sum_of_speeds(workload, devices)
     together = _sum_of_speeds(workload, slowed)
-    slowest_s = _slowest(plan.shares, slowed)
     even_s = plan.num_micro_batches / sum(1 / device.micro_batch_s for device in slowed)
     parts = {
         "shared cores": (1 - together / alone) * step_s if len(devices) > 1 else 0.0,
-        "whole micro-batches": max(0.0, slowest_s - max(device.rest_s for device in slowed) - even_s),
-        "noise": plan.noise_s,
-        "data": plan.busy_s - slowest_s,
+        "whole micro-batches": max(0.0, max(busy_s) - max(device.rest_s for device in slowed) - even_s),
+        "noise": noise_s,
+        "data": plan.busy_s - max(busy_s),
         "exchange": plan.exposed_s,
         "checkpoints": stall_s,
     }
