@@ -6,11 +6,9 @@ speed that a link is set to. Then each combination is trained: one to four worke
 100/70/40, three sizes of model, links of 1 Gbit/s and 100 Mbit/s between network namespaces, all strategies, plain and
 exact. `ratio` is the median of predicted over measured; the error of a combination is how far its ratio is from 1.
 
-A machine's speed drifts: here the same passes of one worker, alone, took 73 to 93 ms within 90 seconds. No profile can
-tell what a machine does at another time, so profiles are made in units of a yardstick: the same model's passes in a
-bare loop on rank 0 while all others wait. It is timed before and after every turn of a profile and of a measurement;
-the prediction for a turn is the profile's, in the yardstick's seconds of that turn. `raw_ratio` has the prediction in
-the profile's seconds.
+A machine's speed drifts: here the same passes of one worker on an idle core take 24 to 34 ms, for seconds or minutes at
+a time. So there are rounds, in which all take turns: a model is profiled, its combinations are predicted from this
+profile alone, and each of them is trained for a second. The ratio of a combination is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -20,21 +18,21 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.synchronize import Barrier
+from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from bench.cpu_quota import CpuQuota, cpu_quota, missing_cpu_quota
-from bench.harness import Result, Unavailable, circumstances
+from bench.harness import Result, Unavailable, circumstances, isolated
 from bench.models import LanguageModel
 from bench.namespaces import NUM_HOSTS, Link, missing_slow_link, slow_link
-from bench.workers import run_workers
+from bench.workers import Worker, results_of, working
 
 if TYPE_CHECKING:
     from paceline import Trainer
@@ -51,10 +49,8 @@ PROFILE_MICRO_BATCHES = 8  # per worker
 SETTLING_STEPS = {"gradients": 5, "averaging": AVERAGE_EVERY, "cadence": 4}
 LEAST_STEPS = {"gradients": 1, "averaging": AVERAGE_EVERY, "cadence": 1}
 SIMULATED_S = 600.0
-NUM_TURNS = 4  # of a measurement, of which the median counts: a burst of other work spoils one of them
-NUM_PROFILES = 2
-YARDSTICK_S, YARDSTICK_TIMEOUT_S = 0.25, 120.0
-FIRST_WARM_S, WARM_S = 1.0, 0.1  # untimed, before the first yardstick and before each
+NORMAL = 1.4826  # a normal distribution's standard deviation over half of its interquartile range
+MOST_WORKERS = 4
 
 
 @dataclass(frozen=True)
@@ -129,128 +125,88 @@ def trainer_of(case: Case) -> Trainer:
     )
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where a case's workers run."""
+class Crew:
+    """Worker processes that stay for all combinations: a call runs on the first so many of them."""
 
-    shares: tuple[float, ...]  # of a core, by worker
-    quotas: tuple[CpuQuota | None, ...]
-    link: Link | None
-    barrier: Barrier
+    def __init__(self, quotas: Sequence[CpuQuota], pipes: Sequence[Connection], workers: Sequence[Worker]) -> None:
+        self._quotas, self._pipes, self._workers = quotas, pipes, workers
 
-    def join(self) -> None:
-        rank, size = own_rank(), int(os.environ["WORLD_SIZE"])
-        if (quota := self.quotas[rank]) is not None:
-            quota.add(os.getpid())
-        if self.link is not None:
-            local_size = size // NUM_HOSTS
-            self.link.join(rank // local_size, rank % local_size, local_size)
+    def call(self, num_workers: int, function: Callable[..., T], *arguments: Any) -> T:
+        """Rank 0's result."""
+        pipes = self._pipes[:num_workers]
+        for pipe in pipes:
+            pipe.send((num_workers, function, arguments))
+        for pipe, worker in zip(pipes, self._workers, strict=False):
+            if pipe not in wait([pipe, worker.result]):
+                results_of([worker])  # raises its error
+        results: list[T] = [pipe.recv() for pipe in pipes]
+        return results[0]
 
     @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Whether this is rank 0, which has a whole core to itself while all others sleep."""
-        rank = own_rank()
-        self.barrier.wait(YARDSTICK_TIMEOUT_S)
-        if rank == 0 and (quota := self.quotas[rank]) is not None:
+    def limited(self, case: Case) -> Iterator[None]:
+        for quota, cores in zip(self._quotas, case.quotas, strict=False):
+            quota.limit(cores if cores < 1 else None)
+        yield
+        for quota in self._quotas:
             quota.limit(None)
-            yield True
-            quota.limit(self.shares[rank])
-        else:
-            yield rank == 0
-        self.barrier.wait(YARDSTICK_TIMEOUT_S)
-
-
-def own_rank() -> int:
-    return int(os.environ["RANK"])
 
 
 @contextmanager
-def places_of(case: Case) -> Iterator[Places]:
+def crew_of(num_workers: int, link: Link | None = None) -> Iterator[Crew]:
     with ExitStack() as stack:
-        quotas = tuple(stack.enter_context(cpu_quota(quota)) if quota < 1 else None for quota in case.quotas)
-        link = None if case.mbit is None else stack.enter_context(slow_link(case.mbit))
-        yield Places(case.quotas, quotas, link, get_context("spawn").Barrier(len(quotas)))
+        quotas = [stack.enter_context(cpu_quota()) for _ in range(num_workers)]
+        pipes = [get_context("spawn").Pipe() for _ in range(num_workers)]
+        arguments = (quotas, [inner for _, inner in pipes], link)
+        workers = stack.enter_context(working(serve, num_workers, *arguments))
+        yield Crew(quotas, [outer for outer, _ in pipes], workers)
+        for outer, _ in pipes:
+            outer.send(None)
 
 
-class Yardstick:
-    """Seconds per pass of the case's model in a bare loop on rank 0; 0.0 on the others."""
-
-    def __init__(self, case: Case, places: Places) -> None:
-        self._places = places
-        self._model = make_model(case.model)
-        self._batch = torch.zeros((MICRO_BATCH, LENGTH), dtype=torch.long)
-        self._warmup_s = FIRST_WARM_S
-
-    def __call__(self) -> float:
-        with self._places.alone() as is_mine:
-            return self._measure() if is_mine else 0.0
-
-    def _measure(self) -> float:
-        self._passes(self._warmup_s)  # memory, kernels; and a quota that was lifted
-        self._warmup_s = WARM_S
-        return self._passes(YARDSTICK_S)
-
-    def _passes(self, seconds: float) -> float:
-        num_passes, start = 0, time.perf_counter()
-        while time.perf_counter() < start + seconds:
-            self._model(self._batch).backward()
-            num_passes += 1
-        return (time.perf_counter() - start) / num_passes
+def serve(quotas: Sequence[CpuQuota], pipes: Sequence[Connection], link: Link | None) -> None:
+    """In a worker: does what it is told until it is told to end."""
+    rank = int(os.environ["RANK"])
+    quotas[rank].add(os.getpid())
+    if link is not None:
+        link.join(rank)
+    while (call := pipes[rank].recv()) is not None:
+        num_workers, function, arguments = call
+        if link is None:
+            os.environ.update(WORLD_SIZE=str(num_workers), LOCAL_WORLD_SIZE=str(num_workers))
+        pipes[rank].send(function(*arguments))
+    _running.clear()  # their trainers are closed
 
 
-def profile_case(case: Case, num_steps: int, yardstick: Yardstick) -> tuple[Profile, StepTimes, float]:
-    """Times are in yardsticks, whose seconds are the third result."""
+@dataclass(frozen=True)
+class Turn:
+    """Samples per second of all workers, and the parts of a mean step in seconds.
+
+    compute and exchange: of whoever is last in a step; rest: the longest.
+    """
+
+    rate: float
+    parts: dict[str, float]
+
+
+def profiles(case: Case, num_steps: int) -> Iterator[tuple[Profile, StepTimes] | None]:
+    """In a worker, in every turn; first of all it settles."""
     from paceline.run import probe
 
-    found = []
-    before_s = yardstick()
-    for _ in range(NUM_PROFILES):
-        with trainer_of(case) as trainer:
-            profile, times = probe.profile(trainer.run, trainer.step_with(trainer.model), -(-num_steps // NUM_PROFILES))
-        after_s = yardstick()
-        found.append((times, (before_s + after_s) / 2))
-        before_s = after_s
-    if own_rank() != 0:
-        return profile, times, 0.0
-    times = mean_times([times.scaled(1 / seconds) for times, seconds in found])
-    (device,) = profile.devices
-    device = replace(
-        device,
-        micro_batch_s=times.micro_batch_s[0],
-        rest_s=times.rest_s[0],
-        data_s=times.data_s[0],
-        spread=times.spread[0],
-    )
-    return replace(profile, devices=(device,)), times, statistics.fmean(seconds for _, seconds in found)
+    with trainer_of(case) as trainer:
+        yield None
+        while True:
+            yield probe.profile(trainer.run, trainer.step_with(trainer.model), num_steps)
 
 
-def mean_times(found: Sequence[StepTimes]) -> StepTimes:
-    def mean(values: Sequence[Any]) -> Any:
-        is_by_rank = isinstance(values[0], tuple)
-        return tuple(map(statistics.fmean, zip(*values, strict=True))) if is_by_rank else statistics.fmean(values)
-
-    numbers = {each.name: mean([getattr(own, each.name) for own in found]) for each in fields(found[0])}
-    return replace(found[0], **numbers)
-
-
-Turn = tuple[float, float]  # samples per second of all workers, and the yardstick's seconds
-
-
-def measure_case(case: Case, seconds: float, yardstick: Yardstick) -> list[Turn]:
-    """Turns, once shares and cadence have settled."""
+def measurements(case: Case, seconds: float) -> Iterator[Turn | None]:
+    """In a worker, in every turn; first of all shares and cadence settle."""
     with trainer_of(case) as trainer:
         step = trainer.step_with(trainer.model)
-        num_samples = 0
-
-        def count(record: Any) -> None:
-            nonlocal num_samples
-            num_samples += sum(record.shares) * MICRO_BATCH
-
-        trainer.every(1, count)
+        records: list[Any] = []
+        trainer.every(1, records.append)
 
         def train(num_steps: int) -> float:
-            nonlocal num_samples
-            num_samples = 0
+            records.clear()
             start = time.perf_counter()
             # In one go: with averaging, replicas meet where a loop over epochs ends.
             for epoch in trainer.epochs(max_steps=trainer.position.step + num_steps):
@@ -258,108 +214,117 @@ def measure_case(case: Case, seconds: float, yardstick: Yardstick) -> list[Turn]
                     step(batch)
             return trainer.reduce(time.perf_counter() - start, "max")
 
-        train(SETTLING_STEPS[case.strategy])
         least = LEAST_STEPS[case.strategy]
-        step_s = train(least) / least
-        per_turn = max(1, round(seconds / NUM_TURNS / step_s))
-        per_turn = -(-per_turn // least) * least if case.strategy == "averaging" else per_turn
-        turns: list[Turn] = []
-        before_s = yardstick()
-        for _ in range(NUM_TURNS):
-            rate = 1 / train(per_turn)
-            rate, after_s = rate * num_samples, yardstick()
-            turns.append((rate, (before_s + after_s) / 2))
-            before_s = after_s
-        return turns
+        train(SETTLING_STEPS[case.strategy])
+        num_steps = max(1, round(seconds / train(least))) * least
+        yield None
+        while True:
+            rate = MICRO_BATCH / train(num_steps)
+            yield Turn(rate * sum(sum(record.shares) for record in records), mean_parts(records))
 
 
-def work(
-    function: Callable[[Case, Any, Yardstick], T], cases: Sequence[Case], places: Places, argument: Any
-) -> list[T]:
-    """In a worker."""
-    places.join()
-    return [function(case, argument, Yardstick(case, places)) for case in cases]
+def mean_parts(records: Sequence[Any]) -> dict[str, float]:
+    timed = [(record.shares, record.timings) for record in records if any(own.micro_batch for own in record.timings)]
+    parts = {
+        "compute": [max(n * own.micro_batch for n, own in zip(*step, strict=True)) for step in timed],
+        "exchange": [min(own.sync for own in timings) for _, timings in timed],
+        "rest": [max(own.rest for own in timings) for _, timings in timed],
+    }
+    return {name: statistics.fmean(seconds) for name, seconds in parts.items() if seconds}
 
 
-def run_cases(function: Callable[[Case, Any, Yardstick], T], cases: Sequence[Case], argument: Any) -> dict[Case, T]:
-    """Rank 0's results."""
-    results: dict[Case, T] = {}
-    for place in dict.fromkeys(case.place for case in cases):
-        own = [case for case in cases if case.place == place]
-        with places_of(own[0]) as places:
-            found = run_workers(work, len(own[0].quotas), function, own, places, argument)[0]
-        results |= dict(zip(own, found, strict=True))
-    return results
+_running: dict[Any, Callable[[], Any]] = {}  # in a worker: what it takes turns with
 
 
-def profiles_of(cases: Sequence[Case], num_steps: int) -> dict[tuple[str, bool], Known]:
-    """What is measured before anything is predicted, by subject."""
-    alone, pairs = dict[Case, None](), dict[Case, None]()
-    for case in cases:
-        model, exact = case.subject
-        for quota in {*case.quotas, 1.0}:
-            alone[Case(model, (quota,), PROFILE_MICRO_BATCHES, exact=exact)] = None
-        pairs[Case(model, (1.0, 1.0), 2 * PROFILE_MICRO_BATCHES, exact=exact)] = None
-    singles = run_cases(profile_case, list(alone), num_steps)
-    together = run_cases(profile_case, list(pairs), num_steps)
-    known = {}
-    for pair, (_, times, _) in together.items():
-        mine = {case.quotas[0]: found for case, found in singles.items() if case.subject == pair.subject}
-        devices = {quota: replace(found[0].devices[0], name=f"{quota:g}") for quota, found in mine.items()}
-        own, _, yardstick_s = mine[1.0]
-        profile = replace(own, devices=tuple(devices.values()), counts=(1,) * len(devices))
-        known[pair.subject] = Known(profile.with_company(times, [devices[1.0]] * 2), yardstick_s)
-    return known
+def take_turn(work: Callable[..., Iterator[Any]], *arguments: Any) -> Any:
+    """In a worker: the next result of a generator that goes on from turn to turn, with torch settings of its own."""
+    if (key := (work, arguments)) not in _running:
+
+        def begin() -> Callable[[], Any]:
+            results = work(*arguments)
+            next(results)
+            return partial(next, results)
+
+        _running[key] = isolated(begin)
+    return _running[key]()
+
+
+class Machine:
+    """This one: workers beside each other, and workers on two hosts."""
+
+    def __init__(self, local: Crew, linked: Crew, link: Link) -> None:
+        self._local, self._linked, self._link = local, linked, link
+
+    def profile(self, case: Case, num_steps: int) -> tuple[Profile, StepTimes]:
+        with self._local.limited(case):
+            found: tuple[Profile, StepTimes] = self._local.call(len(case.quotas), take_turn, profiles, case, num_steps)
+        return found
+
+    def measure(self, case: Case, seconds: float) -> Turn:
+        crew = self._local if case.mbit is None else self._linked
+        self._link.limit(case.mbit)
+        with crew.limited(case):
+            turn: Turn = crew.call(len(case.quotas), take_turn, measurements, case, seconds)
+        return turn
+
+
+def profile_of(machine: Machine, cases: Sequence[Case], num_steps: int) -> Profile:
+    """What is measured of a model before its combinations are predicted: this machine, with a device for each quota."""
+    model, exact = cases[0].subject
+    devices: dict[float, Device] = {}
+    for quota in sorted({1.0, *(quota for case in cases for quota in case.quotas)}):
+        own, _ = machine.profile(Case(model, (quota,), PROFILE_MICRO_BATCHES, exact=exact), num_steps)
+        devices[quota] = replace(own.devices[0], name=f"{quota:g}")
+    _, together = machine.profile(Case(model, (1.0, 1.0), 2 * PROFILE_MICRO_BATCHES, exact=exact), num_steps)
+    found = replace(own, devices=tuple(devices.values()), counts=(1,) * len(devices))
+    return found.with_company(together, [devices[1.0]] * 2)
+
+
+def situation(profile: Profile, case: Case) -> tuple[Workload, list[Device], Hardware]:
+    import paceline as pl
+    from paceline.plan.predict import Averaging, Hardware, Link, Workload
+
+    strategies: dict[str, Any] = {
+        "gradients": "gradients",
+        "cadence": pl.Cadence(overhead_target=0.1),
+        "averaging": Averaging(every=AVERAGE_EVERY),
+    }
+    num_bytes, host = profile.subject.gradient_bytes, profile.as_host
+    work = Workload(case.num_micro_batches, MICRO_BATCH, num_bytes, strategy=strategies[case.strategy])
+    devices = [profile.device(f"{quota:g}") for quota in case.quotas]
+    if case.mbit is None:
+        return work, devices, Hardware({profile.host: host})
+    # Two namespaces are two hosts, whose workers share one machine's cores.
+    factors = host.slowdowns([device.cores for device in devices])
+    slowed = [
+        replace(device.slowed(factor), host=str(rank))
+        for rank, (device, factor) in enumerate(zip(devices, factors, strict=True))
+    ]
+    return work, slowed, Hardware(link=Link.sold_as(case.mbit * 1e6))
 
 
 @dataclass(frozen=True)
-class Known:
-    """A subject's profile of this machine, with a device for each quota, in yardsticks of so many seconds then."""
+class Round:
+    """A combination as predicted, and as measured afterwards."""
 
-    profile: Profile
-    yardstick_s: float
+    predicted: Prediction
+    simulated: float
+    measured: Turn
 
-    def predict(self, case: Case, yardstick_s: float | None = None) -> Prediction:
-        from paceline.plan.predict import predict
+    @property
+    def ratio(self) -> float:
+        return self.predicted.samples_per_s / self.measured.rate
 
-        return predict(*self._situation(case, yardstick_s or self.yardstick_s))
 
-    def ratios(self, case: Case, turns: Sequence[Turn]) -> list[float]:
-        """Predicted over measured, of each turn."""
-        return [self.predict(case, yardstick_s).samples_per_s / rate for rate, yardstick_s in turns]
+def simulate(profile: Profile, case: Case) -> float:
+    """Samples per second of the same workers in a simulated run; 0.0 with averaging, which is not simulated."""
+    from paceline.run.simulation import Scenario, Simulation
 
-    def simulate(self, case: Case, yardstick_s: float) -> float | None:
-        """Samples per second of the same workers in a simulated run; None with averaging, which is not simulated."""
-        from paceline.run.simulation import Scenario, Simulation
-
-        if case.strategy == "averaging":
-            return None
-        work, devices, hardware = self._situation(case, yardstick_s)
-        noise = max(device.spread for device in devices)
-        return Simulation(work, devices, Scenario(SIMULATED_S, noise), hardware).run().samples_per_s
-
-    def _situation(self, case: Case, yardstick_s: float) -> tuple[Workload, list[Device], Hardware]:
-        import paceline as pl
-        from paceline.plan.predict import Averaging, Hardware, Link, Workload
-
-        strategies: dict[str, Any] = {
-            "gradients": "gradients",
-            "cadence": pl.Cadence(overhead_target=0.1),
-            "averaging": Averaging(every=AVERAGE_EVERY),
-        }
-        profile = self.profile.scaled(yardstick_s)
-        num_bytes, host = profile.subject.gradient_bytes, profile.as_host
-        work = Workload(case.num_micro_batches, MICRO_BATCH, num_bytes, strategy=strategies[case.strategy])
-        devices = [profile.device(f"{quota:g}") for quota in case.quotas]
-        if case.mbit is None:
-            return work, devices, Hardware({profile.host: host})
-        # Two namespaces are two hosts, whose workers share one machine's cores.
-        factors = host.slowdowns([device.cores for device in devices])
-        slowed = [
-            replace(device, micro_batch_s=factor * device.micro_batch_s, rest_s=factor * device.rest_s, host=str(rank))
-            for rank, (device, factor) in enumerate(zip(devices, factors, strict=True))
-        ]
-        return work, slowed, Hardware(link=Link.sold_as(case.mbit * 1e6))
+    if case.strategy == "averaging":
+        return 0.0
+    work, devices, hardware = situation(profile, case)
+    noise = NORMAL * statistics.fmean(device.spread for device in devices)
+    return Simulation(work, devices, Scenario(SIMULATED_S, noise), hardware).run().samples_per_s
 
 
 def run(options: argparse.Namespace) -> Result:
@@ -367,74 +332,87 @@ def run(options: argparse.Namespace) -> Result:
         if reason:
             raise Unavailable(reason)
     cases = [case for case in CASES if not options.only or any(word in case.name for word in options.only)]
-    known = profiles_of(cases, options.steps)
-    measured: dict[Case, list[Turn]] = {}
-    for place in dict.fromkeys(case.place for case in cases):
-        measured |= run_cases(measure_case, [case for case in cases if case.place == place], options.seconds)
-        for case, turns in measured.items():
-            if case.place == place:
-                ratio = statistics.median(known[case.subject].ratios(case, turns))
-                print(f"{case.name}: {ratio:.3f}", file=sys.stderr, flush=True)
-    return summary(known, measured, options)
+    found: dict[Case, list[Round]] = {case: [] for case in cases}
+    with slow_link(None) as link, crew_of(MOST_WORKERS) as local, crew_of(NUM_HOSTS, link) as linked:
+        machine = Machine(local, linked, link)
+        for number in range(options.rounds):
+            for subject in dict.fromkeys(case.subject for case in cases):
+                take_round(machine, [case for case in cases if case.subject == subject], found, options)
+            ratios = [statistics.median(each.ratio for each in own) for own in found.values()]
+            text = " ".join(f"{ratio:.3f}" for ratio in ratios)
+            print(f"round {number + 1} of {options.rounds}: {text}", file=sys.stderr, flush=True)
+    return summary(found, options)
 
 
-def summary(
-    known: dict[tuple[str, bool], Known], measured: dict[Case, list[Turn]], options: argparse.Namespace
-) -> Result:
-    rows = {case.name: row(known[case.subject], case, turns) for case, turns in measured.items()}
+def take_round(
+    machine: Machine, cases: Sequence[Case], found: dict[Case, list[Round]], options: argparse.Namespace
+) -> None:
+    """Profile a model, predict all of its combinations, and only then measure them."""
+    from paceline.plan.predict import predict
+
+    profile = profile_of(machine, cases, options.steps)
+    predicted = {case: (predict(*situation(profile, case)), simulate(profile, case)) for case in cases}
+    for case in cases:
+        found[case].append(Round(*predicted[case], machine.measure(case, options.seconds)))
+
+
+def summary(found: dict[Case, list[Round]], options: argparse.Namespace) -> Result:
+    rows = {case.name: row(rounds) for case, rounds in found.items()}
     errors = [abs(each["ratio"] - 1) for each in rows.values()]
     detail = {
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
-        "raw_median_error": statistics.median(abs(each["raw_ratio"] - 1) for each in rows.values()),
-        "raw_worst_error": max(abs(each["raw_ratio"] - 1) for each in rows.values()),
         "cases": rows,
-        "profiles": {f"{model}{' exact' * exact}": asdict(own) for (model, exact), own in known.items()},
-        **circumstances({"steps": options.steps, "seconds": options.seconds, "micro_batch": MICRO_BATCH}),
+        **circumstances(
+            {name: getattr(options, name) for name in ("rounds", "steps", "seconds")} | {"micro_batch": MICRO_BATCH}
+        ),
     }
     ratio = statistics.median(each["ratio"] for each in rows.values())
     return PlanResult("plan", "predicted / measured", ratio, 1.0, {}, detail)
 
 
-def row(known: Known, case: Case, turns: Sequence[Turn]) -> dict[str, Any]:
-    rate, yardstick_s = (statistics.median(values) for values in zip(*turns, strict=True))
-    predicted = known.predict(case, yardstick_s)
+def row(rounds: Sequence[Round]) -> dict[str, Any]:
+    median = statistics.median
+    last = rounds[-1].predicted
     return {
-        "predicted": predicted.samples_per_s,
-        "simulated": known.simulate(case, yardstick_s),
-        "measured": rate,
-        "ratio": statistics.median(known.ratios(case, turns)),
-        "raw_ratio": known.predict(case).samples_per_s / rate,
-        "yardstick": yardstick_s / known.yardstick_s,
-        "limit": predicted.limit,
-        "shares": predicted.shares,
-        "is_in_interval": predicted.low <= rate <= predicted.high,
+        "predicted": median(each.predicted.samples_per_s for each in rounds),
+        "measured": median(each.measured.rate for each in rounds),
+        "ratio": median(each.ratio for each in rounds),
+        "ratio_by_round": [each.ratio for each in rounds],
+        "simulated": median(each.simulated / each.measured.rate for each in rounds) if rounds[-1].simulated else None,
+        "predicted_parts": median_parts([each.predicted.parts for each in rounds]),
+        "measured_parts": median_parts([each.measured.parts for each in rounds]),
+        "limit": last.limit,
+        "shares": last.shares,
+        "in_interval": statistics.fmean(
+            each.predicted.low <= each.measured.rate <= each.predicted.high for each in rounds
+        ),
     }
+
+
+def median_parts(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(parts[name] for parts in rounds) for name in rounds[0]}
 
 
 class PlanResult(Result):
     def table(self) -> str:
-        columns = ("predicted", "measured", "ratio", "raw")
+        columns = ("predicted", "measured", "ratio", "simulated")
         lines = [f"{'plan: samples/s':<44} " + " ".join(f"{column:>9}" for column in columns) + " limit"]
-        for name, case in self.detail["cases"].items():
-            figures = (
-                f"{case['predicted']:>9.1f} {case['measured']:>9.1f} {case['ratio']:>9.3f} {case['raw_ratio']:>9.3f}"
-            )
+        cases = self.detail["cases"]
+        for name, case in cases.items():
+            simulated = "-" if case["simulated"] is None else f"{case['simulated']:.3f}"
+            figures = f"{case['predicted']:>9.1f} {case['measured']:>9.1f} {case['ratio']:>9.3f} {simulated:>9}"
             lines.append(f"{name:<44} {figures} {case['limit']}")
-        simulated = [
-            case["simulated"] / case["measured"] for case in self.detail["cases"].values() if case["simulated"]
-        ]
-        inside = sum(case["is_in_interval"] for case in self.detail["cases"].values())
+        inside = statistics.fmean(case["in_interval"] for case in cases.values())
         lines.append(
-            f"error: median {self.detail['median_error']:.1%}, worst {self.detail['worst_error']:.1%} "
-            f"(raw {self.detail['raw_median_error']:.1%}, {self.detail['raw_worst_error']:.1%}); "
-            f"{inside} of {len(self.detail['cases'])} inside the predicted interval; median ratio {self.ratio:.3f}"
+            f"error: median {self.detail['median_error']:.1%}, worst {self.detail['worst_error']:.1%}; "
+            f"{inside:.0%} of the rounds inside the predicted interval; median ratio {self.ratio:.3f}"
         )
-        lines.append(f"simulated over measured: {min(simulated):.3f} to {max(simulated):.3f}")
         return "\n".join([*lines, *self.footer()])
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=20, help="measured for a profile (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a measurement (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="of profiles and measurements (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="measured for a profile, at least (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=1.2, help="of a measurement (default: %(default)s)")
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="combinations whose name has a word")

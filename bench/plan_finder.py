@@ -1,8 +1,8 @@
 """The micro-batch finder against trying everything: `python -m bench.plan_finder`, for three models on this device.
 
-All sizes, powers of two and their middle, take turns; the ratio is the fastest size's time per sample over that of the
-finder's choice, from the same turns. On a GPU also: ten out-of-memory errors, after each of which the memory is free
-again and training goes on.
+All sizes, powers of two and their middle, take turns. The fastest of many noisy medians looks faster than it is, so
+that size and the finder's choice then take turns by themselves: the ratio is its time per sample over that of the
+choice. On a GPU also: ten out-of-memory errors, after each of which the memory is free again and training goes on.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from paceline.core.world import World
 from paceline.data.sources.base import as_source
 from paceline.run.micro_batch_finder import Trials, candidates, replica_for_trials
 
-NUM_TURNS = 5
-HOPELESS = 2.0  # sizes this much slower than the fastest take no further turns
+NUM_TURNS, NUM_DUELS = 5, 11
+HOPELESS = 1.5  # sizes this much slower than the fastest take no further turns
 NUM_ERRORS = 10
 TOO_MANY = 1 << 11  # samples, for the memory that is left by MEMORY_PART
 MEMORY_PART = 0.1
@@ -96,19 +96,19 @@ def trials_of(subject: Subject) -> Iterator[Trials]:
         yield Trials(replica, subject.loss_of, source, link.world.device)
 
 
-def seconds_by_size(subject: Subject) -> dict[int, float]:
-    """Medians of seconds per sample of all sizes that fit."""
+def fastest_size(trials: Trials, global_batch: int) -> int:
+    """By the medians of all sizes that fit."""
     turns: dict[int, list[float]] = {}
-    with trials_of(subject) as trials:
-        for turn in range(NUM_TURNS):
-            best = min((min(each) for each in turns.values()), default=0.0)
-            for size in candidates(subject.global_batch):
-                if turn and (size not in turns or min(turns[size]) > HOPELESS * best):
-                    continue
-                if (seconds := trials.seconds_per_sample(size)) is None:
-                    break
-                turns.setdefault(size, []).append(seconds)
-    return {size: statistics.median(each) for size, each in turns.items() if len(each) == NUM_TURNS}
+    for turn in range(NUM_TURNS):
+        best = min((min(each) for each in turns.values()), default=0.0)
+        for size in candidates(global_batch):
+            if turn and (size not in turns or min(turns[size]) > HOPELESS * best):
+                continue
+            if (seconds := trials.seconds_per_sample(size)) is None:
+                break
+            turns.setdefault(size, []).append(seconds)
+    medians = {size: statistics.median(each) for size, each in turns.items() if len(each) == NUM_TURNS}
+    return min(medians, key=medians.__getitem__)
 
 
 def compare(subject: Subject) -> tuple[int, int, float, float]:
@@ -122,9 +122,12 @@ def compare(subject: Subject) -> tuple[int, int, float, float]:
         runtime=Runtime(threads=1),
     )
     print(found, file=sys.stderr, flush=True)
-    seconds = seconds_by_size(subject)
-    best = min(seconds, key=seconds.__getitem__)
-    return found.micro_batch, best, seconds.get(found.micro_batch, math.inf), seconds[best]
+    chosen = found.micro_batch
+    with trials_of(subject) as trials:
+        best = fastest_size(trials, subject.global_batch)
+        duels = [[trials.seconds_per_sample(size) or math.inf for size in (chosen, best)] for _ in range(NUM_DUELS)]
+    chosen_s, best_s = map(statistics.median, zip(*duels, strict=True))
+    return chosen, best, chosen_s, best_s
 
 
 def survived(subject: Subject) -> int:

@@ -9,6 +9,7 @@ workers do with other models, quotas and links is compared by `bench plan`, in i
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import time
@@ -50,14 +51,17 @@ def kills(model: str, num_kills: int) -> tuple[float, float]:
 
 def simulated_cost(model: str, step_s: float, num_kills: int) -> float:
     task, draw = TASKS[model], random.Random(1)
-    devices = [Device("cpu", step_s / task.num_micro_batches)] * NUM_WORKERS
+    host = Host(len(os.sched_getaffinity(0)))
+    crowded = max(host.slowdowns([1.0] * NUM_WORKERS))
+    devices = [Device("cpu", step_s / task.num_micro_batches / crowded, cores=1.0)] * NUM_WORKERS
+    hardware = Hardware({"": host})
     work = Workload(NUM_WORKERS * task.num_micro_batches, task.micro_batch, 0)
     trace = []
     for number in range(1, num_kills + 1):
         at_s, worker = number * PAUSE_S + draw.uniform(0, step_s), draw.randrange(NUM_WORKERS)
         trace += [(at_s, worker, "die"), (at_s + PAUSE_S / 2, worker, "join")]
-    outcome = Simulation(work, devices, Scenario((num_kills + 1) * PAUSE_S, trace=trace)).run()  # type: ignore[arg-type]
-    return statistics.median(outcome.recoveries_s) - predict(work, devices[1:]).step_s
+    outcome = Simulation(work, devices, Scenario((num_kills + 1) * PAUSE_S, trace=trace), hardware).run()  # type: ignore[arg-type]
+    return statistics.median(outcome.recoveries_s) - predict(work, devices[1:], hardware).step_s
 
 
 def hour(num_workers: int, seconds: float) -> tuple[Outcome, float]:

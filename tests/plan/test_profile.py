@@ -24,14 +24,6 @@ def test_a_profile_is_what_its_json_says() -> None:
     assert Profile.from_json(json.dumps(before)) == PROFILE
 
 
-def test_a_slower_machine() -> None:
-    slower = PROFILE.scaled(2)
-    assert (slower.devices[0].micro_batch_s, slower.devices[0].rest_s, slower.devices[0].data_s) == (0.2, 0.02, 0.002)
-    assert slower.exchange.seconds(2, 4000) == pytest.approx(2 * PROFILE.exchange.seconds(2, 4000))
-    times = StepTimes((0.1,), (0.2,), (0.3,), (0.05,), 0.4).scaled(2)
-    assert times == StepTimes((0.2,), (0.4,), (0.6,), (0.05,), 0.8)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -48,11 +40,11 @@ def test_a_broken_profile_is_refused(change: dict[str, object], message: str) ->
         Profile.from_json("{")
 
 
-def test_medians_of_steps() -> None:
-    steps = [[(0.1, 0.02, 0.01, 0.0), (0.2, 0.0, 0.01, 0.0)]]
-    steps += [[(0.1 * n, 0.05, 0.01, 0.002), (0.2, 0.03, 0.02, 0.0)] for n in (1, 1, 5)]
+def test_means_of_steps_without_a_burst_of_other_work() -> None:
+    steps = [[(0.1, 0.02, 0.01, 0.0), (0.2, 0.0, 0.02, 0.0)]]
+    steps += [[(0.1 * n, 0.05, 0.01, 0.002), (0.2, 0.03, 0.02, 0.0)] for n in (1, 1.1, 0.9, 1, 1, 1, 1.1, 0.9, 1, 9)]
     times = StepTimes.of(steps)
-    assert times.micro_batch_s == pytest.approx((0.1, 0.2))
+    assert times.micro_batch_s == pytest.approx((0.91 / 9, 0.2))
     assert times.rest_s == pytest.approx((0.01, 0.02))
     assert times.data_s == pytest.approx((0.002, 0.0))
     assert times.exchange_s == pytest.approx(0.03)  # the last to arrive does not wait
@@ -67,6 +59,13 @@ def test_company_shows_contention_and_the_exchange() -> None:
     assert learned.as_host.slowdowns([1.0, 1.0]) == pytest.approx([1.2, 1.2])
     assert learned.exchange.seconds(2, SUBJECT.gradient_bytes) == pytest.approx(0.005)
     assert PROFILE.with_company(together, [CPU]) is PROFILE
+
+
+def test_a_machine_that_was_faster_in_company_is_the_mean_of_both() -> None:
+    together = StepTimes((0.08, 0.08), (0.01, 0.01), (0.0, 0.0), (0.0, 0.0), exchange_s=0.005)
+    learned = PROFILE.with_company(together, [CPU, CPU])
+    assert learned.contention == 0
+    assert learned.devices[0].micro_batch_s == pytest.approx(0.09)
 
 
 def test_profiles_are_combined_only_if_they_fit() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.plan.cadence import Cadence
 from paceline.plan.predict import (
+    FACTOR_ERROR,
     MODEL_ERROR,
     Averaging,
     Device,
@@ -31,7 +32,11 @@ WORK = Workload(num_micro_batches=14, micro_batch=4, gradient_bytes=1e6, num_sam
         ([FAST, FAST], (7, 7), 0.7),
         ([FAST, SLOW], (10, 4), 1.0),
         ([FAST, SLOW, SLOW], (8, 3, 3), 0.8),
-        ([Device("x", 0.1, rest_s=0.3, host="a"), FAST], (6, 8), 1.1),  # all wait for the longest update
+        (
+            [Device("x", 0.1, rest_s=0.3, host="a"), FAST],
+            (6, 8),
+            0.9,
+        ),  # the update's time counts like that of three micro-batches
     ],
 )
 def test_a_step_takes_as_long_as_its_slowest_worker(devices: list[Device], shares: tuple[int, ...], step_s: float):
@@ -87,6 +92,21 @@ def test_a_link_adds_its_ring():
     assert predict(work, far, slow).limit == "exchange"
 
 
+@pytest.mark.parametrize(("num_workers", "standard_deviations"), [(1, 0.0), (2, 0.5642), (3, 0.8463), (10, 1.5388)])
+def test_a_step_waits_for_whoever_is_slowest_in_it(num_workers: int, standard_deviations: float):
+    noisy = Device("noisy", 0.1, host="a", spread=0.05 * 0.6745)  # of a normal distribution with a deviation of 5%
+    predicted = predict(Workload(10 * num_workers, 4, 0), [noisy] * num_workers)
+    assert predicted.step_s == pytest.approx(1 + 0.05 * standard_deviations, rel=1e-3)
+    assert predicted.parts["noise"] == pytest.approx(0.05 * standard_deviations, rel=0.01)
+
+
+def test_noise_of_a_worker_that_is_never_the_slowest_costs_nothing():
+    noisy, waited_for = Device("noisy", 0.1, host="a", spread=0.05), Device("late", 0.1, 0.6, host="a")
+    predicted = predict(Workload(4, 4, 0), [noisy, waited_for])
+    assert predicted.shares == (4, 0)
+    assert predicted.step_s == pytest.approx(0.6, rel=1e-3)
+
+
 def test_averaging_exchanges_seldom():
     far = [FAST, Device("far", 0.1, host="b")]
     link = Hardware(link=Link(bytes_per_s=1e6))
@@ -129,7 +149,8 @@ def test_a_device_nobody_has_is_given_by_a_factor():
     half = measured.scaled("B", 0.5)
     assert half.micro_batch_s == pytest.approx(0.18)  # reading does not get slower
     assert half.rest_s == pytest.approx(0.04)
-    assert half.spread > measured.spread
+    assert (half.spread, half.uncertainty) == (0.03, FACTOR_ERROR)
+    assert predict(WORK, [half]).high > (1 + FACTOR_ERROR) * predict(WORK, [half]).samples_per_s
     with pytest.raises(ValueError, match=r"factor=0 of B: choose how fast it is relative to A, such as 0\.4"):
         measured.scaled("B", 0)
 

@@ -39,6 +39,16 @@ def test_a_profile_describes_the_worker_and_predicts() -> None:
     assert predict(Workload(4, 2, 20), profile.devices).samples_per_s > 0
 
 
+def test_a_run_that_trains_can_be_profiled_again() -> None:
+    """A single worker times one of 16 steps by itself, which a profile of a few steps would miss."""
+    with trainer() as trained:
+        trained.profile(lambda batch: trained.model(batch).square().mean(), steps=40)
+        before = trained.position.step
+        profile = trained.profile(lambda batch: trained.model(batch).square().mean(), steps=5)
+        assert trained.position.step == before + 1 + probe.MAX_STEPS
+    assert profile.devices[0].spread > 0
+
+
 def profile_on_hosts(num_hosts: int) -> Profile:
     """On one of two workers. num_hosts=2: each counts as a host, so that they exchange through Gloo."""
     if num_hosts == 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.plan.cadence import Cadence
-from paceline.plan.predict import Averaging, Device, Workload, predict
+from paceline.plan.predict import Averaging, Device, Hardware, Host, Workload, predict
 from paceline.run.simulation import CHANGE_S, RECOVERY_S, Scenario, Simulation
 
 FAST, SLOW = Device("fast", 0.1, 0.01), Device("slow", 0.25, 0.01)
@@ -34,6 +34,16 @@ def test_a_death_costs_the_step_and_the_recovery() -> None:
     assert outcome.wasted_s == pytest.approx(1.4 + 0.3)  # the survivor's share, and what the other had done of its own
     # The survivor computes its share of 14, notices, and begins a step of its own.
     assert outcome.recoveries_s == [pytest.approx(1.4 - 0.3 + RECOVERY_S + predict(WORK, [FAST]).step_s)]
+
+
+def test_survivors_have_the_cores_of_a_dead_worker() -> None:
+    on_cpu, host = Device("cpu", 0.1, cores=1), Hardware({"": Host(cores=1)})
+    step_s = predict(WORK, [on_cpu, on_cpu], host).step_s
+    assert step_s == pytest.approx(2.8)  # 14 micro-batches each, on half of a core
+    trace = [(200 * step_s + 0.8, 1, "die")]
+    outcome = Simulation(WORK, [on_cpu, on_cpu], Scenario(900, noise=0.0, trace=trace), host).run()
+    # The survivor has 10 of its 14 micro-batches left, and a core to itself.
+    assert outcome.recoveries_s == [pytest.approx(1.0 + RECOVERY_S + predict(WORK, [on_cpu], host).step_s)]
 
 
 def test_a_preempted_worker_repeats_nothing_and_its_replacement_joins() -> None:

@@ -1,15 +1,18 @@
 """Predicts how fast workers train together from what was measured of each. Arithmetic only.
 
-A step takes as long as its slowest worker computes, plus what the exchange leaves uncovered, plus the update:
+Workers wait for each other in the exchange. From one to the next, a step takes what the slowest worker needs for its
+update and its micro-batches, plus what they leave uncovered of the exchange:
 
-    step_s = max(share[i] * micro_batch_s[i] * slowdown[i]) + exposed_exchange_s + max(rest_s[i] * slowdown[i])
+    step_s = E[max((rest_s[i] + share[i] * micro_batch_s[i]) * slowdown[i])] + exposed_exchange_s
 
-The shares are those that the planner would choose, in whole micro-batches. docs/plan.md explains every term.
+E is the expected value: times vary from step to step, and another worker may be the slowest each time. The shares are
+those that the planner would choose, in whole micro-batches. docs/plan.md explains every term.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,6 +34,9 @@ CALL_S = 1e-4
 LATENCY_S = 1e-4  # of a message on a link that nobody has measured
 _LIKE = "#"  # before the number of another machine of the same kind
 _SETTLING_REPORTS = 100  # after which a cadence has found its level
+# Of a normal distribution: its standard deviation over half of its interquartile range, how many standard deviations
+# hold all of it, and in how many points it is added up.
+_SIGMA, _REACH, _POINTS = 1.4826, 5.0, 100
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Device:
     micro_batch_s: seconds per micro-batch, including the wait for its data, data_s. rest_s: seconds per step beside
     micro-batches and exchange, such as the optimizer's. host: its machine's name. cores: how many of its host's cores
     it keeps busy while it computes, for a CPU worker one per thread, or its quota; 0 for a GPU. spread: how far
-    readings lay apart, relative to micro_batch_s.
+    the times of steps lay apart, half of their interquartile range relative to micro_batch_s. uncertainty: by how much
+    a speed that nobody has measured may be off.
     """
 
     name: str
@@ -50,13 +57,23 @@ class Device:
     host: str = ""
     cores: float = 0.0
     spread: float = 0.0
+    uncertainty: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.micro_batch_s < math.inf:
             raise ValueError(f"{self.name}: micro_batch_s={self.micro_batch_s} must be a finite number of seconds > 0")
-        for name in ("rest_s", "data_s", "cores", "spread"):
+        for name in ("rest_s", "data_s", "cores", "spread", "uncertainty"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{self.name}: {name}={getattr(self, name)} must be a finite number >= 0")
+
+    def slowed(self, factor: float) -> Device:
+        """The same device while everything on it takes `factor` times as long."""
+        return replace(
+            self,
+            micro_batch_s=factor * self.micro_batch_s,
+            rest_s=factor * self.rest_s,
+            data_s=factor * self.data_s,
+        )
 
     def scaled(self, name: str, factor: float, host: str | None = None) -> Device:
         """A device that nobody has measured, `factor` times as fast as this one."""
@@ -69,7 +86,8 @@ class Device:
             self.data_s,
             self.host if host is None else host,
             self.cores,
-            self.spread + FACTOR_ERROR,
+            self.spread,
+            self.uncertainty + FACTOR_ERROR,
         )
 
 
@@ -206,7 +224,7 @@ class Prediction:
 
     shares: micro-batches per step by worker; with a cadence, per exchange.
     efficiency: relative to the sum of the devices' speeds alone. limit: what costs most of the rest: "compute",
-    "whole micro-batches", "exchange", "shared cores", "data", or "checkpoints".
+    "whole micro-batches", "noise", "exchange", "shared cores", "data", or "checkpoints".
     """
 
     devices: tuple[Device, ...]
@@ -229,10 +247,12 @@ def predict(workload: Workload, devices: Sequence[Device], hardware: Hardware | 
     if not devices:
         raise ValueError("nobody trains: give at least one device")
     hardware = hardware or Hardware()
-    hosts = list(dict.fromkeys(device.host for device in devices))
+    hosts: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        hosts.setdefault(device.host, []).append(rank)
     if len(hosts) > 1 and hardware.link is None:
         raise ValueError(f"hosts {', '.join(map(repr, hosts))} need a link: give its speed, such as --link 1Gbit")
-    slowed = _slowed(devices, hardware)
+    slowed = _slowed(devices, hosts, hardware)
     costs = _costs(workload, slowed, hosts, hardware)
     plan = _PLANS[type(workload.strategy)](workload, slowed, costs)
     return _summary(workload, devices, slowed, plan)
@@ -251,37 +271,30 @@ class _Plan:
     """Of one step, or with averaging of one round's mean step."""
 
     shares: tuple[int, ...]
-    compute_s: float
+    busy_s: float
     exposed_s: float
-    rest_s: float
     num_micro_batches: float
 
-    @property
-    def step_s(self) -> float:
-        return self.compute_s + self.exposed_s + self.rest_s
 
-
-def _slowed(devices: Sequence[Device], hardware: Hardware) -> list[Device]:
-    """The devices as fast as they are when all of them work."""
+def _slowed(devices: Sequence[Device], hosts: Mapping[str, Sequence[int]], hardware: Hardware) -> list[Device]:
+    """The devices as fast as they are when all of them work. hosts: the ranks of each."""
     slowed = list(devices)
-    for name in {device.host for device in devices}:
-        ranks = [rank for rank, device in enumerate(devices) if device.host == name and device.cores]
-        factors = hardware.host(name).slowdowns([devices[rank].cores for rank in ranks])
-        for rank, factor in zip(ranks, factors, strict=True):
-            own = devices[rank]
-            slowed[rank] = replace(
-                own, micro_batch_s=factor * own.micro_batch_s, rest_s=factor * own.rest_s, data_s=factor * own.data_s
-            )
+    for name, ranks in hosts.items():
+        computing = [rank for rank in ranks if devices[rank].cores]
+        factors = hardware.host(name).slowdowns([devices[rank].cores for rank in computing])
+        for rank, factor in zip(computing, factors, strict=True):
+            slowed[rank] = devices[rank].slowed(factor)
     return slowed
 
 
-def _costs(workload: Workload, devices: Sequence[Device], hosts: Sequence[str], hardware: Hardware) -> _Costs:
+def _costs(
+    workload: Workload, devices: Sequence[Device], hosts: Mapping[str, Sequence[int]], hardware: Hardware
+) -> _Costs:
     inside_s = 0.0
-    for name in hosts:
-        own = [device for device in devices if device.host == name]
+    for name, ranks in hosts.items():
         host = hardware.host(name)
-        crowding = max(1.0, sum(device.cores for device in own) / host.cores)
-        inside_s = max(inside_s, host.exchange.seconds(len(own), workload.gradient_bytes, crowding))
+        crowding = max(1.0, sum(devices[rank].cores for rank in ranks) / host.cores)
+        inside_s = max(inside_s, host.exchange.seconds(len(ranks), workload.gradient_bytes, crowding))
     link_s = 0.0 if hardware.link is None else hardware.link.seconds(len(hosts), workload.gradient_bytes)
     # A bucket leaves when backward has completed its gradients, the last one at the end of backward.
     num_buckets = math.ceil(workload.gradient_bytes / workload.bucket_bytes) or 1
@@ -294,14 +307,8 @@ def _costs(workload: Workload, devices: Sequence[Device], hosts: Sequence[str], 
 
 def _gradients(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
     counts = _best_shares(workload.num_micro_batches, devices)
-    compute_s = _slowest(counts, devices)
-    return _Plan(
-        counts,
-        max(compute_s, workload.num_micro_batches * workload.read_s),
-        costs.exposed_s,
-        max(device.rest_s for device in devices),
-        workload.num_micro_batches,
-    )
+    busy_s = max(*_busy(counts, devices), workload.num_micro_batches * workload.read_s)
+    return _Plan(counts, busy_s, costs.exposed_s, workload.num_micro_batches)
 
 
 def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
@@ -313,7 +320,7 @@ def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _P
         compute_ms = [1e3 * n * device.micro_batch_s for n, device in zip(counts, devices, strict=True)]
         el_che.report_timing(compute_ms, counts, 1e3 * costs.exposed_s)
     counts = el_che.batch_counts
-    return _Plan(counts, _slowest(counts, devices), costs.exposed_s, max(d.rest_s for d in devices), sum(counts))
+    return _Plan(counts, max(_busy(counts, devices)), costs.exposed_s, sum(counts))
 
 
 def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
@@ -321,12 +328,10 @@ def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> 
     assert isinstance(workload.strategy, Averaging)
     averaging = workload.strategy
     counts = _best_shares(workload.num_micro_batches, devices)
-    busy_s = [n * device.micro_batch_s + device.rest_s for n, device in zip(counts, devices, strict=True)]
-    last = busy_s.index(max(busy_s))
+    busy_s = max(_busy(counts, devices))
     sent_s = averaging.transfer_part * costs.exchange_s
-    exposed_s = max(0.0, sent_s - averaging.every * busy_s[last]) if averaging.overlap else sent_s
-    compute_s = counts[last] * devices[last].micro_batch_s
-    return _Plan(counts, compute_s, exposed_s / averaging.every, devices[last].rest_s, workload.num_micro_batches)
+    exposed_s = max(0.0, sent_s - averaging.every * busy_s) if averaging.overlap else sent_s
+    return _Plan(counts, busy_s, exposed_s / averaging.every, workload.num_micro_batches)
 
 
 _PLANS = {str: _gradients, Cadence: _cadence, Averaging: _averaging}
@@ -336,26 +341,48 @@ def _best_shares(num_micro_batches: int, devices: Sequence[Device]) -> tuple[int
     return shares(num_micro_batches, [1 / d.micro_batch_s for d in devices], [d.rest_s for d in devices])
 
 
-def _slowest(counts: Sequence[int], devices: Sequence[Device]) -> float:
-    return max(n * device.micro_batch_s for n, device in zip(counts, devices, strict=True))
+def _busy(counts: Sequence[int], devices: Sequence[Device]) -> list[float]:
+    """The seconds between two exchanges in which each worker is busy."""
+    return [n * device.micro_batch_s + device.rest_s for n, device in zip(counts, devices, strict=True)]
+
+
+def _noise_s(busy_s: Sequence[float], devices: Sequence[Device]) -> float:
+    """By how much the mean of the largest exceeds the largest mean, of independent, normally distributed times.
+
+    The largest of several times exceeds x unless none of them does: its mean is the integral of that probability.
+    """
+    times = Counter((t, _SIGMA * device.spread * t) for t, device in zip(busy_s, devices, strict=True))
+    first, last = max(t - _REACH * sigma for t, sigma in times), max(t + _REACH * sigma for t, sigma in times)
+    if len(devices) == 1 or first == last:
+        return 0.0
+    width, expected_s = (last - first) / _POINTS, first
+    for number in range(_POINTS):
+        x, none_exceeds = first + (number + 0.5) * width, 1.0
+        for (t, sigma), count in times.items():
+            none_exceeds *= ((1 + math.erf((x - t) / sigma / math.sqrt(2))) / 2 if sigma else float(x >= t)) ** count
+        expected_s += width * (1 - none_exceeds)
+    return max(0.0, expected_s - max(t for t, _ in times))
 
 
 def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Device], plan: _Plan) -> Prediction:
     stall_s = workload.stall_s / workload.save_every if workload.save_every else 0.0
-    step_s = plan.step_s + stall_s
+    busy_s = _busy(plan.shares, slowed)
+    noise_s = _noise_s(busy_s, slowed)
+    step_s = plan.busy_s + noise_s + plan.exposed_s + stall_s
     samples_per_s = plan.num_micro_batches * workload.micro_batch / step_s
     alone = _sum_of_speeds(workload, devices)
     together = _sum_of_speeds(workload, slowed)
     even_s = plan.num_micro_batches / sum(1 / device.micro_batch_s for device in slowed)
     parts = {
         "shared cores": (1 - together / alone) * step_s if len(devices) > 1 else 0.0,
-        "whole micro-batches": max(0.0, _slowest(plan.shares, slowed) - even_s),
-        "data": plan.compute_s - _slowest(plan.shares, slowed),
+        "whole micro-batches": max(0.0, max(busy_s) - max(device.rest_s for device in slowed) - even_s),
+        "noise": noise_s,
+        "data": plan.busy_s - max(busy_s),
         "exchange": plan.exposed_s,
         "checkpoints": stall_s,
     }
     limit = max(parts, key=parts.__getitem__)
-    error = math.hypot(MODEL_ERROR, max(device.spread for device in devices))
+    error = math.hypot(MODEL_ERROR, max(device.spread + device.uncertainty for device in devices))
     return Prediction(
         tuple(devices),
         tuple(slowed),

@@ -40,7 +40,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians over the steps of one world, in seconds, by rank. exchange_s: what no worker's computing covered.
+    """Means over the steps of one world, in seconds, by rank. exchange_s: what no worker's computing covered.
 
     spread: half of the interquartile range of a worker's micro-batches, relative to its median.
     """
@@ -65,25 +65,11 @@ class StepTimes:
                 )
         exchanges = [min(own[1] for own in step) for step in steps]
         return cls(
-            tuple(statistics.median(own[0]) for own in readings),
-            tuple(statistics.median(own[2] or [0.0]) for own in readings),
-            tuple(statistics.median(own[3] or [0.0]) for own in readings),
+            tuple(_mean(own[0]) for own in readings),
+            tuple(_mean(own[2]) for own in readings),
+            tuple(_mean(own[3]) for own in readings),
             tuple(_spread(own[0]) for own in readings),
-            statistics.median([s for s in exchanges if s] or [0.0]),
-        )
-
-    def scaled(self, factor: float) -> StepTimes:
-        """All times multiplied by the factor."""
-
-        def scaled(times: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(factor * each for each in times)
-
-        return replace(
-            self,
-            micro_batch_s=scaled(self.micro_batch_s),
-            rest_s=scaled(self.rest_s),
-            data_s=scaled(self.data_s),
-            exchange_s=factor * self.exchange_s,
+            _mean([s for s in exchanges if s]),
         )
 
 
@@ -128,24 +114,14 @@ class Profile:
                 for slowdown, crowd, other in zip(slowdowns, crowded, others, strict=True)
                 if other
             ]
-            contention = max(0.0, statistics.fmean(found)) if found else 0.0
+            contention = statistics.fmean(found) if found else 0.0
         crowding = max(1.0, sum(device.cores for device in devices) / self.cores) if self.cores else 1.0
         exchange = Exchange.fitted(together.exchange_s / crowding, len(devices), self.subject.gradient_bytes)
-        return replace(self, contention=contention, exchange=exchange)
-
-    def scaled(self, factor: float) -> Profile:
-        """All times multiplied by the factor: the same machine when it is slower or faster."""
-        devices = tuple(
-            replace(
-                each,
-                micro_batch_s=factor * each.micro_batch_s,
-                rest_s=factor * each.rest_s,
-                data_s=factor * each.data_s,
-            )
-            for each in self.devices
-        )
-        exchange = Exchange(factor * self.exchange.call_s, self.exchange.bytes_per_s / factor)
-        return replace(self, devices=devices, exchange=exchange)
+        own = self.devices
+        if contention < 0:  # nobody is faster in company: the machine was, and both readings count
+            factor, contention = (1 + statistics.fmean(slowdowns) / statistics.fmean(crowded)) / 2, 0.0
+            own = tuple(device.slowed(factor) for device in own)
+        return replace(self, devices=own, contention=contention, exchange=exchange)
 
     def device(self, name: str) -> Device:
         for device in self.devices:
@@ -185,7 +161,7 @@ class Profile:
             **values
             | {
                 "subject": _made(Subject, values["subject"]),
-                "devices": tuple(_made(Device, device) for device in values["devices"]),
+                "devices": tuple(_made(Device, {"uncertainty": 0.0} | device) for device in values["devices"]),
                 "counts": tuple(values["counts"]),
                 "exchange": _made(Exchange, exchange),
                 "link": None if values["link"] is None else _made(Link, values["link"]),
@@ -212,6 +188,12 @@ def _others(cores: float, devices: Sequence[Device]) -> list[float]:
     one_each = Host(cores, contention=1.0).slowdowns([device.cores for device in devices])
     none = Host(cores).slowdowns([device.cores for device in devices])
     return [with_others / without - 1 for with_others, without in zip(one_each, none, strict=True)]
+
+
+def _mean(readings: Sequence[float]) -> float:
+    """Without the tenth at either end, where other work on the machine shows. Unlike medians, means add up."""
+    few = len(readings) // 10
+    return statistics.fmean(sorted(readings)[few : len(readings) - few]) if readings else 0.0
 
 
 def _spread(readings: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from paceline.run.evaluation.collect import gather
 from paceline.run.run import Run
 from paceline.run.saving.state import plain_model
 
-# Before the measured steps: allocations, compilation, reading ahead, the first shares.
+# Before the measured steps of a run that has not trained yet: allocations, compilation, reading ahead, first shares.
 WARMUP_STEPS = 5
 # Steps are measured for about so long at least, but at most so many: a burst of other work must not fill all of them.
 LEAST_S, MAX_STEPS = 1.5, 30
@@ -44,7 +44,9 @@ def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Pr
     run.check_between_steps("profile()")
     device = run.world.device
     num_late = GPU_LATE_STEPS if device.type == "cuda" else 0
-    _train(run, step, WARMUP_STEPS)
+    if run.loop.last_record is None:
+        _train(run, step, WARMUP_STEPS)
+    run.loop.time_every_step()
     measured = [own for own in _train(run, step, _enough(run, step, num_steps) + num_late) if any(w[0] for w in own)]
     times = StepTimes.of(measured)
     num_hosts = sum(local_rank == 0 for local_rank in gather(run.world.local_rank, run.communicator))

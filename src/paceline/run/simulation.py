@@ -102,14 +102,14 @@ _Place = tuple[int, int]  # node and slot
 class _Times:
     """The part of a step's numbers that planners read, made when they do: they leave out many short steps."""
 
-    def __init__(self, micro_batch_s: np.ndarray, exchange_s: float, rest_s: float) -> None:
+    def __init__(self, micro_batch_s: np.ndarray, exchange_s: float, rest_s: np.ndarray) -> None:
         self._readings = micro_batch_s, exchange_s, rest_s
 
     @property
     def timings(self) -> list[Timing]:
         micro_batch_s, exchange_s, rest_s = self._readings
-        readings = zip(micro_batch_s.tolist(), repeat(exchange_s), repeat(rest_s), repeat(0.0), repeat(0.0))
-        return list(map(Timing._make, readings))
+        readings = zip(micro_batch_s.tolist(), repeat(exchange_s), rest_s.tolist(), repeat(0.0), repeat(0.0))
+        return list(map(tuple.__new__, repeat(Timing), readings))  # `Timing._make` without a call in Python
 
 
 class Simulation:
@@ -165,7 +165,7 @@ class Simulation:
         noise = 1 + self._scenario.noise * self._random.standard_normal(len(counts))
         micro_batch_s = self._micro_batch_s * np.maximum(noise, 0.2)
         compute_s = counts * micro_batch_s
-        took_s = float(compute_s.max()) + self._exchange_s + self._rest_s
+        took_s = float((compute_s + self._rest_s).max()) + self._exchange_s
         if (death_s := self._next_death()) is not None and death_s < self._now + took_s:
             self._lose(death_s, compute_s)
             return
@@ -173,7 +173,7 @@ class Simulation:
         self._complete(plan, np.where(counts, micro_batch_s, 0.0), took_s, float(compute_s.sum()))
 
     def _complete(self, plan: Plan, micro_batch_s: np.ndarray, took_s: float, busy_s: float) -> None:
-        outcome, rest_s = self._outcome, self._rest_s if self._num_known < _KNOWN_DELAY_STEPS else 0.0
+        outcome, rest_s = self._outcome, self._rest_s * (self._num_known < _KNOWN_DELAY_STEPS)
         self._num_known += 1
         num_samples = plan[-1].stop * self._workload.micro_batch
         outcome.steps += 1
@@ -193,12 +193,16 @@ class Simulation:
         member = self._member_at(place)
         assert member is not None, "_next_death found it"
         rank = self._generation.members.index(member)
-        compute_s[rank] = min(compute_s[rank], max(death_s - self._now, 0.0))
-        self._outcome.wasted_s += float(compute_s.sum())
-        self._now = max(death_s, self._now + float(compute_s.max())) + RECOVERY_S
+        done_s = max(death_s - self._now, 0.0)
+        left_s = np.delete(np.maximum(compute_s - done_s, 0.0), rank)
+        self._outcome.wasted_s += float(np.minimum(compute_s, done_s).sum())
         self._outcome.deaths += 1
-        before = self._full_speed
+        before, before_s = self._full_speed, np.delete(self._micro_batch_s, rank)
         self._enter(lost={member: "died"})
+        if self._generation.members:  # who divides cores with the lost worker is faster now
+            left_s *= self._micro_batch_s / before_s
+        self._outcome.wasted_s += float(left_s.sum())
+        self._now = max(death_s, self._now) + float(left_s.max(initial=0.0)) + RECOVERY_S
         if self._lost_at is None:
             # Noise makes steps longer than predicted, the more workers the more: recent steps are the measure.
             recent = self._outcome.samples_per_s_by_step[-_RECENT_STEPS:] or [before]
@@ -247,7 +251,7 @@ class Simulation:
         predicted = predict(self._workload, devices, self._hardware)
         slowed = predicted.slowed
         self._micro_batch_s = np.array([device.micro_batch_s for device in slowed])
-        self._rest_s = max(device.rest_s for device in slowed)
+        self._rest_s = np.array([device.rest_s for device in slowed])
         self._exchange_s = predicted.parts["exchange"]
         self._full_speed = predicted.samples_per_s
         self._num_known = 0

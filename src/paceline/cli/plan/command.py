@@ -189,20 +189,7 @@ def _entry(each: Alternative) -> dict[str, Any]:
 
 
 def _print(found: Sequence[Alternative]) -> None:
-    header = (
-        "workers",
-        "strategy",
-        "samples/s",
-        "between",
-        "of sum",
-        "epoch",
-        "cost",
-        "run",
-        "cost",
-        "shares",
-        "limit",
-    )
-    rows = [header]
+    rows = [_HEADER]
     for each in found:
         predicted = each.prediction
         rows.append(

@@ -77,7 +77,8 @@ class Generation:
 
     def previous_ranks(self, before: Generation) -> tuple[int | None, ...]:
         """By rank: the member's rank in an earlier generation; None for one that was not in it."""
-        return tuple(before.rank_of(member) for member in self.members)
+        ranks = {member: rank for rank, member in enumerate(before.members)}
+        return tuple(map(ranks.get, self.members))
 
     def to_json(self) -> str:
         values = asdict(self) | {

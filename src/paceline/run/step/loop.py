@@ -397,6 +397,10 @@ class Loop:
         if isinstance(error, torch.OutOfMemoryError):
             explain_out_of_memory(error, self._config, self.replica, self.world)
 
+    def time_every_step(self) -> None:
+        """For a profile: a single worker times few of its steps otherwise."""
+        self._stopwatch = stopwatch_for(self.world.device, self._timeline)
+
     def report(self) -> Report:
         """Where the workers' time went."""
         return self._account.report()
