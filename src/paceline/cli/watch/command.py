@@ -65,6 +65,7 @@ def _watch(options: argparse.Namespace) -> None:
         webbrowser.open(server.address)
     with suppress(OSError):
         os.nice(NICENESS)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # when it wakes up, it interrupts nobody
     server.run()
 
 

@@ -174,14 +174,15 @@ def events_of(run: RunEntry, limit: int) -> dict[str, Any]:
     if found is None:
         return {"offset": 0, "num_left_out": 0, "events": []}
     end, start = end_of(run.files.events), max(0, found.st_size - EVENT_BYTES)
-    records = LineReader(run.files.events, start=start, stop=end).read()
-    events = [event for record in records if (event := shown_event(record)) is not None]
+    events = list(filter(None, map(shown_event, LineReader(run.files.events, start=start, stop=end).read())))
     kept = events[-limit:] if limit else []
     return {"offset": end, "num_left_out": len(events) - len(kept) if start == 0 else None, "events": kept}
 
 
-def shown_event(record: Mapping[str, Any]) -> dict[str, Any] | None:
+def shown_event(record: Any) -> dict[str, Any] | None:
     """None if a line is not an event."""
+    if not isinstance(record, dict):
+        return None
     name, details = record.get("event"), record.get("details")
     if not isinstance(name, str) or not is_count(record.get("step")):
         return None

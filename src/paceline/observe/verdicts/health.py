@@ -151,8 +151,9 @@ def _medians(lines: Sequence[Line]) -> list[tuple[float, int]]:
     if not losses:
         return []
     size = min(_SMOOTH, len(losses))
-    windows = np.lib.stride_tricks.sliding_window_view([loss for loss, _ in losses], size)
-    return list(zip(np.median(windows, axis=1).tolist(), [step for _, step in losses[size - 1 :]], strict=True))
+    windows = np.sort(np.lib.stride_tricks.sliding_window_view([loss for loss, _ in losses], size))
+    medians = (windows[:, (size - 1) // 2] + windows[:, size // 2]) / 2
+    return list(zip(medians.tolist(), [step for _, step in losses[size - 1 :]], strict=True))
 
 
 def _of(used: float, total: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -41,7 +41,7 @@ class EvidenceReader:
         files, now = self._files, time() if now is None else now
         status = read_status(files)
         self._read_lines()
-        environment = _mapping(read_json(files.environment))
+        environment = _unchanging(files.environment, _read_mapping)
         host = _mapping(environment.get("host"))
         found = _workers(files, now)
         for facts in found.values():
@@ -58,7 +58,7 @@ class EvidenceReader:
             events=[*self._happened],
             workers=[_facts(found.get(rank, {})) for rank in range(max(found, default=-1) + 1)],
             silent_s=max(now - files.metrics.stat().st_mtime, 0.0) if files.metrics.is_file() else None,
-            settings=read_settings(files.config),
+            settings=_unchanging(files.config, read_settings),
             host_memory_bytes=_number(found.get(0, {}).get("host_memory")),
             host_memory_total_bytes=_number(found.get(0, {}).get("memory_limit")),
             cores=cores if is_count(cores := host.get("cores")) else None,
@@ -102,18 +102,22 @@ class _Growing:
             return [], False
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
+def _unchanging(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` finds in a file that a run writes once; it is called again only if the file is another one."""
     try:
         found = path.stat()
     except OSError:
         return {}
-    return _settings(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+    return _read_once(path, read, (found.st_ino, found.st_size, found.st_mtime_ns))
 
 
-@lru_cache(maxsize=64)
-def _settings(path: Path, stamp: tuple[int, int, int]) -> dict[str, Any]:  # noqa: ARG001
-    """Parsing YAML takes longer than all the rest, and runs do not change their settings. stamp: of the content."""
+@lru_cache(maxsize=128)
+def _read_once(path: Path, read: Callable[[Path], dict[str, Any]], stamp: object) -> dict[str, Any]:  # noqa: ARG001
+    return read(path)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -147,7 +151,7 @@ def _workers(files: RunFiles, now: float) -> dict[int, dict[str, Any]]:
     """By rank: from the workers' status files; from the ends of their timelines where there are none."""
     found: dict[int, dict[str, Any]] = {}
     for path in files.ranks.glob("rank-*.json"):
-        facts = _mapping(read_json(path))
+        facts = _read_mapping(path)
         if is_count(facts.get("rank")):
             # The time of the file, not the one in it: the clocks of hosts differ.
             found[facts["rank"]] = {**facts, "silent_s": now - path.stat().st_mtime}
@@ -187,6 +191,10 @@ def _from_timeline(path: Path, now: float) -> dict[str, Any]:
             for _, _, sample in line.get("samples", ()):
                 values |= _mapping(sample)
     return {**values, "silent_s": now - path.stat().st_mtime}
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    return _mapping(read_json(path))
 
 
 def _mapping(value: Any) -> dict[str, Any]:

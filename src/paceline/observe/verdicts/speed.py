@@ -24,7 +24,7 @@ def slow_workers(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
         return
     slow = []
     for rank in range(count):
-        ratios = [_ratio(line, rank) for line in lines]
+        ratios = [line.ratios[rank] for line in lines]
         # For most of the time, and not in a single line: a worker that is slow now and then is not a slow worker.
         # By time, because a worker that becomes slow makes the lines longer, and so fewer.
         usual, least = (_quantile(ratios, [line.seconds for line in lines], part) for part in (0.5, 0.25))
@@ -143,19 +143,12 @@ def _micro_batch_s(lines: Sequence[Line], rank: int) -> float | None:
     return median_of([line.micro_batch_s(rank) for line in lines])
 
 
-def _ratio(line: Line, rank: int) -> float:
-    """A worker's time per micro-batch over the median of the others'; 1 if it is unknown."""
-    own = line.micro_batch_s(rank)
-    others = [s for other in range(len(line.workers)) if other != rank and (s := line.micro_batch_s(other))]
-    return own / median(others) if own and others else 1.0
-
-
 def _quantile(values: Sequence[float], weights: Sequence[float], part: float) -> float:
     """The smallest value that, with all smaller ones, has more than this part of the weight."""
-    below = 0.0
+    below, limit = 0.0, part * sum(weights)
     for value, weight in sorted(zip(values, weights, strict=True)):
         below += weight
-        if below > part * sum(weights):
+        if below > limit:
             return value
     return max(values)
 
@@ -182,7 +175,7 @@ def _is_slow_by_data(lines: Sequence[Line], rank: int, ratio: float) -> bool:
 def _since(evidence: Evidence, rank: int, level: float) -> tuple[int | None, str]:
     """The first step from which this worker was slower without a break, and in words. None: from the start."""
     lines = [*evidence.timed()][::-1]
-    ratios = [_ratio(line, rank) for line in lines]
+    ratios = [line.ratios[rank] for line in lines]
     first = len(lines) - 1
     # Smoothed: a single line is not a change.
     while first > 0 and median(ratios[max(first - 2, 0) : first + 1]) >= level:
