@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
+from operator import mul
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -169,6 +170,17 @@ class Evidence:
             seconds += line.seconds
         return kept[::-1] if len(kept) >= MIN_LINES else ()
 
+    @cached_property
+    def parts(self) -> list[WorkerPart]:
+        """By rank: its part of the time of the recent lines, without a speed; None unless all lines have it."""
+        seconds = [line.seconds for line in self.recent]
+        total_s, found = sum(seconds), []
+        for parts in zip(*(line.workers for line in self.recent), strict=True):
+            counts, _, *columns = zip(*parts, strict=True)
+            means = (None if None in column else sum(map(mul, column, seconds)) / total_s for column in columns)
+            found.append(WorkerPart(sum(counts), None, *means))
+        return found
+
 
 class Lines:
     """The newest lines of metrics.jsonl, added as they are read; without damaged fields and lines without a step."""
@@ -206,13 +218,6 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
     place, count = bisect_left(ordered, value), len(ordered)
     low, high = (i + (i >= place) for i in ((count - 2) // 2, (count - 1) // 2))
     return (ordered[low] + ordered[high]) / 2
-
-
-def mean_part(lines: Sequence[Line], rank: int, name: str) -> float | None:
-    """A worker's fraction of the time of these lines; None unless all have it."""
-    total_s = sum(line.seconds for line in lines)
-    known = [(part, line.seconds) for line in lines if (part := getattr(line.workers[rank], name)) is not None]
-    return sum(part * seconds for part, seconds in known) / total_s if known and len(known) == len(lines) else None
 
 
 def _number(value: Any) -> float | None:
