@@ -35,9 +35,8 @@ Event = tuple[str, Any]
 class Streams:
     """An ASGI app."""
 
-    def __init__(self, runs: Runs, poll_s: float = POLL_S) -> None:
+    def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._poll_s = poll_s
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -85,7 +84,7 @@ class Streams:
                 sent_at = monotonic()
             if any(name == "gone" for name, _ in events):
                 break
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(POLL_S)
         await send({"type": "http.response.body", "body": b""})
 
 

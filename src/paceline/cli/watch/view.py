@@ -21,6 +21,7 @@ from paceline.observe.json_lines import LineReader, is_count, is_number, parse_l
 from paceline.observe.metrics import flat_items
 from paceline.observe.rates import LANES
 from paceline.observe.run_files import process_started
+from paceline.observe.verdicts.read import WorkerFile
 
 HEAD_BYTES = 64 << 10
 LOG_BYTES = 64 << 10
@@ -39,6 +40,7 @@ def view(run: RunEntry) -> dict[str, Any]:
     environment = document(files.environment)
     versions, git, command = (environment.get(name) for name in ("versions", "git", "command"))
     step_at = number(run.lead.get("step_at"))
+    workers = dict(_status_files(run))
     return {
         "now": time(),
         **run.row(),
@@ -50,8 +52,8 @@ def view(run: RunEntry) -> dict[str, Any]:
         "command": [str(word) for word in command] if isinstance(command, list) else [],
         "folder": str(files.root.absolute()),
         "names": names_of(run),
-        "workers": workers_of(run),
-        "verdicts": verdicts_of(files),
+        "workers": workers_of(run, workers),
+        "verdicts": verdicts_of(run, workers),
         "plan": plan_of(run),
         "offsets": {"metrics": end_of(files.metrics), "events": end_of(files.events)},
     }
@@ -105,8 +107,8 @@ def _head_names(path: Path, inode: int, num_bytes: int) -> dict[str, None]:  # n
     return names
 
 
-def workers_of(run: RunEntry) -> list[dict[str, Any]]:
-    known = dict(_status_files(run))
+def workers_of(run: RunEntry, known: Mapping[int, WorkerFile]) -> list[dict[str, Any]]:
+    """known: their status files by rank."""
     num_workers = run.num_workers or (max(known) + 1 if known else 1)
     is_live = run.state == "live"
     shares = _numbers(run.last.get("shares")) or ([1.0] if num_workers == 1 else [])
@@ -148,7 +150,7 @@ def workers_of(run: RunEntry) -> list[dict[str, Any]]:
     return workers
 
 
-def _status_files(run: RunEntry) -> Iterator[tuple[int, tuple[dict[str, Any], float]]]:
+def _status_files(run: RunEntry) -> Iterator[tuple[int, WorkerFile]]:
     for rank, kind, path in rank_files(run):
         if kind == "json" and (found := file_stat(path)) is not None:
             yield rank, (document(path), found.st_mtime)
