@@ -47,7 +47,7 @@ class EvidenceReader:
         status: Status | None = None,
         workers: Mapping[int, WorkerFile] | None = None,
     ) -> Evidence:
-        """now: Unix time; the current time by default. The others: what the caller has read already; workers by rank."""
+        """now: Unix time; the current time by default. The others: what the caller knows; workers by rank."""
         files, now = self._files, time() if now is None else now
         status = status or read_status(files)
         self._read_lines()
