@@ -94,7 +94,7 @@ def first_picture(folder: Path, picture: Callable[[Server], None], peaks: list[f
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--turns", type=int, default=60, help="alternations of the training (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=75, help="alternations of the training (default: %(default)s)")
     parser.add_argument("--turn-s", type=float, default=1.0, help="seconds of a turn (default: %(default)s)")
     parser.add_argument("--browser", action="store_true", help="also with Chromium, which uses this machine's cores")
     parser.add_argument("--pictures", type=int, default=5, help="first pictures of each kind (default: %(default)s)")

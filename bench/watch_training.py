@@ -33,7 +33,7 @@ from bench.watch_server import TIMEOUT_S, OpenPage, Server, serving, started
 from paceline.observe.json_lines import LineReader
 from paceline.observe.run_files import RunFiles
 
-WITHOUT, WITH, MANY, AGAIN = "without", "with a page open", "with ten pages open", "without, again"
+WITHOUT, WITH, MANY = "without", "with a page open", "with ten pages open"
 BROWSER = "with Chromium on this machine"
 NUM_MANY = 10
 # Between the processes of a contestant, when they are resumed: a server looks at once, and then every second.
@@ -72,7 +72,7 @@ class Training:
 def measure_training(folder: Path, num_turns: int, turn_s: float, *, has_browser: bool) -> Training:
     with ExitStack() as stack:
         files = stack.enter_context(training(folder))
-        contestants: dict[str, list[int]] = {WITHOUT: [], WITH: [], MANY: [], AGAIN: []}
+        contestants: dict[str, list[int]] = {WITHOUT: [], WITH: [], MANY: []}
         pages = []
         for name in (WITH, *[MANY] * NUM_MANY):
             server = stack.enter_context(serving(folder / "runs"))

@@ -55,7 +55,6 @@ def view(run: RunEntry) -> dict[str, Any]:
         "workers": workers_of(run, workers),
         "verdicts": verdicts_of(run, workers),
         "plan": plan_of(run),
-        "offsets": {"metrics": end_of(files.metrics), "events": end_of(files.events)},
     }
 
 
