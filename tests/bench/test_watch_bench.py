@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import watch
+from bench.watch_training import MANY, WITH, WITHOUT
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -36,7 +37,10 @@ def test_first_pictures(tmp_path: Path) -> None:
 def test_the_whole_benchmark() -> None:
     chosen = options("--turns", "1", "--turn-s", "1", "--pictures", "1", "--lines", "3000", "--runs", "10")
     result = watch.run(chosen)
-    assert set(result.detail["spread"]) == {watch.WITHOUT, watch.WITH, watch.AGAIN}
+    assert set(result.detail["spread"]) == {WITHOUT, WITH, MANY}
     assert result.ratio > 0
-    assert 0 <= result.detail["server_cores"] < 1
-    assert len(result.detail["notes"]) == 8
+    assert 0 <= result.detail["cores"][WITH] < 1
+    assert result.detail["cores"][WITHOUT] == 0
+    one, many = result.detail["one_of_many"], result.detail["paired"][MANY]
+    assert 1 - one["median"] == pytest.approx((1 - many["median"]) / 10)
+    assert len(result.detail["notes"]) == 10

@@ -297,7 +297,11 @@ def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
         if is_number(value):
             yield prefix + name, value
         elif isinstance(value, list | tuple):
-            yield from flat_items({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}/")
+            for i, item in enumerate(value):
+                if is_number(item):
+                    yield f"{prefix}{name}/{i}", item
+                else:
+                    yield from flat_items({str(i): item}, f"{prefix}{name}/")
         elif isinstance(value, Mapping):
             yield from flat_items(value, f"{prefix}{name}/")
         elif value is not None:

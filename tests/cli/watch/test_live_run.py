@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def follows(client: Client, run_id: str) -> None:
     with client.stream(f"/api/stream?run={run_id}&metrics={offset}") as events:
         for name, data, _ in events:
             if name == "metrics":
-                steps += [record["step"] for record in data["records"] if "step" in record]
+                steps += [record["step"] for record in map(json.loads, data["lines"]) if "step" in record]
             if len(steps) > 5:
                 break
     assert steps == sorted(set(steps))

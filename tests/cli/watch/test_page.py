@@ -16,6 +16,8 @@ from made_runs import make_run, row
 from waiting import wait_until
 
 from paceline.checkpoint.folders import complete_steps
+from paceline.observe.json_lines import parse_lines
+from paceline.observe.metrics import flat_items
 from paceline.observe.run_files import process_started, write_json
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def test_the_page_shows_a_live_run_and_controls_it(runs: Path) -> None:
         searches_configurations(page)
         shows_what_was_planned(page)
         thins_without_losing_extremes(page)
+        reads_lines_as_the_server_does(page)
         files = started()
         page.locator("#runs a", has_text=files.root.name).click()
         grows_without_reload(page)
@@ -121,6 +124,35 @@ def thins_without_losing_extremes(page: Page) -> None:
     }""")
     assert missed[0] == []
     assert missed[1] <= 2 * 100 + 4
+
+
+def reads_lines_as_the_server_does(page: Page) -> None:
+    """Numbers by flat name; what is no number, and lines without a step, are skipped; a resume drops points."""
+    odd = {"loss": "NaN", "__proto__": 2.0, "eval": {"loss": [3.0]}, "on": True, "note": "4", "no": None}
+    lines = [{"step": 1, "loss": 0.5}, {"step": 2, **odd}, {"step": -1, "loss": 9}, {"step": True, "loss": 9}, [3], 4]
+    later = [{"step": 3, "loss": 0.25}, {"resumed_from": 2}, {"step": 3, "resumed_from": 0, "lanes": {"data": [0.125]}}]
+    texts = [*map(json.dumps, lines), '{"step": 3, "lo', "", "null", *map(json.dumps, later)]
+    found = page.evaluate(
+        """async lines => {
+            const {Curves} = await import("/page/curves.js");
+            const curves = new Curves();
+            curves.addLines(lines);
+            const points = ({raw}) => [...raw.x.slice(0, raw.length)].map((x, i) => [x, String(raw.y[i])]);
+            return [...curves.byName].map(([name, curve]) => [name, points(curve)]);
+        }""",
+        texts,
+    )
+    assert dict(found) == {
+        "loss": [[1, "0.5"], [2, "NaN"]],
+        "__proto__": [[2, "2"]],
+        "eval/loss/0": [[2, "3"]],
+        "resumed_from": [[3, "0"]],
+        "lanes/data/0": [[3, "0.125"]],
+    }
+    names = [
+        flat for line in (*lines[:2], later[-1]) for flat, _ in flat_items(parse_lines([json.dumps(line).encode()])[0])
+    ]
+    assert {*names} == {"step", *dict(found)}
 
 
 def grows_without_reload(page: Page) -> None:

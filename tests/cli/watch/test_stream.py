@@ -23,8 +23,6 @@ LIVE = {"state": "running", "pid": os.getpid(), "process_started": process_start
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setattr(stream_module, "POLL_S", 0.01)
-    monkeypatch.setattr(stream_module.Streams.__init__, "__defaults__", (0.01,))
-    monkeypatch.setattr(stream_module, "VIEW_INTERVAL_S", 0.02)
     monkeypatch.setattr(runs_module, "SCAN_INTERVAL_S", 0.02)
     monkeypatch.setattr(runs_module, "SCAN_INTERVAL_RATIO", 0.0)
     with served(tmp_path) as client:
@@ -51,7 +49,7 @@ def steps(events: Iterator[tuple[str, Any, str]], count: int) -> list[int]:
     """The steps of so many new lines; negative for a resume."""
     found: list[int] = []
     for data, _ in of_kind(events, "metrics"):
-        found += [record.get("step", -record.get("resumed_from", 0)) for record in data["records"]]
+        found += [record.get("step", -record.get("resumed_from", 0)) for record in map(json.loads, data["lines"])]
         if len(found) >= count:
             return found
     return found
@@ -70,7 +68,7 @@ def test_new_lines_come_once_each(client: Client, files: RunFiles) -> None:
             assert data["events"][0]["text"] == "shares 1, before 2"
             file.write(': 0.5, "waiting": [0.25]}\n')
         data, _ = next(of_kind(events, "metrics"))
-        assert data["records"] == [{"step": 3, "values": [["loss", 0.5], ["waiting/0", 0.25]]}]
+        assert data["lines"] == ['{"step": 3, "loss": 0.5, "waiting": [0.25]}']
         assert data["offset"] == files.metrics.stat().st_size
         append(files.metrics, *map(row, range(4, 40)))
         assert steps(events, 36) == list(range(4, 40))

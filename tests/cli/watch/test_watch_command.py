@@ -18,7 +18,7 @@ import pytest
 from in_process import invoke
 from made_runs import make_run, row
 
-from paceline.cli.watch.command import tunnel_line
+from paceline.cli.watch.command import NICENESS, tunnel_line
 from paceline.cli.watch.export import PAGE, inline_page
 
 ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/\?token=([\w-]{32})")
@@ -47,6 +47,8 @@ def test_the_command_serves_a_folder_in_little_memory(runs: Path) -> None:
     with watching("--port", 0, SSH_CONNECTION="10.0.0.1 5000 10.0.0.2 2222") as (address, token, process):
         with urlopen(f"{address}/api/runs?token={token}") as reply:
             assert len(json.load(reply)["runs"]) == 1
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) >= NICENESS, "runs go first"
+        assert os.sched_getscheduler(process.pid) == os.SCHED_BATCH
         assert process.stdout is not None
         process.stdout.readline()
         port = address.rpartition(":")[2]

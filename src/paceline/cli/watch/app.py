@@ -53,22 +53,18 @@ def make_app(runs: Runs) -> Starlette:
     """Without access control: see `Access`."""
     reading, indexes = asyncio.Semaphore(MAX_READERS), Indexes()
 
-    def of_run(get: Callable[[RunEntry, QueryParams], Any]) -> Endpoint:
+    def of_all(get: Callable[[Request], Any]) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            found = await asyncio.to_thread(lambda: get(_find(runs, request), request.query_params))
-            return json_response(found)
+            return json_response(await asyncio.to_thread(get, request))
 
         return endpoint
+
+    def of_run(get: Callable[[RunEntry, QueryParams], Any]) -> Endpoint:
+        return of_all(lambda request: get(_find(runs, request), request.query_params))
 
     async def curves_page(request: Request) -> Response:
         async with reading:
             return await of_run(partial(_curves, indexes))(request)
-
-    def of_all(get: Callable[[QueryParams], Any]) -> Endpoint:
-        async def endpoint(request: Request) -> Response:
-            return json_response(await asyncio.to_thread(get, request.query_params))
-
-        return endpoint
 
     async def metrics_page(_: Request) -> Response:
         text = await asyncio.to_thread(lambda: prometheus_text(runs.all()))
@@ -88,8 +84,8 @@ def make_app(runs: Runs) -> Starlette:
             Route("/", _page_file, methods=["GET"]),
             Route("/page/{name}", _page_file, methods=["GET"]),
             Route("/metrics", metrics_page, methods=["GET"]),
-            Route("/api/runs", of_all(partial(list_of, runs)), methods=["GET"]),
-            Route("/api/compare", of_all(partial(_compare, runs)), methods=["GET"]),
+            Route("/api/runs", of_all(lambda request: list_of(runs, request.query_params)), methods=["GET"]),
+            Route("/api/compare", of_all(lambda request: _compare(runs, request.query_params)), methods=["GET"]),
             Route("/api/stream", Streams(runs), methods=["GET"]),
             Route(one, of_run(lambda run, _: view.view(run)), methods=["GET"]),
             Route(f"{one}/metrics", curves_page, methods=["GET"]),

@@ -63,8 +63,9 @@ def _watch(options: argparse.Namespace) -> None:
         print(f"On your own machine, for the address above: {line}", flush=True)
     if options.open:
         webbrowser.open(server.address)
-    with suppress(OSError):
+    with suppress(OSError, AttributeError):  # the latter on macOS
         os.nice(NICENESS)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # when it wakes up, it interrupts nobody
     server.run()
 
 

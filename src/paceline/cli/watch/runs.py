@@ -42,6 +42,7 @@ class RunEntry:
         self.name = root.name
         self.id = id_of(root.name)
         self.status: Status | None = None
+        self.state: State = "unknown"
         self.last: dict[str, Any] = {}  # by name, the newest values of the last lines
         self.names: dict[str, None] = {}  # of metrics that were seen, in order
         self.work: list[float] = []  # by worker, micro-batches of the last lines with the newest number of workers
@@ -68,6 +69,7 @@ class RunEntry:
             if self._stats.get(name) != stamp:
                 self._stats[name] = stamp
                 self._read(name, exists=each is not None)
+        self.state = state_of(files, self.status)
         return True
 
     def _read(self, name: str, *, exists: bool) -> None:
@@ -98,10 +100,6 @@ class RunEntry:
         if timed and timed[-1]["step"] < timed[0]["step"]:
             newest, oldest = timed[0], timed[-1]
             self.pace_s = (newest["time"] - oldest["time"]) / (newest["step"] - oldest["step"])
-
-    @property
-    def state(self) -> State:
-        return state_of(self.files, self.status)
 
     @property
     def step(self) -> int:

@@ -7,6 +7,7 @@ import resource
 import socket
 from contextlib import suppress
 from ipaddress import ip_address
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -21,7 +22,6 @@ DEFAULT_PORT = 8642
 # Connections without a complete request are closed after this time.
 REQUEST_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
-TICK_S = 0.5
 MAX_HEADER_BYTES = 16 << 10
 
 
@@ -47,6 +47,7 @@ class WatchServer:
             log_level="error",
             access_log=False,
             server_header=False,
+            date_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
@@ -67,15 +68,31 @@ class WatchServer:
 
     def stop(self) -> None:
         """From another thread."""
-        self._server.should_exit = True
+        self._server.stop()
 
 
 class _Server(uvicorn.Server):
-    """Looks less often whether it is to end: looking ten times a second costs as much as showing a run."""
+    """Is woken when it is to end. uvicorn's own looks ten times a second, which costs as much as showing a run."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ended = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def main_loop(self) -> None:
-        while not await self.on_tick(0):
-            await asyncio.sleep(TICK_S)
+        self._loop = asyncio.get_running_loop()
+        if not self.should_exit:
+            await self._ended.wait()
+        self._loop = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self.stop()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(self._ended.set)
 
 
 class _Protocol(H11Protocol):

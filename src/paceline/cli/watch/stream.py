@@ -18,11 +18,9 @@ from paceline.cli.watch import view
 from paceline.cli.watch.access import Receive, Scope, Send, answer
 from paceline.cli.watch.runs import RunEntry, Runs
 from paceline.cli.watch.safe_files import file_stat, folder_stamp
-from paceline.observe.json_lines import LineReader, to_json
-from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step
+from paceline.observe.json_lines import parse_lines, to_json
 
-POLL_S = 0.5
-VIEW_INTERVAL_S = 1.0
+POLL_S = 1.0
 COMMENT_INTERVAL_S = 10.0
 MAX_STREAMS = 64
 # File systems may have other clocks.
@@ -37,9 +35,8 @@ Event = tuple[str, Any]
 class Streams:
     """An ASGI app."""
 
-    def __init__(self, runs: Runs, poll_s: float = POLL_S) -> None:
+    def __init__(self, runs: Runs) -> None:
         self._runs = runs
-        self._poll_s = poll_s
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,7 +84,7 @@ class Streams:
                 sent_at = monotonic()
             if any(name == "gone" for name, _ in events):
                 break
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(POLL_S)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -127,8 +124,8 @@ class _Followed:
     offset: int
     inode: int | None = None
 
-    def records(self) -> list[dict[str, Any]] | None:
-        """New lines; None if the file is another one, or too much was added."""
+    def lines(self) -> list[bytes] | None:
+        """New ones; None if the file is another one, or too much was added."""
         found = file_stat(self.path)
         if found is None:
             return []
@@ -139,10 +136,11 @@ class _Followed:
             return None
         if found.st_size == self.offset:
             return []
-        reader = LineReader(self.path, start=self.offset)
-        records = reader.read()
-        self.offset = reader.offset
-        return records
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            lines = file.read(found.st_size - self.offset).split(b"\n")[:-1]
+        self.offset += sum(map(len, lines)) + len(lines)
+        return lines
 
 
 class RunSource:
@@ -155,7 +153,6 @@ class RunSource:
         self._events = _Followed(files.events, _offset(query.get("events"), files.events))
         self._logs = _Logs(run) if query.get("log") == "1" else None
         self._view: dict[str, Any] = {}
-        self._viewed_at = -VIEW_INTERVAL_S
         self._checkpoints: int | None = None  # when the folder changed
 
     @property
@@ -163,17 +160,16 @@ class RunSource:
         return f"metrics={self._metrics.offset}&events={self._events.offset}"
 
     def new(self) -> Iterator[Event]:
-        records, happened = self._metrics.records(), self._events.records()
-        if records is None or happened is None:
+        lines, happened = self._metrics.lines(), self._events.lines()
+        if lines is None or happened is None:
             yield "restart", {}
-        if shown := [each for record in records or () if (each := _shown(record)) is not None]:
-            yield "metrics", {"records": shown, "offset": self._metrics.offset}
-        if events := [each for record in happened or () if (each := view.shown_event(record)) is not None]:
+        if lines:  # the page parses them: it has more time than this machine
+            shown = [line.decode(errors="replace") for line in lines]
+            yield "metrics", {"lines": shown, "offset": self._metrics.offset}
+        if events := list(filter(None, map(view.shown_event, parse_lines(happened or ())))):
             yield "events", {"events": events, "offset": self._events.offset}
-        if monotonic() - self._viewed_at >= VIEW_INTERVAL_S:
-            self._viewed_at = monotonic()
-            run = self._runs.find(self._run.id)
-            yield from [("gone", {})] if run is None else self._changes(run)
+        run = self._runs.find(self._run.id)
+        yield from [("gone", {})] if run is None else self._changes(run)
 
     def _changes(self, run: RunEntry) -> Iterator[Event]:
         if self._logs is not None:
@@ -228,12 +224,3 @@ def _time(text: str | None) -> float:
         return float(text) - CLOCK_S if text is not None else time()
     except ValueError:
         return time()
-
-
-def _shown(record: dict[str, Any]) -> dict[str, Any] | None:
-    if is_resume(record):
-        return {RESUMED_FROM: record[RESUMED_FROM]}
-    if not is_step(record):
-        return None
-    step = record.pop("step")
-    return {"step": step, "values": list(flat_items(record))}

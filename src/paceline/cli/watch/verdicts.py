@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 from time import monotonic
 from typing import Any
 
+from paceline.cli.watch.runs import RunEntry
 from paceline.observe.run_files import RunFiles
 from paceline.observe.verdicts.diagnose import diagnose
-from paceline.observe.verdicts.read import EvidenceReader
+from paceline.observe.verdicts.read import EvidenceReader, WorkerFile
 from paceline.observe.verdicts.verdict import Verdict
 
 # Several pages may show one run.
@@ -18,9 +20,9 @@ INTERVAL_S = 0.5
 MAX_RUNS = 16
 
 
-def verdicts_of(files: RunFiles) -> list[dict[str, Any]]:
+def verdicts_of(run: RunEntry, workers: Mapping[int, WorkerFile]) -> list[dict[str, Any]]:
     """The most important first; at most `INTERVAL_S` old. The keys are those of docs/watch-api.md."""
-    return _judge(files.root).verdicts()
+    return _judge(run.files.root).verdicts(run, workers)
 
 
 class _Judge:
@@ -31,10 +33,11 @@ class _Judge:
         self._lock = Lock()
         self._made_s, self._found = -INTERVAL_S, list[dict[str, Any]]()
 
-    def verdicts(self) -> list[dict[str, Any]]:
+    def verdicts(self, run: RunEntry, workers: Mapping[int, WorkerFile]) -> list[dict[str, Any]]:
         with self._lock:
             if monotonic() - self._made_s >= INTERVAL_S:
-                self._found = [_shown(verdict) for verdict in diagnose(self._evidence.read())]
+                evidence = self._evidence.read(state=run.state, status=run.status, workers=workers)
+                self._found = [_shown(verdict) for verdict in diagnose(evidence)]
                 self._made_s = monotonic()
             return self._found
 

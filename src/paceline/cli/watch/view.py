@@ -21,6 +21,7 @@ from paceline.observe.json_lines import LineReader, is_count, is_number, parse_l
 from paceline.observe.metrics import flat_items
 from paceline.observe.rates import LANES
 from paceline.observe.run_files import process_started
+from paceline.observe.verdicts.read import WorkerFile
 
 HEAD_BYTES = 64 << 10
 LOG_BYTES = 64 << 10
@@ -39,6 +40,7 @@ def view(run: RunEntry) -> dict[str, Any]:
     environment = document(files.environment)
     versions, git, command = (environment.get(name) for name in ("versions", "git", "command"))
     step_at = number(run.lead.get("step_at"))
+    workers = dict(_status_files(run))
     return {
         "now": time(),
         **run.row(),
@@ -50,10 +52,9 @@ def view(run: RunEntry) -> dict[str, Any]:
         "command": [str(word) for word in command] if isinstance(command, list) else [],
         "folder": str(files.root.absolute()),
         "names": names_of(run),
-        "workers": workers_of(run),
-        "verdicts": verdicts_of(files),
+        "workers": workers_of(run, workers),
+        "verdicts": verdicts_of(run, workers),
         "plan": plan_of(run),
-        "offsets": {"metrics": end_of(files.metrics), "events": end_of(files.events)},
     }
 
 
@@ -105,8 +106,8 @@ def _head_names(path: Path, inode: int, num_bytes: int) -> dict[str, None]:  # n
     return names
 
 
-def workers_of(run: RunEntry) -> list[dict[str, Any]]:
-    known = dict(_status_files(run))
+def workers_of(run: RunEntry, known: Mapping[int, WorkerFile]) -> list[dict[str, Any]]:
+    """known: their status files by rank."""
     num_workers = run.num_workers or (max(known) + 1 if known else 1)
     is_live = run.state == "live"
     shares = _numbers(run.last.get("shares")) or ([1.0] if num_workers == 1 else [])
@@ -148,7 +149,7 @@ def workers_of(run: RunEntry) -> list[dict[str, Any]]:
     return workers
 
 
-def _status_files(run: RunEntry) -> Iterator[tuple[int, tuple[dict[str, Any], float]]]:
+def _status_files(run: RunEntry) -> Iterator[tuple[int, WorkerFile]]:
     for rank, kind, path in rank_files(run):
         if kind == "json" and (found := file_stat(path)) is not None:
             yield rank, (document(path), found.st_mtime)
@@ -174,14 +175,15 @@ def events_of(run: RunEntry, limit: int) -> dict[str, Any]:
     if found is None:
         return {"offset": 0, "num_left_out": 0, "events": []}
     end, start = end_of(run.files.events), max(0, found.st_size - EVENT_BYTES)
-    records = LineReader(run.files.events, start=start, stop=end).read()
-    events = [event for record in records if (event := shown_event(record)) is not None]
+    events = list(filter(None, map(shown_event, LineReader(run.files.events, start=start, stop=end).read())))
     kept = events[-limit:] if limit else []
     return {"offset": end, "num_left_out": len(events) - len(kept) if start == 0 else None, "events": kept}
 
 
-def shown_event(record: Mapping[str, Any]) -> dict[str, Any] | None:
+def shown_event(record: Any) -> dict[str, Any] | None:
     """None if a line is not an event."""
+    if not isinstance(record, dict):
+        return None
     name, details = record.get("event"), record.get("details")
     if not isinstance(name, str) or not is_count(record.get("step")):
         return None

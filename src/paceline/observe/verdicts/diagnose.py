@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from paceline.observe import formats
 from paceline.observe.verdicts import health, speed
-from paceline.observe.verdicts.evidence import Evidence, mean_part, median_of
+from paceline.observe.verdicts.evidence import Evidence, median_of
 from paceline.observe.verdicts.verdict import SEVERITIES, Limits, Verdict
 
 _RULES: tuple[Callable[[Evidence, Limits], Iterator[Verdict]], ...] = (
@@ -49,7 +49,7 @@ def _nothing_wrong(evidence: Evidence) -> Verdict:
         if is_plain:  # one worker's times are not logged
             return Verdict("nothing wrong", "ok", f"nothing wrong{speed_text}")
         return Verdict("too early", "ok", text)
-    parts = {name: median_of([mean_part(lines, r, name) for r in range(len(lines[-1].workers))]) for name in _PARTS}
+    parts = {name: median_of([getattr(part, name) for part in evidence.parts]) for name in _PARTS}
     known = {name: part for name, part in parts.items() if part is not None}
     times = ", ".join(f"{_PARTS[name]} {part:.0%}" for name, part in known.items())
     text = f"nothing wrong{speed_text}" + (f": {times} of the time" if times else "")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
+from operator import mul
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.observe.json_lines import is_count, is_number
 from paceline.observe.metrics import RESUMED_FROM
@@ -18,11 +20,8 @@ MIN_LINES, RECENT_S, MAX_LINES = 3, 2.0, 50
 # The newest lines that are kept.
 MAX_KEPT_LINES = 256
 
-_LANES = ("computing", "data", "exchange")
 
-
-@dataclass(frozen=True)
-class WorkerPart:
+class WorkerPart(NamedTuple):
     """One worker's part of the time since the line before. Fractions of that time, 0 to 1; None: not logged.
 
     micro_batches: that it computed. speed: micro-batches per second while it worked on some, waiting for their data
@@ -70,6 +69,13 @@ class Line:
 
     def micro_batch_s(self, rank: int) -> float | None:
         return self.workers[rank].micro_batch_s(self.seconds)
+
+    @cached_property
+    def ratios(self) -> list[float]:
+        """By rank: its time per micro-batch over the median of the others'; 1 if it is unknown."""
+        own = [self.micro_batch_s(rank) for rank in range(len(self.workers))]
+        known = sorted(filter(None, own))
+        return [s / _median_without(known, s) if s and len(known) > 1 else 1.0 for s in own]
 
     def computing_s(self, rank: int) -> float | None:
         """A worker's seconds per micro-batch without waiting for data."""
@@ -156,12 +162,24 @@ class Evidence:
     @cached_property
     def recent(self) -> Sequence[Line]:
         """The last of `timed`, in order; empty if there are too few."""
-        kept: list[Line] = []
+        kept, seconds = list[Line](), 0.0
         for line in self.timed():
-            if len(kept) >= MAX_LINES or (len(kept) >= MIN_LINES and sum(each.seconds for each in kept) >= RECENT_S):
+            if len(kept) >= MAX_LINES or (len(kept) >= MIN_LINES and seconds >= RECENT_S):
                 break
             kept.append(line)
+            seconds += line.seconds
         return kept[::-1] if len(kept) >= MIN_LINES else ()
+
+    @cached_property
+    def parts(self) -> list[WorkerPart]:
+        """By rank: its part of the time of the recent lines, without a speed; None unless all lines have it."""
+        seconds = [line.seconds for line in self.recent]
+        total_s, found = sum(seconds), []
+        for parts in zip(*(line.workers for line in self.recent), strict=True):
+            counts, _, *columns = zip(*parts, strict=True)
+            means = (None if None in column else sum(map(mul, column, seconds)) / total_s for column in columns)
+            found.append(WorkerPart(sum(counts), None, *means))
+        return found
 
 
 class Lines:
@@ -195,11 +213,11 @@ def median_of(values: Sequence[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def mean_part(lines: Sequence[Line], rank: int, name: str) -> float | None:
-    """A worker's fraction of the time of these lines; None unless all have it."""
-    total_s = sum(line.seconds for line in lines)
-    known = [(part, line.seconds) for line in lines if (part := getattr(line.workers[rank], name)) is not None]
-    return sum(part * seconds for part, seconds in known) / total_s if known and len(known) == len(lines) else None
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """The median of the other values."""
+    place, count = bisect_left(ordered, value), len(ordered)
+    low, high = (i + (i >= place) for i in ((count - 2) // 2, (count - 1) // 2))
+    return (ordered[low] + ordered[high]) / 2
 
 
 def _number(value: Any) -> float | None:
@@ -210,19 +228,11 @@ def _finite(value: Any) -> float | None:
     return float(value) if is_number(value) and isfinite(value) else None
 
 
-def _parts(record: Mapping[str, Any]) -> tuple[WorkerPart, ...]:
+def _parts(record: Mapping[str, Any]) -> list[WorkerPart]:
     lanes = record.get("lanes")
-    found = {name: record.get(name) for name in ("shares", "speeds", "waiting")}
-    found |= {name: lanes.get(name) for name in _LANES} if isinstance(lanes, dict) else {}
-    lists = {name: [*map(_finite, value)] for name, value in found.items() if isinstance(value, list)}
-    count = len(lists.get("shares") or lists.get("computing") or ())  # a single worker has no shares
-    unknown: list[float | None] = [None] * count
-    columns = {name: own if len(own := lists.get(name, [])) == count else unknown for name in (*found, *_LANES)}
-    return tuple(
-        WorkerPart(
-            columns["shares"][rank] or 0.0,
-            columns["speeds"][rank],
-            *(columns[name][rank] for name in ("computing", "data", "waiting", "exchange")),
-        )
-        for rank in range(count)
-    )
+    values = {**record, **lanes} if isinstance(lanes, dict) else record
+    found = [values.get(name) for name in ("shares", "speeds", "computing", "data", "waiting", "exchange")]
+    columns = [[*map(_finite, value)] if isinstance(value, list) else [] for value in found]
+    count = len(columns[0] or columns[2])  # a single worker has no shares
+    known = (column if len(column) == count else [None] * count for column in columns)
+    return [WorkerPart(share or 0.0, *others) for share, *others in zip(*known, strict=True)]

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
-import numpy as np
-
 from paceline.observe import formats
 from paceline.observe.verdicts import remedies
 from paceline.observe.verdicts.evidence import Evidence, Line
@@ -151,8 +149,11 @@ def _medians(lines: Sequence[Line]) -> list[tuple[float, int]]:
     if not losses:
         return []
     size = min(_SMOOTH, len(losses))
-    windows = np.lib.stride_tricks.sliding_window_view([loss for loss, _ in losses], size)
-    return list(zip(np.median(windows, axis=1).tolist(), [step for _, step in losses[size - 1 :]], strict=True))
+    values, found = [loss for loss, _ in losses], []
+    for end in range(size, len(losses) + 1):
+        ordered = sorted(values[end - size : end])  # statistics.median takes several times as long
+        found.append(((ordered[(size - 1) // 2] + ordered[size // 2]) / 2, losses[end - 1][1]))
+    return found
 
 
 def _of(used: float, total: float) -> str:

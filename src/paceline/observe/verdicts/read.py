@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from time import time
 from typing import Any
 
 from paceline.observe.json_lines import LineReader, is_count, is_number, parse_lines
-from paceline.observe.run_files import RunFiles, read_json, read_status, state_of
+from paceline.observe.run_files import RunFiles, State, Status, read_json, read_status, state_of
 from paceline.observe.timeline.files import timeline_files
 from paceline.observe.verdicts.evidence import Evidence, Happened, Lines, WorkerFacts
 
@@ -20,6 +20,9 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16
 # The newest ones that are kept.
 MAX_EVENTS = 500
+
+# The content of a worker's status file, and when it was written, as Unix time.
+WorkerFile = tuple[dict[str, Any], float]
 
 
 def read_evidence(files: RunFiles, now: float | None = None) -> Evidence:
@@ -36,21 +39,28 @@ class EvidenceReader:
         self._lines, self._head = Lines(), Lines()
         self._happened: deque[Happened] = deque(maxlen=MAX_EVENTS)
 
-    def read(self, now: float | None = None) -> Evidence:
-        """now: Unix time; the current time by default."""
+    def read(
+        self,
+        now: float | None = None,
+        *,
+        state: State | None = None,
+        status: Status | None = None,
+        workers: Mapping[int, WorkerFile] | None = None,
+    ) -> Evidence:
+        """now: Unix time; the current time by default. The others: what the caller knows; workers by rank."""
         files, now = self._files, time() if now is None else now
-        status = read_status(files)
+        status = status or read_status(files)
         self._read_lines()
-        environment = _mapping(read_json(files.environment))
+        environment = _unchanging(files.environment, _read_mapping)
         host = _mapping(environment.get("host"))
-        found = _workers(files, now)
+        found = _workers(files, worker_files(files) if workers is None else workers, now)
         for facts in found.values():
             if facts.get("host") == host.get("name"):
                 facts.setdefault("memory_limit", host.get("memory_bytes"))
                 facts.setdefault("gpu_memory_limit", _device_memory(environment, str(facts.get("device"))))
         lines, head = self._lines.newest(), self._head.newest()
         return Evidence(
-            state=state_of(files, status),
+            state=state or state_of(files, status),
             reason=status.reason if status else None,
             lines=lines,
             is_whole=bool(lines and head) and lines[0].step == head[0].step,
@@ -58,7 +68,7 @@ class EvidenceReader:
             events=[*self._happened],
             workers=[_facts(found.get(rank, {})) for rank in range(max(found, default=-1) + 1)],
             silent_s=max(now - files.metrics.stat().st_mtime, 0.0) if files.metrics.is_file() else None,
-            settings=read_settings(files.config),
+            settings=_unchanging(files.config, read_settings),
             host_memory_bytes=_number(found.get(0, {}).get("host_memory")),
             host_memory_total_bytes=_number(found.get(0, {}).get("memory_limit")),
             cores=cores if is_count(cores := host.get("cores")) else None,
@@ -102,18 +112,22 @@ class _Growing:
             return [], False
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
+def _unchanging(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` finds in a file that a run writes once; it is called again only if the file is another one."""
     try:
         found = path.stat()
     except OSError:
         return {}
-    return _settings(path, (found.st_ino, found.st_size, found.st_mtime_ns))
+    return _read_once(path, read, (found.st_ino, found.st_size, found.st_mtime_ns))
 
 
-@lru_cache(maxsize=64)
-def _settings(path: Path, stamp: tuple[int, int, int]) -> dict[str, Any]:  # noqa: ARG001
-    """Parsing YAML takes longer than all the rest, and runs do not change their settings. stamp: of the content."""
+@lru_cache(maxsize=128)
+def _read_once(path: Path, read: Callable[[Path], dict[str, Any]], stamp: object) -> dict[str, Any]:  # noqa: ARG001
+    return read(path)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
     import yaml  # type: ignore[import-untyped]
 
     try:
@@ -143,14 +157,16 @@ def _head(path: Path) -> list[dict[str, Any]]:
     return [value for value in values if isinstance(value, dict)]
 
 
-def _workers(files: RunFiles, now: float) -> dict[int, dict[str, Any]]:
+def worker_files(files: RunFiles) -> dict[int, WorkerFile]:
+    """The workers' status files by rank."""
+    found = ((_read_mapping(path), path.stat().st_mtime) for path in files.ranks.glob("rank-*.json"))
+    return {each[0]["rank"]: each for each in found if is_count(each[0].get("rank"))}
+
+
+def _workers(files: RunFiles, known: Mapping[int, WorkerFile], now: float) -> dict[int, dict[str, Any]]:
     """By rank: from the workers' status files; from the ends of their timelines where there are none."""
-    found: dict[int, dict[str, Any]] = {}
-    for path in files.ranks.glob("rank-*.json"):
-        facts = _mapping(read_json(path))
-        if is_count(facts.get("rank")):
-            # The time of the file, not the one in it: the clocks of hosts differ.
-            found[facts["rank"]] = {**facts, "silent_s": now - path.stat().st_mtime}
+    # The time of the file, not the one in it: the clocks of hosts differ.
+    found = {rank: {**facts, "silent_s": now - changed} for rank, (facts, changed) in known.items()}
     for path in timeline_files(files.root):
         if (rank := path.stem.removeprefix("rank-")).isdecimal() and int(rank) not in found:
             found[int(rank)] = _from_timeline(path, now)
@@ -187,6 +203,10 @@ def _from_timeline(path: Path, now: float) -> dict[str, Any]:
             for _, _, sample in line.get("samples", ()):
                 values |= _mapping(sample)
     return {**values, "silent_s": now - path.stat().st_mtime}
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    return _mapping(read_json(path))
 
 
 def _mapping(value: Any) -> dict[str, Any]:

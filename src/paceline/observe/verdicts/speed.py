@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 
 from paceline.observe.verdicts import remedies
-from paceline.observe.verdicts.evidence import Evidence, Line, mean_part, median_of
+from paceline.observe.verdicts.evidence import Evidence, Line, WorkerPart, median_of
 from paceline.observe.verdicts.verdict import Limits, Verdict
 
 # At most this many slow workers are named.
@@ -24,24 +24,24 @@ def slow_workers(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
         return
     slow = []
     for rank in range(count):
-        ratios = [_ratio(line, rank) for line in lines]
+        ratios = [line.ratios[rank] for line in lines]
         # For most of the time, and not in a single line: a worker that is slow now and then is not a slow worker.
         # By time, because a worker that becomes slow makes the lines longer, and so fewer.
         usual, least = (_quantile(ratios, [line.seconds for line in lines], part) for part in (0.5, 0.25))
         if usual >= limits.slower and least >= limits.slower**0.5 and sorted(ratios)[-2] >= limits.slower:
             slow.append((usual, rank))
     for ratio, rank in sorted(slow, reverse=True)[:MAX_NAMED]:
-        if _busy(lines, rank) >= limits.busy:
+        if _busy(evidence.parts[rank]) >= limits.busy:
             yield _slow_worker(evidence, lines, rank, ratio, limits)
 
 
 def _slow_worker(evidence: Evidence, lines: Sequence[Line], rank: int, ratio: float, limits: Limits) -> Verdict:
-    num_workers, share = len(lines[-1].workers), _share(lines, rank)
+    num_workers, share = len(evidence.parts), _share(evidence.parts, rank)
     others = [other for other in range(num_workers) if other != rank]
     seconds = [_micro_batch_s(lines, each) for each in range(num_workers)]
     usual_s = median_of([seconds[other] for other in others])
     speed = sum(1 / s for s in seconds if s) * (usual_s or 0.0) / num_workers
-    waited = max(mean_part(lines, other, "waiting") or 0.0 for other in others)
+    waited = max(evidence.parts[other].waiting or 0.0 for other in others)
     figures = {"slower": ratio, "share": share, "waiting_of_others": waited, "micro_batch_s": seconds[rank] or 0.0}
     since, since_text = _since(evidence, rank, min(ratio**0.5, limits.slower))
     text = f"{evidence.name(rank)} is {ratio:.1f} times slower than the others{since_text}; "
@@ -50,7 +50,7 @@ def _slow_worker(evidence: Evidence, lines: Sequence[Line], rank: int, ratio: fl
         text += f", and the others wait for it {waited:.0%} of their time"
     is_reading = _is_slow_by_data(lines, rank, ratio)
     if is_reading:
-        figures["data"] = data = mean_part(lines, rank, "data") or 0.0
+        figures["data"] = data = evidence.parts[rank].data or 0.0
         text += f"; it waits for data {data:.0%} of its time"
         changes = remedies.slow_reader(evidence, data)
     else:
@@ -71,11 +71,11 @@ def _slow_worker(evidence: Evidence, lines: Sequence[Line], rank: int, ratio: fl
 def unbalanced(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     """Workers wait for one another although none is slow for long."""
     lines = evidence.recent
-    parts = [part for part in _parts(lines, "waiting") if part is not None]
+    parts = [part.waiting for part in evidence.parts if part.waiting is not None]
     if len(parts) < 2 or fmean(parts) < limits.unbalanced or next(slow_workers(evidence, limits), None):
         return
     part, num_steps = fmean(parts), lines[-1].step - lines[0].since_step
-    count = sum(each.micro_batches for line in lines for each in line.workers) / num_steps / len(parts)
+    count = sum(each.micro_batches for each in evidence.parts) / num_steps / len(parts)
     text = f"the workers wait for one another {part:.0%} of the time, though none of them is slow for long; "
     text += f"a step has {count:.3g} micro-batches per worker"
     figures = {"waiting": part, "micro_batches_per_worker": count}
@@ -85,8 +85,7 @@ def unbalanced(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 def data_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     """All workers wait for data. One that does so alone is a slow worker."""
-    lines = evidence.recent
-    parts = _parts(lines, "data")
+    parts = [part.data for part in evidence.parts]
     part = median_of(parts)
     if part is None or min(p or 0.0 for p in parts) < limits.data:
         return
@@ -97,8 +96,7 @@ def data_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 
 def exchange_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
-    lines = evidence.recent
-    parts = _parts(lines, "exchange")
+    parts = [part.exchange for part in evidence.parts]
     part = median_of(parts)
     if len(parts) < 2 or part is None or part < limits.exchange:
         return
@@ -110,13 +108,10 @@ def exchange_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 def host_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     """The least used GPU whose idle time neither data nor the other workers explain."""
     found = []
-    lines = evidence.recent
-    for rank, facts in enumerate(evidence.workers):
-        if not lines or rank >= len(lines[-1].workers) or facts.gpu is None or facts.gpu >= limits.gpu_percent:
-            continue
-        parts = [mean_part(lines, rank, name) or 0.0 for name in ("data", "waiting", "exchange")]
-        if sum(parts) < limits.gpu_other:
-            found.append((facts.gpu, rank, sum(parts)))
+    for rank, (facts, part) in enumerate(zip(evidence.workers, evidence.parts, strict=False)):
+        other = sum(filter(None, (part.data, part.waiting, part.exchange)))
+        if facts.gpu is not None and facts.gpu < limits.gpu_percent and other < limits.gpu_other:
+            found.append((facts.gpu, rank, other))
     if not found:
         return
     gpu, rank, other = min(found)
@@ -134,41 +129,28 @@ def host_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     )
 
 
-def _parts(lines: Sequence[Line], name: str) -> list[float | None]:
-    """By rank."""
-    return [mean_part(lines, rank, name) for rank in range(len(lines[-1].workers))] if lines else []
-
-
 def _micro_batch_s(lines: Sequence[Line], rank: int) -> float | None:
     return median_of([line.micro_batch_s(rank) for line in lines])
 
 
-def _ratio(line: Line, rank: int) -> float:
-    """A worker's time per micro-batch over the median of the others'; 1 if it is unknown."""
-    own = line.micro_batch_s(rank)
-    others = [s for other in range(len(line.workers)) if other != rank and (s := line.micro_batch_s(other))]
-    return own / median(others) if own and others else 1.0
-
-
 def _quantile(values: Sequence[float], weights: Sequence[float], part: float) -> float:
     """The smallest value that, with all smaller ones, has more than this part of the weight."""
-    below = 0.0
+    below, limit = 0.0, part * sum(weights)
     for value, weight in sorted(zip(values, weights, strict=True)):
         below += weight
-        if below > part * sum(weights):
+        if below > limit:
             return value
     return max(values)
 
 
-def _busy(lines: Sequence[Line], rank: int) -> float:
+def _busy(part: WorkerPart) -> float:
     """The fraction of its time that a worker spends on micro-batches; 1 if it is unknown."""
-    computing, data = mean_part(lines, rank, "computing"), mean_part(lines, rank, "data")
-    return 1.0 if computing is None else computing + (data or 0.0)
+    return 1.0 if part.computing is None else part.computing + (part.data or 0.0)
 
 
-def _share(lines: Sequence[Line], rank: int) -> float:
-    total = sum(part.micro_batches for line in lines for part in line.workers)
-    return sum(line.workers[rank].micro_batches for line in lines) / total if total else 0.0
+def _share(parts: Sequence[WorkerPart], rank: int) -> float:
+    total = sum(part.micro_batches for part in parts)
+    return parts[rank].micro_batches / total if total else 0.0
 
 
 def _is_slow_by_data(lines: Sequence[Line], rank: int, ratio: float) -> bool:
@@ -182,7 +164,7 @@ def _is_slow_by_data(lines: Sequence[Line], rank: int, ratio: float) -> bool:
 def _since(evidence: Evidence, rank: int, level: float) -> tuple[int | None, str]:
     """The first step from which this worker was slower without a break, and in words. None: from the start."""
     lines = [*evidence.timed()][::-1]
-    ratios = [_ratio(line, rank) for line in lines]
+    ratios = [line.ratios[rank] for line in lines]
     first = len(lines) - 1
     # Smoothed: a single line is not a change.
     while first > 0 and median(ratios[max(first - 2, 0) : first + 1]) >= level:

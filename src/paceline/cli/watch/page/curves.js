@@ -3,6 +3,27 @@
 import {number} from "./source.js";
 import {Series} from "./series.js";
 
+const NOT_FINITE = ["NaN", "Infinity", "-Infinity"];
+
+const isCount = value => Number.isSafeInteger(value) && value >= 0;
+
+/** The object in a line; empty if the line is damaged. */
+function parsed(line) {
+  try {
+    return JSON.parse(line) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+/** All numbers by flat name: "loss", "eval/loss", "shares/0". */
+function* flat(values, prefix = "") {
+  for (const [name, value] of Object.entries(values)) {
+    if (typeof value === "number" || NOT_FINITE.includes(value)) yield [prefix + name, Number(value)];
+    else if (value !== null && typeof value === "object") yield* flat(value, `${prefix}${name}/`);
+  }
+}
+
 export class Curve {
   constructor() {
     this.raw = new Series();
@@ -57,17 +78,16 @@ export class Curves {
     }
   }
 
-  /** Lines of the stream. */
-  addRecords(records) {
-    for (const record of records) {
-      if (record.resumed_from !== undefined) {
-        this.#truncate(record.resumed_from);
-        continue;
-      }
-      this.lastStep = Math.max(this.lastStep, record.step);
-      for (const [name, value] of record.values) {
+  /** Lines of metrics.jsonl, as text. */
+  addLines(lines) {
+    for (const line of lines) {
+      const {step, ...values} = parsed(line);
+      if (step === undefined && isCount(values.resumed_from)) this.#truncate(values.resumed_from);
+      if (!isCount(step)) continue;
+      this.lastStep = Math.max(this.lastStep, step);
+      for (const [name, value] of flat(values)) {
         const curve = this.#curve(name);
-        curve.raw.push(record.step, number(value));
+        curve.raw.push(step, value);
         this.#changed(curve);
       }
     }

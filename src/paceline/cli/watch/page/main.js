@@ -24,35 +24,16 @@ class App {
     this.view = new View();
     this.tip = new Tip();
     this.notice = el("p", {class: "notice", role: "status", hidden: true});
-    this.home = el(
-      "a",
-      {
-        href: "#",
-        class: "brand",
-        onclick: event => {
-          event.preventDefault();
-          this.view.open("");
-        },
-      },
-      "paceline"
-    );
-    this.runs = el(
-      "a",
-      {
-        href: "#",
-        onclick: event => {
-          event.preventDefault();
-          this.view.open("");
-        },
-      },
-      "runs"
-    );
+    const onclick = event => {
+      event.preventDefault();
+      this.view.open("");
+    };
     this.link = el("button", {type: "button", onclick: () => this.#copyLink()}, "copy link");
     this.bar = el(
       "nav",
       {class: "bar", "aria-label": "page"},
-      this.home,
-      this.runs,
+      el("a", {href: "#", class: "brand", onclick}, "paceline"),
+      el("a", {href: "#", onclick}, "runs"),
       el("span", {class: "spring"}),
       this.source.isLive ? this.link : el("span", {class: "muted"}, "exported"),
       el("button", {type: "button", "data-tool": "theme", onclick: toggleTheme}, "light / dark"),

@@ -144,8 +144,8 @@ export class RunPage {
       query,
       {
         run: run => this.#showRun(run),
-        metrics: ({records}) => {
-          this.curves.addRecords(records);
+        metrics: ({lines}) => {
+          this.curves.addLines(lines);
           this.#showPlots();
         },
         events: ({events: added}) => this.#addEvents(added),
