@@ -42,10 +42,9 @@ LENGTH, NUM_SAMPLES, LR = 64, 512, 1e-3
 SAMPLE_S = 0.004
 
 DIVIDED, WHOLE = "paceline, divided", "paceline, whole"
-EACH = "paceline, gradients too"
 EXACT, WHOLE_EXACT = "paceline exact, divided", "paceline exact, whole"
 ZERO, FSDP = "DDP, ZeroRedundancy", "torch FSDP2"
-OURS = (WHOLE, DIVIDED, EACH, WHOLE_EXACT, EXACT)
+OURS = (WHOLE, DIVIDED, WHOLE_EXACT, EXACT)
 SPEED = (WHOLE, DIVIDED, ZERO, FSDP)
 
 Loop = Iterator[None]  # yields after each optimizer step
@@ -135,7 +134,6 @@ def fsdp(task: Task, rank: int) -> Loop:
 CONTESTANTS: dict[str, Callable[[Task, int], Loop]] = {
     WHOLE: ours,
     DIVIDED: partial(ours, shard="optimizer"),
-    EACH: partial(ours, shard="gradients"),
     WHOLE_EXACT: partial(ours, exact=True),
     EXACT: partial(ours, shard="optimizer", exact=True),
     ZERO: zero,

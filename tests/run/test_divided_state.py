@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from capture_runs import FakeGraphs, class_loss, use_graphs
 from grouping import grouped
 from models import digest, mlp, tokens, vectors
 from scenarios import SCENARIOS
@@ -289,6 +290,36 @@ def test_fp16_and_plain_mode(pool: WorkerPool) -> None:
                 assert losses == pytest.approx(reference, rel=1e-3), (precision, shard)
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_replayed_micro_batches_have_the_same_bits(shard: str, pool: WorkerPool) -> None:
+    """CUDA graphs, which are imitated here, have forward and backward; each worker updates its pieces without one."""
+
+    def replayed(**settings: Any) -> tuple[str, int]:
+        graphs = FakeGraphs()
+        with pl.Trainer.setup(
+            mlp,
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            data=vectors(16 * 20),
+            global_batch=16,
+            micro_batch=4,
+            max_grad_norm=0.3,
+            exact=True,
+            **grouped(**settings),
+        ) as trainer:
+            if settings:
+                use_graphs(trainer, graphs)
+            step = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    step(batch)
+            return digest(trainer.model.state_dict()), graphs.num_replayed
+
+    reference, _ = replayed()
+    for found, num_replayed in pool.run(lambda: replayed(shard=shard, shares="equal"), 2):
+        assert found == reference
+        assert num_replayed > 40
+
+
 def refusals() -> list[str]:
     """What a divided run does not do, by the messages that say so."""
 
@@ -321,13 +352,32 @@ def refusals() -> list[str]:
             with pytest.raises(MisuseError) as refused:
                 call()
             texts.append(str(refused.value))
-    with pytest.raises(MisuseError) as refused, setup() as trainer:
-        trainer.model[0].weight.data = trainer.model[0].weight.data.clone()
-        for epoch in trainer.epochs(1):
-            for batch in epoch:
-                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
-                trainer.step()
-    return [*texts, str(refused.value)]
+
+    def replace_memory(model: Any) -> None:
+        model[0].weight.data = model[0].weight.data.clone()
+
+    for settings, change in (({}, replace_memory), ({"model": Counting, "redundancy": 2}, lambda _: None)):
+        with pytest.raises(MisuseError) as refused, setup(**settings) as trainer:
+            change(trainer.model)
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(class_loss(trainer.model, batch))
+                    trainer.step()
+        texts.append(str(refused.value))
+    return texts
+
+
+class Counting(nn.Module):
+    """Its forward changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(x)
 
 
 class Gapped(nn.Module):
@@ -352,6 +402,7 @@ def test_refusals_name_the_reason(pool: WorkerPool) -> None:
             "optimizer.load_state_dict() cannot be used while",
             "on_gradients() needs whole gradients",
             "the memory of parameter '0.weight' was replaced",
+            "the model changes a buffer in its forward that is not BatchNorm's",
         )
         assert len(texts) == len(expected)
         for text, part in zip(texts, expected, strict=True):
