@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from functools import cache
@@ -318,6 +319,50 @@ def test_replayed_micro_batches_have_the_same_bits(shard: str, pool: WorkerPool)
     for found, num_replayed in pool.run(lambda: replayed(shard=shard, shares="equal"), 2):
         assert found == reference
         assert num_replayed > 40
+
+
+def test_pieces_by_memory_and_speed(pool: WorkerPool) -> None:
+    """How much each of three workers holds, in parts of the whole."""
+
+    def held(by: str, memory: tuple[float, ...], speed: tuple[float, ...] = (1, 1, 1)) -> list[float]:
+        from paceline.run.step import sharding as step_sharding
+
+        def own(numbers: tuple[float, ...]) -> Any:
+            return lambda _: numbers[int(os.environ["RANK"])] * 1e9
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_sharding, "_memory_bytes", own(memory))
+            patch.setattr(step_sharding, "_update_speed", own(speed))
+            patch.setattr(sharding, "SEGMENT_NUMEL", SEGMENT_NUMEL)
+            with pl.Trainer.setup(
+                lambda: nn.Linear(512, 512),
+                torch.optim.AdamW,
+                data=vectors(16),
+                global_batch=8,
+                optimization=pl.Optimization(shard="optimizer", shard_by=by),
+            ) as trainer:
+                pieces: Any = trainer.run.loop.replica.pieces
+                loads = pieces.shards.division.loads
+                return [load / sum(loads) for load in loads]
+
+    for by, memory, speed, expected in (
+        ("auto", (8, 24, 8), (1, 1, 1), (0.2, 0.6, 0.2)),
+        ("auto", (24, 24, 23), (1, 5, 1), (1 / 3, 1 / 3, 1 / 3)),
+        ("memory", (8, 24, 8), (1, 1, 1), (0.2, 0.6, 0.2)),
+        ("speed", (8, 24, 8), (2, 1, 1), (0.5, 0.25, 0.25)),
+        ("equal", (8, 24, 8), (2, 1, 1), (1 / 3, 1 / 3, 1 / 3)),
+    ):
+        for found in pool.run(held, 3, by, memory, speed):
+            assert found == pytest.approx(expected, abs=0.03), by
+
+
+def test_the_speed_of_an_update_includes_the_time_in_which_a_quota_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.run.step import sharding as step_sharding
+
+    ticks = itertools.accumulate(itertools.cycle([0.1, 0.01, 0.01, 0.01]))
+    monkeypatch.setattr(step_sharding, "perf_counter", lambda: next(ticks))
+    per_update_s = step_sharding._TRIAL_NUMEL / step_sharding._update_speed(torch.device("cpu"))
+    assert per_update_s == pytest.approx(0.13 / 4, rel=0.3)
 
 
 def refusals() -> list[str]:
