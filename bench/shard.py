@@ -39,7 +39,8 @@ from bench.models import LanguageModel
 from bench.workers import gloo_group, run_workers
 
 LENGTH, NUM_SAMPLES, LR = 64, 512, 1e-3
-SAMPLE_S = 0.004
+SAMPLE_S = 0.01
+NUM_SAMPLED = 2  # steps
 
 DIVIDED, WHOLE = "paceline, divided", "paceline, whole"
 EXACT, WHOLE_EXACT = "paceline exact, divided", "paceline exact, whole"
@@ -173,7 +174,7 @@ def measure_memory(task: Task, names: Sequence[str]) -> dict[str, dict[str, floa
         rank = distributed.get_rank()
         model, batches = make_model(task).to(task.device), batches_of(task, rank)
         with peak_of(task.device) as bare:
-            for batch in itertools.islice(batches, 3):
+            for batch in itertools.islice(batches, NUM_SAMPLED):
                 model.zero_grad(set_to_none=True)
                 model(batch).backward()
         del model, batch
@@ -183,7 +184,7 @@ def measure_memory(task: Task, names: Sequence[str]) -> dict[str, dict[str, floa
             next(loop)
             distributed.barrier()
             with peak_of(task.device) as training:
-                for _ in itertools.islice(loop, 3):
+                for _ in itertools.islice(loop, NUM_SAMPLED):
                     pass
             distributed.barrier()
             loop.close()  # type: ignore[attr-defined]

@@ -65,7 +65,7 @@ HOLDERS = [(0,), (1, 3), (1, 0), (3,), (2, 1, 0), (0,)]
 
 def owned_by(workers: Sequence[Any], numel: int) -> list[list[OwnedBuffer]]:
     """By rank: buffers of several sizes, with the owners and further holders of HOLDERS."""
-    numels = [numel, 1, numel, numel + 5, 0, numel]
+    numels = [numel, 1, numel, numel + 5, 3, numel]
     ownership = Ownership(numels, HOLDERS, torch.float64, CPU, num_slots=2)
     return [worker.owned(ownership) for worker in workers]
 

@@ -38,9 +38,9 @@ class Pending(Protocol):
 class Ownership:
     """Several buffers, each of which one worker owns.
 
-    numels: elements, by buffer. holders: the ranks that get the sum of a buffer, the owner first. num_slots: the
-    buffers that a worker does not own share so many memories there, which they use in turns: an exchange of one must be
-    complete before the next is used.
+    numels: elements, by buffer, at least 1. holders: the ranks that get the sum of a buffer, the owner first.
+    num_slots: the buffers that a worker does not own share so many memories there, which they use in turns: an exchange
+    of one must be complete before the next is used.
     """
 
     numels: Sequence[int]

@@ -100,28 +100,6 @@ class LargeBuffer(SharedBuffer):
         copy_to_all(block, source or 0)
 
 
-class SumBuffer(LargeBuffer):
-    """The sum goes to one of the parts, and from there to `copies`, which are not among the parts."""
-
-    def __init__(
-        self,
-        peers: LocalPeers,
-        name: str,
-        parts: Sequence[torch.Tensor],
-        owner: int,
-        copies: Sequence[torch.Tensor],
-    ) -> None:
-        super().__init__(peers, name, parts)
-        self._owner = owner
-        self._copies = [copy.split(self._block_numel) for copy in copies]
-
-    def _combine(self, index: int, source: int | None) -> None:
-        block = self._blocks[index]
-        add_others(block, self._owner)
-        for copy in self._copies:
-            copy[index].copy_(block[self._owner])
-
-
 class BridgedBuffer(SharedBuffer):
     """A buffer in a world with several hosts.
 

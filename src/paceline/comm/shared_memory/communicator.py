@@ -83,7 +83,7 @@ class SharedMemoryCommunicator:
         if ownership.device.type != "cpu":
             raise ValueError(f"workers cannot share memory of {ownership.device}")
         try:
-            return owned_buffers(self, self._peers, ownership, self.num_hosts)
+            return owned_buffers(self, self._peers, ownership)
         except OSError as error:
             raise _out_of_memory(sum(ownership.numels), ownership.dtype, error) from None
 
@@ -231,7 +231,7 @@ class _Delivery(_Exchange):
             return
         if self.delivery < peers.own.num_received:
             raise MisuseError(f"{self.call}: deliveries must be waited for in the order of their calls")
-        peers.wait_for_calls(self.number, self.call)
+        peers.wait_for_calls(self.number, self.call, of=self.source)
         self.receive()
         peers.own.receive(self.delivery)
 

@@ -2,92 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.comm.base import OwnedBuffer, Ownership, Pending
 from paceline.comm.owned_tensors import Received
-from paceline.comm.shared_memory.buffers import BridgedBuffer, SharedBuffer, SumBuffer, aligned
+from paceline.comm.shared_memory.buffers import BridgedBuffer, LargeBuffer, add_others, aligned
 from paceline.comm.shared_memory.peers import LocalPeers
 
 if TYPE_CHECKING:
     from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
 
 
-def owned_buffers(
-    communicator: SharedMemoryCommunicator, peers: LocalPeers, ownership: Ownership, num_hosts: int
-) -> list[OwnedBuffer]:
+def owned_buffers(communicator: SharedMemoryCommunicator, peers: LocalPeers, ownership: Ownership) -> list[OwnedBuffer]:
     """See `Communicator.owned`. Raises OSError if there is not enough memory."""
-    dtype = ownership.dtype
-    sizes = [aligned(max(numel, 1) * dtype.itemsize) for numel in ownership.numels]
-    room = max(sizes)
-    slots = peers.own.allocate(ownership.num_slots * room)
-    held = [
-        sum(size for size, ranks in zip(sizes, ownership.holders, strict=True) if rank in ranks) for rank in peers.ranks
-    ]
-    homes = peers.own.allocate(held[peers.segments.index(peers.own)], max(held))
-    # By worker of this host: where its next buffer begins, and how many slots were used.
-    ends, turns = [homes] * len(held), [0] * len(held)
-    buffers: list[OwnedBuffer] = []
-    for number, (numel, size, holders) in enumerate(zip(ownership.numels, sizes, ownership.holders, strict=True)):
-        parts, totals = [], {}
+    dtype, num_slots = ownership.dtype, ownership.num_slots
+    buffers = [*zip(ownership.numels, ownership.holders, strict=True)]
+    sizes = [aligned(numel * dtype.itemsize) for numel in ownership.numels]
+    slots = peers.own.allocate(num_slots * max(sizes))
+    held = [sum(size for size, (_, holders) in zip(sizes, buffers, strict=True) if r in holders) for r in peers.ranks]
+    totals_at = peers.own.allocate(held[peers.segments.index(peers.own)], max(held))
+    ends, turns = [totals_at] * len(held), [0] * len(held)  # of totals and slots that a worker has so far
+    made: list[OwnedBuffer] = []
+    for number, (numel, holders) in enumerate(buffers):
+        parts: list[torch.Tensor] = []
+        totals: dict[int, torch.Tensor] = {}
         for index, (rank, segment) in enumerate(zip(peers.ranks, peers.segments, strict=True)):
             if rank in holders:
-                totals[rank] = segment.tensor(max(numel, 1), dtype, ends[index])
-                ends[index] += size
+                totals[rank] = segment.tensor(numel, dtype, ends[index])
+                ends[index] += sizes[number]
             if rank == holders[0]:
                 parts.append(totals[rank])
             else:
-                parts.append(segment.tensor(max(numel, 1), dtype, slots + turns[index] % ownership.num_slots * room))
+                parts.append(segment.tensor(numel, dtype, slots + turns[index] % num_slots * max(sizes)))
                 turns[index] += 1
         name = f"{numel} elements of {dtype} (number {number} with an owner, from offset {slots})"
-        buffer: SharedBuffer
-        if num_hosts > 1:
-            buffer = BridgedBuffer(peers, name, parts, num_hosts)
-        else:
-            buffer = SumBuffer(peers, name, parts, holders[0], [totals[rank] for rank in holders[1:]])
-        total = totals.get(peers.world.rank)
-        buffers.append(_OwnedBuffer(communicator, peers, buffer, numel, holders, total, num_hosts))
-    return buffers
+        kind = _Owned if communicator.num_hosts == 1 else _OwnedAmongHosts
+        made.append(kind(communicator, peers, name, parts, holders[0], totals))
+    return made
 
 
-class _OwnedBuffer:
+class _Owned(LargeBuffer):
+    """The sum goes to the owner's part. totals: by rank, for those who hold it."""
+
     def __init__(
         self,
         communicator: SharedMemoryCommunicator,
         peers: LocalPeers,
-        buffer: SharedBuffer,
-        numel: int,
-        holders: Sequence[int],
-        total: torch.Tensor | None,
-        num_hosts: int,
+        name: str,
+        parts: Sequence[torch.Tensor],
+        owner: int,
+        totals: Mapping[int, torch.Tensor],
     ) -> None:
+        super().__init__(peers, name, parts)
         self._communicator = communicator
-        self._peers = peers
-        self._buffer = buffer
-        self._owner = holders[0]
-        self._num_hosts = num_hosts
-        self._delivered: dict[torch.dtype, BridgedBuffer] = {}
-        self.tensor = buffer.tensor[:numel]
-        self.total = None if total is None else total[:numel]
+        self._owner = owner
+        self.total = totals.get(peers.world.rank)
+        self._copies = [total.split(self._block_numel) for rank, total in totals.items() if rank != owner]
 
     def reduce(self) -> Pending:
-        pending = self._communicator.start(self._buffer, f"reduce to {self._owner}", None)
-        if self._num_hosts == 1 or self.total is None or self._owner == self._peers.world.rank:
-            return pending
-        return Received(pending, self.tensor, self.total.copy_)
+        return self._communicator.start(self, f"reduce to {self._owner}", None)
 
     def deliver(self, dtype: torch.dtype, receive: Callable[[torch.Tensor], object]) -> Pending:
-        numel, owner, call = self.tensor.numel(), self._owner, f"delivery from {self._owner}"
-        if self._num_hosts == 1:
-            memory = self._buffer.parts[owner].view(dtype)[:numel]
-            return self._communicator.start(self._buffer, call, owner, lambda: receive(memory))
+        memory = self.parts[self._owner].view(dtype)[: self.tensor.numel()]
+        return self._communicator.start(self, f"delivery from {self._owner}", self._owner, lambda: receive(memory))
+
+    def _combine(self, index: int, source: int | None) -> None:
+        block = self._blocks[index]
+        add_others(block, self._owner)
+        for copy in self._copies:
+            copy[index].copy_(block[self._owner])
+
+
+class _OwnedAmongHosts(BridgedBuffer):
+    """All workers get the sum, and all what the owner delivers."""
+
+    def __init__(
+        self,
+        communicator: SharedMemoryCommunicator,
+        peers: LocalPeers,
+        name: str,
+        parts: Sequence[torch.Tensor],
+        owner: int,
+        totals: Mapping[int, torch.Tensor],
+    ) -> None:
+        super().__init__(peers, name, parts, communicator.num_hosts)
+        self._communicator = communicator
+        self._owner = owner
+        self.total = totals.get(peers.world.rank)
+        self._delivered: dict[torch.dtype, BridgedBuffer] = {}
+
+    def reduce(self) -> Pending:
+        pending = self._communicator.start(self, f"reduce to {self._owner}", None)
+        is_there = self.total is None or self._owner == self._peers.world.rank
+        return pending if is_there else Received(pending, self.tensor, self.total.copy_)
+
+    def deliver(self, dtype: torch.dtype, receive: Callable[[torch.Tensor], object]) -> Pending:
         if dtype not in self._delivered:
-            parts = [part.view(dtype)[: max(numel, 1)] for part in self._buffer.parts]
-            name = f"{self._buffer.name}, as {dtype}"
-            self._delivered[dtype] = BridgedBuffer(self._peers, name, parts, self._num_hosts)
+            parts = [part.view(dtype)[: part.numel()] for part in self.parts]
+            name = f"{self.name}, as {dtype}"
+            self._delivered[dtype] = BridgedBuffer(self._peers, name, parts, self._communicator.num_hosts)
         buffer = self._delivered[dtype]
-        pending = self._communicator.start(buffer, call, owner)
-        return pending if owner == self._peers.world.rank else Received(pending, buffer.tensor[:numel], receive)
+        pending = self._communicator.start(buffer, f"delivery from {self._owner}", self._owner)
+        return pending if self._owner == self._peers.world.rank else Received(pending, buffer.tensor, receive)

@@ -92,7 +92,8 @@ class Shards:
         for bucket in self.buckets:
             by_dtype.setdefault(dtype_of(bucket.layout), []).append(bucket)
         for dtype, buckets in by_dtype.items():
-            numels, holders = [bucket.layout.numel for bucket in buckets], [bucket.holders for bucket in buckets]
+            numels = [max(bucket.layout.numel, 1) for bucket in buckets]
+            holders = [bucket.holders for bucket in buckets]
             ownership = Ownership(numels, holders, dtype, self.communicator.world.device, NUM_SLOTS)
             for bucket, memory in zip(buckets, self.communicator.owned(ownership), strict=True):
                 bucket.memory = memory
