@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.base import Pending, Received
+from paceline.comm.base import OwnedBuffer, Ownership, Pending
+from paceline.comm.owned_tensors import owned_tensors
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
 
@@ -40,18 +41,14 @@ class ThreadCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._exchange(tensor, lambda tensors: sum(tensors[1:], start=tensors[0].clone()))
 
-    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
-        return self.all_reduce(tensor)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         return self._exchange(tensor, lambda tensors: tensors[source].clone())
 
-    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
-        pending = self.broadcast(tensor, source)
-        return pending if source == self.world.rank else Received(pending, tensor, receive)
-
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def owned(self, ownership: Ownership) -> list[OwnedBuffer]:
+        return owned_tensors(self, ownership, lambda tensor, _: self.all_reduce(tensor))
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         with self._shared.changed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from time import monotonic
@@ -15,7 +15,7 @@ from gatherings import CPU, buffers, on_hosts, over_gloo, sharing, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm.base import Communicator, Pending
+from paceline.comm.base import Communicator, OwnedBuffer, Ownership, Pending
 from paceline.comm.shared_memory import peers
 from paceline.comm.shared_memory.buffers import SMALL_BYTES
 from paceline.core.errors import CommunicationError, CommunicationTimeout
@@ -60,47 +60,69 @@ def test_all_get_what_the_source_has(gathering: Gathering, source: int, numel: i
         assert all((t == source + 1).all() for t in tensors)
 
 
+HOLDERS = [(0,), (1, 3), (1, 0), (3,), (2, 1, 0), (0,)]
+
+
+def owned_by(workers: Sequence[Any], numel: int) -> list[list[OwnedBuffer]]:
+    """By rank: buffers of several sizes, with the owners and further holders of HOLDERS."""
+    numels = [numel, 1, numel, numel + 5, 3, numel]
+    ownership = Ownership(numels, HOLDERS, torch.float64, CPU, num_slots=2)
+    return [worker.owned(ownership) for worker in workers]
+
+
 @every_kind
 @pytest.mark.parametrize("numel", NUMELS)
-def test_deliveries_reach_the_others_before_the_source_goes_on(gathering: Gathering, numel: int) -> None:
-    """The source changes its tensor at once for the next delivery; another one is late to receive it."""
+def test_holders_get_the_sum_and_owners_keep_adding_to_it(gathering: Gathering, numel: int) -> None:
     with gathering() as workers:
-        tensors = buffers(workers, numel)
-        received: list[list[float]] = [[] for _ in workers]
+        owned = owned_by(workers, numel)
 
-        def deliver(rank: int) -> None:
-            for number, source in enumerate([0, 1, 1, 3, 0]):
-                if rank == source:
-                    tensors[rank].fill_(number + 1)
-                else:
-                    tensors[rank].fill_(-1)
+        def add_up(rank: int) -> None:
+            for turn in (1, 2, 3):
+                for number, buffer in enumerate(owned[rank]):
+                    is_owner = rank == HOLDERS[number][0]
+                    buffer.tensor.add_(rank + 1) if is_owner else buffer.tensor.fill_(rank + 1)
+                    buffer.reduce().wait()
+                    assert (buffer.total is not None) == (rank in HOLDERS[number])
+                    if buffer.total is not None:
+                        assert (buffer.total == 10 * turn).all(), (turn, number)
+                    assert not is_owner or buffer.total.data_ptr() == buffer.tensor.data_ptr()
 
-                def receive(found: torch.Tensor, number: int = number) -> None:
-                    assert found.shape == (numel,)
-                    assert (found == number + 1).all()
-                    received[rank].append(number)
-
-                workers[rank].deliver(tensors[rank], source, receive).wait()
-
-        assert not any(together([partial(deliver, rank) for rank in range(SIZE)]))
-        assert received == [[1, 2, 3], [0, 3, 4], [0, 1, 2, 3, 4], [0, 1, 2, 4]]
+        assert not any(together([partial(add_up, rank) for rank in range(SIZE)]))
 
 
 @every_kind
-@pytest.mark.parametrize(("target", "numel"), [(0, 1), (1, 40_000), (2, 900_001), (3, 900_001)])
-def test_the_target_gets_the_sum(gathering: Gathering, target: int, numel: int) -> None:
+@pytest.mark.parametrize("numel", NUMELS)
+def test_deliveries_reach_the_others_before_the_owner_goes_on(gathering: Gathering, numel: int) -> None:
+    """The owners change their memory at once for the next turn. Two deliveries to a worker are in flight at a time."""
     with gathering() as workers:
-        tensors = buffers(workers, numel)
-        for _ in range(3):  # also after turns in which only a part of the buffer was used
-            for rank, tensor in enumerate(tensors):
-                tensor.fill_(rank + 1)
-            used = [tensor[: max(numel // 3, 1)] for tensor in tensors]
-            assert not any(together([w.reduce(t, target).wait for w, t in zip(workers, used, strict=True)]))
-            assert (used[target] == 10).all()
-            for rank, tensor in enumerate(tensors):
-                tensor.fill_(rank + 1)
-            assert not any(together([w.reduce(t, target).wait for w, t in zip(workers, tensors, strict=True)]))
-            assert (tensors[target] == 10).all()
+        owned = owned_by(workers, numel)
+        received: list[list[int]] = [[] for _ in workers]
+
+        def deliver(rank: int) -> None:
+            for turn in range(3):
+                own, others = [], []
+                for number, (buffer, (owner, *_)) in enumerate(zip(owned[rank], HOLDERS, strict=True)):
+
+                    def receive(found: torch.Tensor, buffer: Any = buffer, value: int = 10 * turn + number) -> None:
+                        assert found.shape == buffer.tensor.shape
+                        assert found.dtype == torch.bfloat16
+                        assert (found == value).all()
+                        received[rank].append(value % 10)
+
+                    if rank == owner:
+                        buffer.tensor.view(torch.bfloat16)[: buffer.tensor.numel()] = 10 * turn + number
+                        own.append(buffer.deliver(torch.bfloat16, receive))
+                        continue
+                    if len(others) == 2:
+                        others.pop(0).wait()
+                    others.append(buffer.deliver(torch.bfloat16, receive))
+                for pending in (*others, *own):
+                    pending.wait()
+
+        assert not any(together([partial(deliver, rank) for rank in range(SIZE)]))
+        assert received == [
+            3 * [number for number, (owner, *_) in enumerate(HOLDERS) if owner != rank] for rank in range(SIZE)
+        ]
 
 
 @every_kind

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from gatherings import CPU, buffers, on_hosts, over_gloo, sharing, together, worlds_of
 from waiting import wait_until
 
-from paceline.comm.base import Communicator
+from paceline.comm.base import Communicator, Ownership
 from paceline.comm.host_link import HostLink
 from paceline.comm.process_group import ProcessGroupCommunicator, _gloo_group
 from paceline.comm.rendezvous import MeetingPoint, Rendezvous
@@ -49,7 +49,13 @@ def broadcast(communicator: Communicator, numel: int) -> None:
 
 
 def reduce(communicator: Communicator, numel: int) -> None:
-    communicator.reduce(communicator.empty(numel, torch.float32, CPU), 1).wait()
+    [buffer] = communicator.owned(Ownership([numel], [(1,)], torch.float32, CPU, 1))
+    buffer.reduce().wait()
+
+
+def deliver(communicator: Communicator, numel: int) -> None:
+    [buffer] = communicator.owned(Ownership([numel], [(1,)], torch.float32, CPU, 1))
+    buffer.deliver(torch.float32, torch.Tensor.sum).wait()
 
 
 CALLS = {
@@ -58,6 +64,7 @@ CALLS = {
     "all_reduce of another tensor": partial(all_reduce_copy, numel=LARGE),
     "reduce small": partial(reduce, numel=SMALL),
     "reduce large": partial(reduce, numel=LARGE),
+    "deliver": partial(deliver, numel=LARGE),
     "broadcast small": partial(broadcast, numel=SMALL),
     "broadcast large": partial(broadcast, numel=LARGE),
 }

@@ -26,7 +26,8 @@ PER_PARAMETER = [
     ({"num_workers": 4, "shard": "optimizer", "share": 0.5}, (4, 4, 2, 4)),
     ({"num_workers": 4, "shard": "optimizer", "redundancy": 2}, (4, 4, 2, 4)),
     ({"num_workers": 4, "shard": "optimizer", "exact": True}, (4, 4, 3, 2)),
-    ({"num_workers": 4, "shard": "optimizer", "micro_batches": 3}, (4, 4, 5, 2)),
+    ({"num_workers": 4, "shard": "optimizer", "micro_batches": 3}, (4, 4, 4, 2)),
+    ({"num_workers": 4, "shard": "optimizer", "micro_batches": 3, "redundancy": 2}, (4, 4, 5, 4)),
     ({"num_workers": 4, "shard": "gradients", "micro_batches": 3}, (4, 4, 1, 2)),
     ({"num_workers": 4, "shard": "optimizer", "parameter_bytes": 2, "master_weights": True}, (2, 2, 1, 3)),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from functools import cache
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from capture_runs import FakeGraphs, class_loss, use_graphs
 from grouping import grouped
 from models import digest, mlp, tokens, vectors
 from scenarios import SCENARIOS
@@ -289,6 +291,80 @@ def test_fp16_and_plain_mode(pool: WorkerPool) -> None:
                 assert losses == pytest.approx(reference, rel=1e-3), (precision, shard)
 
 
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_replayed_micro_batches_have_the_same_bits(shard: str, pool: WorkerPool) -> None:
+    """CUDA graphs, which are imitated here, have forward and backward; each worker updates its pieces without one."""
+
+    def replayed(**settings: Any) -> tuple[str, int]:
+        graphs = FakeGraphs()
+        with pl.Trainer.setup(
+            mlp,
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            data=vectors(16 * 20),
+            global_batch=16,
+            micro_batch=4,
+            max_grad_norm=0.3,
+            exact=True,
+            **grouped(**settings),
+        ) as trainer:
+            if settings:
+                use_graphs(trainer, graphs)
+            step = trainer.step_with(lambda batch: class_loss(trainer.model, batch))
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    step(batch)
+            return digest(trainer.model.state_dict()), graphs.num_replayed
+
+    reference, _ = replayed()
+    for found, num_replayed in pool.run(lambda: replayed(shard=shard, shares="equal"), 2):
+        assert found == reference
+        assert num_replayed > 40
+
+
+def test_pieces_by_memory_and_speed(pool: WorkerPool) -> None:
+    """How much each of three workers holds, in parts of the whole."""
+
+    def held(by: str, memory: tuple[float, ...], speed: tuple[float, ...] = (1, 1, 1)) -> list[float]:
+        from paceline.run.step import sharding as step_sharding
+
+        def own(numbers: tuple[float, ...]) -> Any:
+            return lambda _: numbers[int(os.environ["RANK"])] * 1e9
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(step_sharding, "_memory_bytes", own(memory))
+            patch.setattr(step_sharding, "_update_speed", own(speed))
+            patch.setattr(sharding, "SEGMENT_NUMEL", SEGMENT_NUMEL)
+            with pl.Trainer.setup(
+                lambda: nn.Linear(512, 512),
+                torch.optim.AdamW,
+                data=vectors(16),
+                global_batch=8,
+                optimization=pl.Optimization(shard="optimizer", shard_by=by),
+            ) as trainer:
+                pieces: Any = trainer.run.loop.replica.pieces
+                loads = pieces.shards.division.loads
+                return [load / sum(loads) for load in loads]
+
+    for by, memory, speed, expected in (
+        ("auto", (8, 24, 8), (1, 1, 1), (0.2, 0.6, 0.2)),
+        ("auto", (24, 24, 23), (1, 5, 1), (1 / 3, 1 / 3, 1 / 3)),
+        ("memory", (8, 24, 8), (1, 1, 1), (0.2, 0.6, 0.2)),
+        ("speed", (8, 24, 8), (2, 1, 1), (0.5, 0.25, 0.25)),
+        ("equal", (8, 24, 8), (2, 1, 1), (1 / 3, 1 / 3, 1 / 3)),
+    ):
+        for found in pool.run(held, 3, by, memory, speed):
+            assert found == pytest.approx(expected, abs=0.03), by
+
+
+def test_the_speed_of_an_update_includes_the_time_in_which_a_quota_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.run.step import sharding as step_sharding
+
+    ticks = itertools.accumulate(itertools.cycle([0.1, 0.01, 0.01, 0.01]))
+    monkeypatch.setattr(step_sharding, "perf_counter", lambda: next(ticks))
+    per_update_s = step_sharding._TRIAL_NUMEL / step_sharding._update_speed(torch.device("cpu"))
+    assert per_update_s == pytest.approx(0.13 / 4, rel=0.3)
+
+
 def refusals() -> list[str]:
     """What a divided run does not do, by the messages that say so."""
 
@@ -321,13 +397,32 @@ def refusals() -> list[str]:
             with pytest.raises(MisuseError) as refused:
                 call()
             texts.append(str(refused.value))
-    with pytest.raises(MisuseError) as refused, setup() as trainer:
-        trainer.model[0].weight.data = trainer.model[0].weight.data.clone()
-        for epoch in trainer.epochs(1):
-            for batch in epoch:
-                trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
-                trainer.step()
-    return [*texts, str(refused.value)]
+
+    def replace_memory(model: Any) -> None:
+        model[0].weight.data = model[0].weight.data.clone()
+
+    for settings, change in (({}, replace_memory), ({"model": Counting, "redundancy": 2}, lambda _: None)):
+        with pytest.raises(MisuseError) as refused, setup(**settings) as trainer:
+            change(trainer.model)
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(class_loss(trainer.model, batch))
+                    trainer.step()
+        texts.append(str(refused.value))
+    return texts
+
+
+class Counting(nn.Module):
+    """Its forward changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layers(x)
 
 
 class Gapped(nn.Module):
@@ -352,6 +447,7 @@ def test_refusals_name_the_reason(pool: WorkerPool) -> None:
             "optimizer.load_state_dict() cannot be used while",
             "on_gradients() needs whole gradients",
             "the memory of parameter '0.weight' was replaced",
+            "the model changes a buffer in its forward that is not BatchNorm's",
         )
         assert len(texts) == len(expected)
         for text, part in zip(texts, expected, strict=True):

@@ -17,7 +17,8 @@ Failures
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
@@ -33,6 +34,44 @@ class Pending(Protocol):
         """Return when the result is in the tensor; raise if the exchange failed or timed out."""
 
 
+@dataclass(frozen=True)
+class Ownership:
+    """Several buffers, each of which one worker owns.
+
+    numels: elements, by buffer, at least 1. holders: the ranks that get the sum of a buffer, the owner first.
+    num_slots: the buffers that a worker does not own share so many memories there, which they use in turns: an exchange
+    of one must be complete before the next is used.
+    """
+
+    numels: Sequence[int]
+    holders: Sequence[Sequence[int]]
+    dtype: torch.dtype
+    device: torch.device
+    num_slots: int
+
+
+class OwnedBuffer(Protocol):
+    """Memory in which all workers add up what one of them keeps, its owner. See `Communicator.owned`."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The owner's memory; on the others, their contribution."""
+
+    @property
+    def total(self) -> torch.Tensor | None:
+        """On holders: where the sum is after `reduce`. On the owner that is `tensor`."""
+
+    def reduce(self) -> Pending:
+        """Add the other workers' tensors to the owner's. Their content is undefined afterwards."""
+
+    def deliver(self, dtype: torch.dtype, receive: Callable[[torch.Tensor], object]) -> Pending:
+        """Call `receive` with the owner's memory on every other worker, inside `wait`.
+
+        It gets as many elements as the buffer has, of `dtype`, which may be the memory of the owner itself, for the
+        duration of the call. The deliveries that a worker receives are waited for in the order of the calls.
+        """
+
+
 class Communicator(Protocol):
     """One worker's endpoint."""
 
@@ -45,24 +84,17 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Replace `tensor`, on every worker, by the sum over all workers."""
 
-    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
-        """Replace `tensor` on rank `target` by the sum over all workers. On the others its content is undefined."""
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         """Replace `tensor`, on every worker, by the tensor of rank `source`."""
-
-    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
-        """Call `receive` with the tensor of rank `source` on every other worker, inside `wait`.
-
-        It may be the memory of that worker, for the duration of the call. The content of `tensor` is undefined
-        afterwards, except on rank `source`. Deliveries are waited for in the order of the calls.
-        """
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialized flat buffer for repeated exchanges. All workers make the same calls of `empty`.
 
         A communicator may place the buffer in memory where exchanges are fastest, such as shared memory.
         """
+
+    def owned(self, ownership: Ownership) -> list[OwnedBuffer]:
+        """Buffers of zeros. All workers make the same calls of `owned`."""
 
     def abort(self) -> None:
         """Fail the exchanges in progress and all later ones with `CommunicationError`. Called from any thread.
@@ -104,19 +136,6 @@ class Done:
 
 
 DONE = Done()
-
-
-class Received:
-    """A `Pending` that hands on what was broadcast."""
-
-    def __init__(self, pending: Pending, tensor: torch.Tensor, receive: Callable[[torch.Tensor], object]) -> None:
-        self._pending = pending
-        self._tensor = tensor
-        self._receive: Callable[[torch.Tensor], object] = receive
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._receive(self._tensor)
 
 
 class Failed:

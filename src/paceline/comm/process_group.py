@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.base import DEFAULT_TIMEOUT_S, Pending, Received
+from paceline.comm.base import DEFAULT_TIMEOUT_S, OwnedBuffer, Ownership, Pending
+from paceline.comm.owned_tensors import owned_tensors
 from paceline.comm.rendezvous import Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
@@ -94,15 +94,8 @@ class ProcessGroupCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._start("all_reduce", "allreduce", [_as_real(tensor)])
 
-    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
-        return self._start("reduce", "reduce", _as_real(tensor), target)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         return self._start("broadcast", "broadcast", _as_real(tensor), source)
-
-    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
-        pending = self.broadcast(tensor, source)
-        return pending if source == self.world.rank else Received(pending, tensor, receive)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self._start(f"send to rank {to}", "send", [tensor], to, 0).wait()
@@ -112,6 +105,12 @@ class ProcessGroupCommunicator:
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def owned(self, ownership: Ownership) -> list[OwnedBuffer]:
+        return owned_tensors(self, ownership, self._reduce)
+
+    def _reduce(self, tensor: torch.Tensor, target: int) -> Pending:
+        return self._start("reduce", "reduce", tensor, target)
 
     def abort(self) -> None:
         """Fail the exchanges in progress, here and on the peers, and all later ones. Called from any thread."""

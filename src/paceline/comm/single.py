@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from paceline.comm.base import DEFAULT_TIMEOUT_S, DONE, Pending
+from paceline.comm.base import DEFAULT_TIMEOUT_S, DONE, OwnedBuffer, Ownership, Pending
+from paceline.comm.owned_tensors import owned_tensors
 from paceline.core.world import World
 
 
@@ -22,17 +21,14 @@ class SingleCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return DONE
 
-    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
-        return DONE
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
-        return DONE
-
-    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
         return DONE
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=device)
+
+    def owned(self, ownership: Ownership) -> list[OwnedBuffer]:
+        return owned_tensors(self, ownership, lambda *_: DONE)
 
     def abort(self) -> None:
         return

@@ -84,7 +84,9 @@ def memory_of(size: StateSize) -> MemoryReport:
         per_sum = sum_bytes + (gradient_bytes if sum_bytes != gradient_bytes else 0)
         chunk = chunk_numel(count, size.num_workers, size.chunk_numel)
         exchange = chunk * (NUM_SLOTS * sum_bytes + (weight if sum_bytes == 8 else 0))
-        local = count * sum_bytes if size.shard == "optimizer" and size.micro_batches > 1 else 0
+        # A worker's own sums of several micro-batches, of what others own.
+        others = 1.0 - share / size.redundancy
+        local = round(others * count * sum_bytes) if size.shard == "optimizer" and size.micro_batches > 1 else 0
     return MemoryReport(
         weights=(count + size.frozen) * weight,
         gradients=count * weight,

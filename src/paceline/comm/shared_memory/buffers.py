@@ -35,16 +35,12 @@ class SharedBuffer(ABC):
     suffice: a worker that starts the next but one exchange has seen all peers start the next one, and so end this one.
     """
 
-    def __init__(self, peers: LocalPeers, index: int, numel: int, dtype: torch.dtype, extra_bytes: int = 0) -> None:
-        nbytes = aligned(numel * dtype.itemsize)
-        offset = peers.own.allocate(nbytes + extra_bytes)
+    def __init__(self, peers: LocalPeers, name: str, parts: Sequence[torch.Tensor]) -> None:
         self._peers = peers
-        self.name = f"{numel} elements of {dtype} (buffer {index} at offset {offset})"
-        self._extra_offset = offset + nbytes
+        self.name = name
         self._index = peers.segments.index(peers.own)
-        self.parts = [segment.tensor(numel, dtype, offset) for segment in peers.segments]
-        self.tensor = self.parts[self._index]
-        self.num_used = numel  # elements that the current exchange is about, from the beginning
+        self.parts = parts
+        self.tensor = parts[self._index]
         self.is_busy = False
         self.turn = 0  # alternates between 0 and 1
 
@@ -52,24 +48,19 @@ class SharedBuffer(ABC):
         """Called before the peers are told that this worker's part is complete."""
 
     @abstractmethod
-    def complete(self, number: int, call: str, source: int | None, target: int | None = None) -> None:
-        """Wait for the peers, then replace the tensor by the sum over all workers, or by that of rank `source`.
-
-        target: the only worker that needs the sum.
-        """
+    def complete(self, number: int, call: str, source: int | None) -> None:
+        """Wait for the peers, then replace the tensor by the sum over all workers, or by that of rank `source`."""
 
 
 class SmallBuffer(SharedBuffer):
-    def __init__(self, peers: LocalPeers, index: int, numel: int, dtype: torch.dtype) -> None:
-        nbytes = aligned(numel * dtype.itemsize)
-        super().__init__(peers, index, numel, dtype, 2 * nbytes)
-        offsets = (self._extra_offset, self._extra_offset + nbytes)
-        self._copies = [[segment.tensor(numel, dtype, offset) for segment in peers.segments] for offset in offsets]
+    def __init__(self, peers: LocalPeers, name: str, parts: Sequence[torch.Tensor]) -> None:
+        super().__init__(peers, name, parts)
+        self._copies = [allocate(peers, self.tensor.numel(), self.tensor.dtype)[1] for _ in range(2)]
 
     def publish(self) -> None:
         self._copies[self.turn][self._index].copy_(self.tensor)
 
-    def complete(self, number: int, call: str, source: int | None, target: int | None = None) -> None:
+    def complete(self, number: int, call: str, source: int | None) -> None:
         self._peers.wait_for_calls(number, call)
         copies = self._copies[self.turn]
         if source is None:
@@ -79,37 +70,34 @@ class SmallBuffer(SharedBuffer):
 
 
 class LargeBuffer(SharedBuffer):
-    def __init__(self, peers: LocalPeers, index: int, numel: int, dtype: torch.dtype) -> None:
-        size = len(peers.segments)
-        block = min(BLOCK_BYTES, aligned(-(-numel * dtype.itemsize // size))) // dtype.itemsize
-        num_blocks = -(-numel // block)
-        super().__init__(peers, index, numel, dtype, BlockClaims.nbytes(num_blocks))
-        self._block_numel = block
-        self._blocks = list(zip(*(part.split(block) for part in self.parts), strict=True))
-        self._claims = BlockClaims(peers.segments[0], self._extra_offset, num_blocks)
+    def __init__(self, peers: LocalPeers, name: str, parts: Sequence[torch.Tensor]) -> None:
+        super().__init__(peers, name, parts)
+        size, itemsize = len(parts), self.tensor.itemsize
+        self._block_numel = min(BLOCK_BYTES, aligned(-(-self.tensor.nbytes // size))) // itemsize
+        self._blocks = list(zip(*(part.split(self._block_numel) for part in parts), strict=True))
+        num_blocks = len(self._blocks)
+        self._claims = BlockClaims(peers.segments[0], peers.own.allocate(BlockClaims.nbytes(num_blocks)), num_blocks)
         if self._index == 0:
             self._claims.initialize()
         # Workers begin at different blocks, so that they rarely compete for one.
         first = self._index * num_blocks // size
         self._order = [*range(first, num_blocks), *range(first)]
 
-    def complete(self, number: int, call: str, source: int | None, target: int | None = None) -> None:
+    def complete(self, number: int, call: str, source: int | None) -> None:
         self._peers.wait_for_calls(number, call)
         own = self._peers.own
         own.begin_blocks(number)
-        num_blocks = -(-self.num_used // self._block_numel)
         for index in self._order:
-            # Unused blocks are claimed too: that releases them for the next turn.
-            if self._claims.claim(self.turn, index) and index < num_blocks:
-                block = self._blocks[index]
-                if target is not None:
-                    add_others(block, target)
-                    continue
-                if source is None:
-                    add_up(block, block[0])
-                copy_to_all(block, source or 0)
+            if self._claims.claim(self.turn, index):
+                self._combine(index, source)
         own.end_blocks()
         self._peers.wait_for_all(lambda peer: peer.active_call != number, call, "did not finish their blocks")
+
+    def _combine(self, index: int, source: int | None) -> None:
+        block = self._blocks[index]
+        if source is None:
+            add_up(block, block[0])
+        copy_to_all(block, source or 0)
 
 
 class BridgedBuffer(SharedBuffer):
@@ -119,12 +107,12 @@ class BridgedBuffer(SharedBuffer):
     the parts only between the last call and the result.
     """
 
-    def __init__(self, peers: LocalPeers, index: int, numel: int, dtype: torch.dtype, num_hosts: int) -> None:
-        super().__init__(peers, index, numel, dtype)
-        split = num_hosts * PIECE_BYTES // dtype.itemsize
-        self.pieces = [Piece(parts) for parts in zip(*(part.split(split) for part in self.parts), strict=True)]
+    def __init__(self, peers: LocalPeers, name: str, parts: Sequence[torch.Tensor], num_hosts: int) -> None:
+        super().__init__(peers, name, parts)
+        split = num_hosts * PIECE_BYTES // self.tensor.itemsize
+        self.pieces = [Piece(sections) for sections in zip(*(part.split(split) for part in parts), strict=True)]
 
-    def complete(self, number: int, call: str, source: int | None, target: int | None = None) -> None:
+    def complete(self, number: int, call: str, source: int | None) -> None:
         self._peers.wait_for_leader(number, call)
 
 
@@ -150,6 +138,12 @@ class Piece:
         """Copy the leader's part into all others."""
         for block in self._blocks:
             copy_to_all(block, 0)
+
+
+def allocate(peers: LocalPeers, numel: int, dtype: torch.dtype) -> tuple[int, list[torch.Tensor]]:
+    """The offset of new memory in the segments of all workers, and a tensor over it in each of them."""
+    offset = peers.own.allocate(numel * dtype.itemsize)
+    return offset, [segment.tensor(numel, dtype, offset) for segment in peers.segments]
 
 
 def add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

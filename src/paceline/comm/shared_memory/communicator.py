@@ -6,14 +6,22 @@ On one host no socket or port is opened. Tensors that `empty` did not allocate a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from paceline.comm.base import DONE, Pending, Received
+from paceline.comm.base import DONE, OwnedBuffer, Ownership, Pending
 from paceline.comm.rendezvous import Rendezvous
 from paceline.comm.shared_memory.bridge import Bridge
-from paceline.comm.shared_memory.buffers import SMALL_BYTES, BridgedBuffer, LargeBuffer, SharedBuffer, SmallBuffer
+from paceline.comm.shared_memory.buffers import (
+    SMALL_BYTES,
+    BridgedBuffer,
+    LargeBuffer,
+    SharedBuffer,
+    SmallBuffer,
+    allocate,
+)
+from paceline.comm.shared_memory.owned import owned_buffers
 from paceline.comm.shared_memory.peers import LocalPeers, find_hosts
 from paceline.comm.shared_memory.peers import missing_shared_memory as missing_shared_memory
 from paceline.core.errors import CommunicationError, MisuseError
@@ -39,7 +47,6 @@ class SharedMemoryCommunicator:
         self._peers = LocalPeers(world, timeout_s, ranks, rendezvous)
         self._num_buffers = self._num_deliveries = 0
         self._buffers: dict[tuple[int, torch.dtype], SharedBuffer] = {}
-        self._large_buffers: dict[int, LargeBuffer] = {}  # by address
         self._scratch: dict[tuple[torch.dtype, int], SharedBuffer] = {}
         self._scratch_users: dict[SharedBuffer, _ScratchExchange] = {}
         self._bridge: Bridge | None = None
@@ -58,31 +65,10 @@ class SharedMemoryCommunicator:
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return self._exchange(tensor, "all_reduce", None)
 
-    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
-        """Saves the copies of the sum to the other workers, in buffers that are summed by blocks."""
-        if not 0 <= target < self.world.size:
-            raise ValueError(f"target={target} is not a rank in a world of {self.world.size}")
-        operation = f"reduce to {target}"
-        if isinstance(buffer := self._buffer_of(tensor), LargeBuffer):
-            return self._start(buffer, operation, None, target, tensor.numel())
-        return self._exchange(tensor, operation, None)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         if not 0 <= source < self.world.size:
             raise ValueError(f"source={source} is not a rank in a world of {self.world.size}")
         return self._exchange(tensor, f"broadcast from {source}", source)
-
-    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
-        """Others read the memory of rank `source`, if it is the beginning, in any dtype, of a large buffer."""
-        buffer = self._large_buffers.get(tensor.data_ptr())
-        if buffer is None or tensor.nbytes > buffer.tensor.nbytes or not tensor.is_contiguous():
-            pending = self.broadcast(tensor, source)
-            return pending if source == self.world.rank else Received(pending, tensor, receive)
-        self._peers.check_usable()
-        part, delivery = buffer.parts[source].view(tensor.dtype)[: tensor.numel()], self._num_deliveries
-        self._num_deliveries += 1
-        operation = f"delivery of {tensor.numel()} elements from {source}"
-        return self._start(buffer, operation, source, delivery=(delivery, lambda: receive(part)))
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self._peers.check_usable()
@@ -90,9 +76,16 @@ class SharedMemoryCommunicator:
             return torch.empty(numel, dtype=dtype, device=device)
         buffer = self._allocate(numel, dtype)
         self._buffers[buffer.tensor.data_ptr(), dtype] = buffer
-        if isinstance(buffer, LargeBuffer):
-            self._large_buffers[buffer.tensor.data_ptr()] = buffer
         return buffer.tensor
+
+    def owned(self, ownership: Ownership) -> list[OwnedBuffer]:
+        self._peers.check_usable()
+        if ownership.device.type != "cpu":
+            raise ValueError(f"workers cannot share memory of {ownership.device}")
+        try:
+            return owned_buffers(self, self._peers, ownership)
+        except OSError as error:
+            raise _out_of_memory(sum(ownership.numels), ownership.dtype, error) from None
 
     def abort(self) -> None:
         if self._peers.segments:  # not closed
@@ -105,7 +98,6 @@ class SharedMemoryCommunicator:
             self._bridge.close()
             self._bridge = None
         self._buffers.clear()
-        self._large_buffers.clear()
         self._scratch.clear()
         self._scratch_users.clear()
         self._peers.close()
@@ -114,28 +106,25 @@ class SharedMemoryCommunicator:
         self._peers.check_usable()
         if (buffer := self._buffer_of(tensor)) is None:
             return self._exchange_copy(tensor, operation, source)
-        return self._start(buffer, operation, source, None, tensor.numel())
+        return self.start(buffer, operation, source)
 
     def _buffer_of(self, tensor: torch.Tensor) -> SharedBuffer | None:
-        """The buffer of `empty` that this tensor is, or if it is a large one, its beginning; None for other tensors."""
+        """The buffer of `empty` that this tensor is; None for other tensors."""
         buffer = self._buffers.get((tensor.data_ptr(), tensor.dtype))
-        if buffer is None or not tensor.is_contiguous():
+        if buffer is None or not tensor.is_contiguous() or tensor.numel() != buffer.tensor.numel():
             return None
-        is_part = 0 < tensor.numel() < buffer.tensor.numel() and isinstance(buffer, LargeBuffer)
-        return buffer if is_part or tensor.numel() == buffer.tensor.numel() else None
+        return buffer
 
-    def _start(
+    def start(
         self,
         buffer: SharedBuffer,
         operation: str,
         source: int | None,
-        target: int | None = None,
-        numel: int | None = None,
-        delivery: tuple[int, Callable[[], object]] | None = None,
+        receive: Callable[[], object] | None = None,
     ) -> Pending:
-        buffer.num_used = numel or buffer.tensor.numel()
-        part = "" if buffer.num_used == buffer.tensor.numel() else f"the first {buffer.num_used} of "
-        call = f"{operation} of {part}{buffer.name}"
+        """Start an exchange of a buffer. receive: reads the memory of rank `source`; nothing else is done."""
+        self._peers.check_usable()
+        call = f"{operation} of {buffer.name}"
         if buffer.is_busy:
             raise MisuseError(f"{call} is called while the buffer is in another exchange: wait() for that one first")
         buffer.is_busy = True
@@ -144,23 +133,23 @@ class SharedMemoryCommunicator:
         if self._bridge is not None:
             assert isinstance(buffer, BridgedBuffer)
             self._bridge.submit(number, buffer, call, source)
-        return _Exchange(self, buffer, number, call, source, target, delivery)
+        if receive is None:
+            return _Exchange(self, buffer, number, call, source)
+        self._num_deliveries += 1
+        delivery = self._num_deliveries - 1
+        return _Delivery(self, buffer, number, call, source, delivery=delivery, receive=receive)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
-        buffer: SharedBuffer
         try:
+            offset, parts = allocate(self._peers, numel, dtype)
+            name = f"{numel} elements of {dtype} (buffer {self._num_buffers} at offset {offset})"
+            self._num_buffers += 1
             if len(self._hosts) > 1:
-                buffer = BridgedBuffer(self._peers, self._num_buffers, numel, dtype, len(self._hosts))
-            elif numel * dtype.itemsize <= SMALL_BYTES:
-                buffer = SmallBuffer(self._peers, self._num_buffers, numel, dtype)
-            else:
-                buffer = LargeBuffer(self._peers, self._num_buffers, numel, dtype)
+                return BridgedBuffer(self._peers, name, parts, len(self._hosts))
+            kind = SmallBuffer if numel * dtype.itemsize <= SMALL_BYTES else LargeBuffer
+            return kind(self._peers, name, parts)
         except OSError as error:
-            raise CommunicationError(
-                f"cannot allocate shared memory for {numel:,} elements of {dtype}: {error}"
-            ) from None
-        self._num_buffers += 1
-        return buffer
+            raise _out_of_memory(numel, dtype, error) from None
 
     def _exchange_copy(self, tensor: torch.Tensor, operation: str, source: int | None) -> Pending:
         """Exchange a tensor that `empty` did not allocate."""
@@ -191,7 +180,7 @@ class SharedMemoryCommunicator:
         view = scratch.tensor[: part.numel()]
         if source is None or source == self.world.rank:
             view.copy_(part)
-        user = self._scratch_users[scratch] = _ScratchExchange(self._start(scratch, operation, source), view, part)
+        user = self._scratch_users[scratch] = _ScratchExchange(self.start(scratch, operation, source), view, part)
         return user
 
     def _fail(self, error: BaseException) -> None:
@@ -209,8 +198,6 @@ class _Exchange:
     number: int
     call: str
     source: int | None
-    target: int | None
-    delivery: tuple[int, Callable[[], object]] | None  # its number, and what receives it
     is_done: bool = False
 
     def wait(self) -> None:
@@ -218,27 +205,35 @@ class _Exchange:
             return
         self.communicator._peers.check_usable()
         try:
-            if self.delivery is None:
-                self.buffer.complete(self.number, self.call, self.source, self.target)
-                self.buffer.turn = 1 - self.buffer.turn
-            else:
-                self._deliver(*self.delivery)
+            self._complete()
         except BaseException as error:
             self.communicator._fail(error)
             raise
         self.buffer.is_busy = False
         self.is_done = True
 
-    def _deliver(self, delivery: int, receive: Callable[[], object]) -> None:
+    def _complete(self) -> None:
+        self.buffer.complete(self.number, self.call, self.source)
+        self.buffer.turn = 1 - self.buffer.turn
+
+
+@dataclass(slots=True)
+class _Delivery(_Exchange):
+    """The others read the memory of rank `source`. delivery: counts the calls of `deliver`."""
+
+    delivery: int = field(kw_only=True)
+    receive: Callable[[], object] = field(kw_only=True)
+
+    def _complete(self) -> None:
         peers = self.communicator._peers
-        if delivery != peers.own.num_received:
+        if self.source == peers.world.rank:
+            peers.wait_for_all(lambda peer: peer.num_received > self.delivery, self.call, "did not receive it")
+            return
+        if self.delivery < peers.own.num_received:
             raise MisuseError(f"{self.call}: deliveries must be waited for in the order of their calls")
-        peers.wait_for_calls(self.number, self.call)
-        if self.source != peers.world.rank:
-            receive()
-        peers.own.receive()
-        if self.source == peers.world.rank:  # the others read its memory
-            peers.wait_for_all(lambda peer: peer.num_received > delivery, self.call, "did not receive it")
+        peers.wait_for_calls(self.number, self.call, of=self.source)
+        self.receive()
+        peers.own.receive(self.delivery)
 
 
 class _ScratchExchange:
@@ -260,3 +255,7 @@ class _ScratchExchange:
             tensor, copy = self.copy_to
             tensor.copy_(copy.view(tensor.shape))
         self._view = None
+
+
+def _out_of_memory(numel: int, dtype: torch.dtype, error: OSError) -> CommunicationError:
+    return CommunicationError(f"cannot allocate shared memory for {numel:,} elements of {dtype}: {error}")

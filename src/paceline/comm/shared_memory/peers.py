@@ -125,12 +125,18 @@ class LocalPeers:
         """Return when `is_ready` is true of every peer. `omission`: what a peer has not done otherwise."""
         self._wait(self._peers, is_ready, call, omission, self.timeout_s)
 
-    def wait_for_calls(self, number: int, call: str, has_called: IsReady | None = None) -> None:
-        """Return when `has_called` is true of every peer (default: it has made call `number`) and the calls agree."""
+    def wait_for_calls(
+        self, number: int, call: str, has_called: IsReady | None = None, *, of: int | None = None
+    ) -> None:
+        """Return when `has_called` is true of every peer (default: it has made call `number`) and the calls agree.
+
+        of: the only rank to wait for.
+        """
         has_called = has_called or (lambda peer: peer.num_calls > number)
-        self._wait(self._peers, has_called, call, "did not call it", self.timeout_s)
+        peers = self._peers if of is None else {of: self._peers[of]}
+        self._wait(peers, has_called, call, "did not call it", self.timeout_s)
         own = encode_record(call)
-        for rank, peer in self._peers.items():
+        for rank, peer in peers.items():
             theirs = peer.record(number)
             # A peer that is many calls ahead has overwritten the record.
             if theirs != own and peer.num_calls < number + NUM_RECORDS:

@@ -142,7 +142,7 @@ class Segment:
 
     @property
     def num_received(self) -> int:
-        """How many deliveries this worker has received or made."""
+        """This worker has received all deliveries with lower numbers that are not its own."""
         return self._words[_NUM_RECEIVED]
 
     @property
@@ -184,18 +184,23 @@ class OwnSegment(Segment):
         self._words[_TOKEN] = secrets.randbits(62)
         self._lock = threading.Lock()  # of the header's writes: a host's leader has two threads
 
-    def allocate(self, nbytes: int) -> int:
-        """The offset of `nbytes` zeroed bytes that start on a new page, or on a new huge page if they fill one."""
-        page = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else PAGE_BYTES
+    def allocate(self, nbytes: int, most: int = 0) -> int:
+        """The offset of `nbytes` zeroed bytes that start on a new page, or on a new huge page if they fill one.
+
+        most: the largest number of bytes that a peer allocates in the same call, where they differ.
+        """
+        most = max(nbytes, most)
+        page = HUGE_PAGE_BYTES if most >= HUGE_PAGE_BYTES else PAGE_BYTES
         offset = -(-self._end // page) * page
-        end = offset + -(-nbytes // page) * page
+        end = offset + -(-most // page) * page
         if end > len(self._memory):
             raise OSError(f"{nbytes:,} bytes exceed this host's memory")
-        # Without this, running out of memory would be a fatal signal at the first access.
-        os.posix_fallocate(self.fd, HUGE_PAGE_BYTES + offset, end - offset)
-        if page == HUGE_PAGE_BYTES:
-            with suppress(OSError):  # an older kernel, or no huge page is free
-                self._mapping.madvise(_MADV_COLLAPSE, self._start + offset, end - offset)
+        if used := -(-nbytes // page) * page:
+            # Without this, running out of memory would be a fatal signal at the first access.
+            os.posix_fallocate(self.fd, HUGE_PAGE_BYTES + offset, used)
+            if page == HUGE_PAGE_BYTES:
+                with suppress(OSError):  # an older kernel, or no huge page is free
+                    self._mapping.madvise(_MADV_COLLAPSE, self._start + offset, used)
         self._end = end
         return offset
 
@@ -218,8 +223,8 @@ class OwnSegment(Segment):
     def complete(self) -> None:
         self._set(_NUM_COMPLETED, self.num_completed + 1)
 
-    def receive(self) -> None:
-        self._set(_NUM_RECEIVED, self.num_received + 1)
+    def receive(self, delivery: int) -> None:
+        self._set(_NUM_RECEIVED, delivery + 1)
 
     def end(self, state: State, reason: str = "") -> None:
         """Tell the peers that this worker takes part in no further exchange. Only the first call counts."""

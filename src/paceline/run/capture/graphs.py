@@ -103,8 +103,6 @@ def graphs_for(config: RunConfig, world: World) -> CudaGraphs | str:
         obstacle = "with fp16 the host decides after backward whether a step is taken"
     elif isinstance(config.strategy, Averaging) and world.size > 1:
         obstacle = "Averaging exchanges weights, not gradients"
-    elif config.optimization.shard is not None and (world.size > 1 or config.optimization.master_weights):
-        obstacle = "the optimizer's state is divided among the workers (shard=)"
     elif isinstance(config.strategy, Gradients) and world.size > 1:
         obstacle = "compressed gradients are encoded with new random numbers in every step"
     else:

@@ -59,9 +59,9 @@ class Stepping:
         if not isinstance(graphs, str):
             is_forced = config.runtime.capture == "on"
             recorder = GraphRecorder(graphs, self._device, events, is_forced=is_forced)
-            self._update = loop.update = CapturedUpdate(
-                loop.replica, config.max_grad_norm, recorder, exact=config.exact
-            )
+            self._update = CapturedUpdate(loop.replica, config.max_grad_norm, recorder, exact=config.exact)
+            if loop.replica.pieces is None:  # else each worker updates its own, and graphs have micro-batches only
+                loop.update = self._update
 
     def with_function(self, function: Function) -> StepFunction:
         if self._reason is None:

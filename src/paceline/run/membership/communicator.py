@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from paceline.comm import connect
-from paceline.comm.base import Communicator, Pending
+from paceline.comm.base import Communicator, OwnedBuffer, Ownership, Pending
 from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import CommunicationError, CommunicationTimeout, GenerationEnded
 from paceline.core.world import World
@@ -67,32 +67,28 @@ class ElasticCommunicator:
         self._watcher.start()
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        try:
-            return _Interruptible(self._inner.all_reduce(tensor), self)
-        except CommunicationError as error:
-            self.interrupt(error)
-
-    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
-        try:
-            return _Interruptible(self._inner.reduce(tensor, target), self)
-        except CommunicationError as error:
-            self.interrupt(error)
+        return self.interruptible(self._inner.all_reduce, tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
-        try:
-            return _Interruptible(self._inner.broadcast(tensor, source), self)
-        except CommunicationError as error:
-            self.interrupt(error)
-
-    def deliver(self, tensor: torch.Tensor, source: int, receive: Callable[[torch.Tensor], object]) -> Pending:
-        try:
-            return _Interruptible(self._inner.deliver(tensor, source, receive), self)
-        except CommunicationError as error:
-            self.interrupt(error)
+        return self.interruptible(self._inner.broadcast, tensor, source)
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         try:
             return self._inner.empty(numel, dtype, device)
+        except CommunicationError as error:
+            self.interrupt(error)
+
+    def owned(self, ownership: Ownership) -> list[OwnedBuffer]:
+        try:
+            buffers = self._inner.owned(ownership)
+        except CommunicationError as error:
+            self.interrupt(error)
+        return [_InterruptibleBuffer(buffer, self) for buffer in buffers]
+
+    def interruptible(self, exchange: Callable[..., Pending], *args: Any) -> Pending:
+        """Start an exchange. If a member is lost, that is the end of the generation."""
+        try:
+            return _Interruptible(exchange(*args), self)
         except CommunicationError as error:
             self.interrupt(error)
 
@@ -190,3 +186,16 @@ class _Interruptible:
         except CommunicationError as error:
             communicator.interrupt(error)
         row.enter(before)
+
+
+class _InterruptibleBuffer:
+    def __init__(self, buffer: OwnedBuffer, communicator: ElasticCommunicator) -> None:
+        self._buffer = buffer
+        self._communicator = communicator
+        self.tensor, self.total = buffer.tensor, buffer.total
+
+    def reduce(self) -> Pending:
+        return self._communicator.interruptible(self._buffer.reduce)
+
+    def deliver(self, dtype: torch.dtype, receive: Callable[[torch.Tensor], object]) -> Pending:
+        return self._communicator.interruptible(self._buffer.deliver, dtype, receive)

@@ -19,7 +19,9 @@ from paceline.sync.gradients.shards import Shards
 
 # Devices whose memory differs by less are equal.
 EQUAL_MEMORY = 0.1
-_TRIAL_NUMEL, _NUM_TRIALS = 1 << 20, 5
+_TRIAL_NUMEL = 1 << 20
+# Several periods in which a CPU quota lets a worker run and stops it.
+_TRIAL_S = 0.3
 
 
 def divide(replica: Replica, settings: Optimization, communicator: Communicator, *, can_change: bool) -> Shards | None:
@@ -87,11 +89,11 @@ def _update_speed(device: torch.device) -> float:
     parameter = torch.nn.Parameter(torch.ones(_TRIAL_NUMEL, device=device))
     parameter.grad = torch.ones(_TRIAL_NUMEL, device=device)
     optimizer = torch.optim.AdamW([parameter], fused=device.type in ("cpu", "cuda"))
-    seconds = []
-    for _ in range(_NUM_TRIALS):
-        begin = perf_counter()
+    optimizer.step()  # makes its state
+    count, begin = 0, perf_counter()
+    while (seconds := perf_counter() - begin) < _TRIAL_S:
         optimizer.step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        seconds.append(perf_counter() - begin)
-    return _TRIAL_NUMEL / min(seconds)
+        count += 1
+    return count * _TRIAL_NUMEL / seconds

@@ -1,7 +1,8 @@
 """Mean gradients of which each worker gets its own pieces only.
 
-A bucket is added up on its owner as soon as it is complete. Beside its own sums a worker needs memory for the buckets
-in flight; with several micro-batches per step also for its own sum of them, unless each micro-batch is exchanged.
+A bucket is added up in the memory of its owner as soon as it is complete. Beside its own sums a worker needs memory for
+the buckets in flight; with several micro-batches per step also for its sums of what others own, unless each micro-batch
+is exchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import torch
 
 from paceline.comm.base import Pending
 from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
-from paceline.plan.memory import NUM_SLOTS
 from paceline.plan.shares import Plan
 from paceline.sync.gradients.exchange import MeanGradients, Sums
 from paceline.sync.gradients.layout import BucketLayout
@@ -28,7 +28,6 @@ from paceline.sync.step_numbers import StepNumbers
 class _InFlight(NamedTuple):
     bucket: Bucket
     pending: Pending
-    is_first: bool  # of the step's exchanges of this bucket
 
 
 class ShardedGradients(MeanGradients):
@@ -52,23 +51,23 @@ class ShardedGradients(MeanGradients):
         return [bucket.layout for bucket in self._shards.buckets]
 
     def _make_sums(self, tail_numel: int) -> torch.Tensor:
-        buckets, rank = self._shards.buckets, self._communicator.world.rank
+        buckets = self._shards.buckets
+        self._rank = self._communicator.world.rank
         self._in_flight.clear()  # what a lost worker has interrupted
         self._bucket_by_layout = {id(bucket.layout): bucket for bucket in buckets}
         largest = max(bucket.layout.numel for bucket in buckets)
         dtypes = {bucket.layout.dtype for bucket in buckets}
         device = self._communicator.world.device
         self._workspaces = {dtype: Workspace(largest, dtype, device) for dtype in dtypes} if self._is_exact else {}
-        self._sums = [
-            self._sums_in(bucket.layout, self._shards.slot(bucket, self._dtype_of(bucket.layout))) for bucket in buckets
-        ]
-        self._local: dict[int, Sums] = {}  # this worker's own sums of several micro-batches, by bucket
-        own = [bucket for bucket in buckets if rank in bucket.holders]
+        self._shards.allocate(self._dtype_of)
+        self._sums = [self._sums_in(bucket.layout, bucket.memory.tensor) for bucket in buckets]
+        # This worker's own sums of several micro-batches, by bucket that another worker owns.
+        self._local: dict[int, Sums] = {}
+        self._begun: set[int] = set()  # own buckets whose memory has sums of this step
         self._owned = {
-            bucket.number: _OwnSums(
-                bucket.layout, self._dtype_of(bucket.layout), self._shards.division.update_dtype(bucket.layout.dtype)
-            )
-            for bucket in own
+            bucket.number: _OwnSums(bucket.layout, total, self._shards.division.update_dtype(bucket.layout.dtype))
+            for bucket in buckets
+            if (total := bucket.memory.total) is not None
         }
         self._numbers_space = self._communicator.empty(tail_numel, self._dtype_of(buckets[-1].layout), device).zero_()
         return self._numbers_space
@@ -86,6 +85,7 @@ class ShardedGradients(MeanGradients):
         self._failure: CommunicationError | GenerationEnded | None = None  # of an exchange during backward
         self._num_rounds = max(len(share) for share in plan) if self._every_micro_batch else 1
         self._num_done = 0  # rounds
+        self._begun.clear()
 
     def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
         self._is_sent_now = is_last or self._every_micro_batch
@@ -130,12 +130,15 @@ class ShardedGradients(MeanGradients):
         """Send what was not sent yet."""
         for sums in self._sums[len(self._pending) :]:
             bucket = self._bucket_of_sums(sums)
-            self._free_slot(bucket)
-            local = self._local.get(bucket.number)
-            if local is None or self._is_first or self._every_micro_batch:
+            self._make_room(bucket)
+            if bucket.owner == self._rank:
+                if bucket.number not in self._begun:
+                    sums.flat.zero_()
+                    self._begun.add(bucket.number)
+            elif bucket.number not in self._local or self._is_first or self._every_micro_batch:
                 sums.flat.zero_()
             else:
-                sums.flat.copy_(local.flat)
+                sums.flat.copy_(self._local[bucket.number].flat)
             self._pending.append(self._start(sums))
         self._pending.clear()
         self._num_done += 1
@@ -183,10 +186,13 @@ class ShardedGradients(MeanGradients):
     def _add(self, sums: Sums, gradients: list[torch.Tensor | None]) -> None:
         bucket = self._bucket_of_sums(sums)
         pieces = bucket.pieces_of(gradients, self._parameters[bucket.layout.slice])
-        is_direct = self._every_micro_batch or (self._is_sent_now and self._is_first)
-        if is_direct:
-            self._free_slot(bucket)
-            target, is_first = sums, True
+        target, is_first = sums, True
+        if bucket.owner == self._rank:
+            self._make_room(bucket)
+            is_first = bucket.number not in self._begun
+            self._begun.add(bucket.number)
+        elif self._every_micro_batch or (self._is_sent_now and self._is_first):
+            self._make_room(bucket)
         else:
             target, is_first = self._local_sums(bucket), self._is_first
         was_first, self._is_first = self._is_first, is_first
@@ -196,7 +202,7 @@ class ShardedGradients(MeanGradients):
             self._is_first = was_first
         if self._is_sent_now:
             if target is not sums:
-                self._free_slot(bucket)
+                self._make_room(bucket)
                 sums.flat.copy_(target.flat)
             if not self._may_send:  # else the caller does it
                 self._pending.append(self._start(sums))
@@ -218,14 +224,15 @@ class ShardedGradients(MeanGradients):
 
     def _start(self, sums: Sums) -> Pending:
         bucket = self._bucket_of_sums(sums)
-        pending = self._shards.start_sum(bucket, sums.flat)
-        self._in_flight.append(_InFlight(bucket, pending, self._num_done == 0))
+        sums.settle()
+        pending = bucket.memory.reduce()
+        self._in_flight.append(_InFlight(bucket, pending))
         return pending
 
-    def _free_slot(self, bucket: Bucket) -> None:
-        """Wait until the bucket's slot is free. Slots are used in turns, so the oldest exchange has it."""
-        slot = bucket.number % NUM_SLOTS
-        while any(each.bucket.number % NUM_SLOTS == slot for each in self._in_flight):
+    def _make_room(self, bucket: Bucket) -> None:
+        """Wait until no exchange uses the bucket's memory on this worker."""
+        address = bucket.memory.tensor.data_ptr()
+        while any(each.bucket.memory.tensor.data_ptr() == address for each in self._in_flight):
             self._land(self._in_flight.popleft())
 
     def _land(self, arrived: _InFlight) -> None:
@@ -235,19 +242,15 @@ class ShardedGradients(MeanGradients):
             if not self._is_open:
                 raise
             self._failure = error  # not inside the user's backward(): raised by `end_micro_batch`
-            return
-        if (owned := self._owned.get(arrived.bucket.number)) is not None:
-            sums = self._sums[arrived.bucket.number].flat
-            owned.total.copy_(sums) if arrived.is_first else owned.total.add_(sums)
 
 
 class _OwnSums:
-    """The sums over all workers of a bucket that this worker owns, and their means in `mean_dtype`."""
+    """The sums over all workers of a bucket that this worker holds, and their means in `mean_dtype`."""
 
-    def __init__(self, layout: BucketLayout, dtype: torch.dtype, mean_dtype: torch.dtype) -> None:
-        self.total = torch.zeros(layout.numel, dtype=dtype, device=layout.device)
-        is_same = mean_dtype == dtype
-        self._means = self.total if is_same else torch.zeros(layout.numel, dtype=mean_dtype, device=layout.device)
+    def __init__(self, layout: BucketLayout, total: torch.Tensor, mean_dtype: torch.dtype) -> None:
+        self.total = total
+        is_same = mean_dtype == total.dtype
+        self._means = total if is_same else torch.zeros(layout.numel, dtype=mean_dtype, device=layout.device)
         self._views = layout.views(self._means)
 
     def means(self, divisor: torch.Tensor | None, *, is_one_term: bool) -> list[torch.Tensor]:

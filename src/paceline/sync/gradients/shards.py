@@ -1,13 +1,17 @@
-"""Exchanges where a model is divided among the workers: gradients go to those who hold a piece, new weights to all."""
+"""Exchanges where a model is divided among the workers: gradients go to those who hold a piece, new weights to all.
+
+The owner of a bucket has memory for it. There its gradients are added up, and after the update it holds the new
+weights, which the other workers copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 
-from paceline.comm.base import Communicator, Pending
+from paceline.comm.base import Communicator, OwnedBuffer, Ownership, Pending
 from paceline.core.errors import MisuseError
 from paceline.plan.memory import NUM_SLOTS
 from paceline.plan.sharding import Chunk, Piece
@@ -18,8 +22,11 @@ from paceline.sync.gradients.layout import BucketLayout
 class Bucket:
     """The trained pieces of a chunk: what is exchanged together.
 
-    layout: of the pieces, whose `slice` counts parameters in the order of `Shards.trained`.
+    layout: of the pieces, whose `slice` counts parameters in the order of `Shards.trained`. memory: see
+    `Shards.allocate`.
     """
+
+    memory: OwnedBuffer
 
     def __init__(self, number: int, chunk: Chunk, layout: BucketLayout, pieces: Sequence[Piece]) -> None:
         self.number = number
@@ -42,7 +49,7 @@ class Bucket:
 
 
 class Shards:
-    """The trained pieces of a model in buckets, and the memory to exchange them in."""
+    """The trained pieces of a model in buckets."""
 
     def __init__(self, communicator: Communicator, division: Division) -> None:
         self.communicator = communicator
@@ -50,12 +57,10 @@ class Shards:
         self.buckets: list[Bucket] = []
         self.trained: dict[str, torch.Tensor] = {}  # in the order of the buckets
         self.used: set[int] = set()  # the parameters, by id, that have a mean gradient in this step
-        self._slots: dict[torch.dtype, list[torch.Tensor]] = {}
 
     def divide_again(self, division: Division) -> None:
         """The workers have changed. `train` follows."""
         self.division = division
-        self._slots.clear()  # in the memory of those before
 
     def train(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set the parameters that are trained from now on."""
@@ -75,46 +80,40 @@ class Shards:
                 {name: division.tensor(piece) for name, piece in pieces.items()}, index_of[next(iter(pieces))]
             )
             self.buckets.append(Bucket(len(self.buckets), chunk, layout, list(pieces.values())))
-        self._for_weights: dict[int, torch.Tensor] = {}
-        self._views: dict[int, list[torch.Tensor]] = {}  # of the pieces, in the memory of their exchange
         self._addresses = [parameter.data_ptr() for parameter in self.trained.values()]
 
-    def slot(self, bucket: Bucket, dtype: torch.dtype) -> torch.Tensor:
-        """The memory in which the sums of a bucket, of this dtype, and later its weights are exchanged.
+    def allocate(self, dtype_of: Callable[[BucketLayout], torch.dtype]) -> None:
+        """Get memory for the sums of all buckets, of these dtypes. Called by all workers together, after `train`.
 
-        NUM_SLOTS buckets later it is used again.
+        A worker that does not own a bucket uses the same memory for it as for the one NUM_SLOTS such buckets later.
         """
-        if dtype not in self._slots or self._slots[dtype][0].numel() < self._slot_numel:
-            device = self.communicator.world.device
-            self._slots[dtype] = [
-                self.communicator.empty(self._slot_numel, dtype, device).zero_() for _ in range(NUM_SLOTS)
-            ]
-        memory = self._slots[dtype][bucket.number % NUM_SLOTS]
-        self._for_weights[bucket.number] = memory.view(bucket.layout.dtype)[: bucket.layout.numel]
-        return memory[: bucket.layout.numel]
-
-    @property
-    def _slot_numel(self) -> int:
-        return max(bucket.layout.numel for bucket in self.buckets)
-
-    def start_sum(self, bucket: Bucket, sums: torch.Tensor) -> Pending:
-        """Add up a bucket over all workers, for those who hold it."""
-        if len(bucket.holders) == 1:
-            return self.communicator.reduce(sums, bucket.owner)
-        return self.communicator.all_reduce(sums)
+        self._views: dict[int, list[torch.Tensor]] = {}  # of the pieces, in the memory of their owner
+        by_dtype: dict[torch.dtype, list[Bucket]] = {}
+        for bucket in self.buckets:
+            by_dtype.setdefault(dtype_of(bucket.layout), []).append(bucket)
+        for dtype, buckets in by_dtype.items():
+            numels = [max(bucket.layout.numel, 1) for bucket in buckets]
+            holders = [bucket.holders for bucket in buckets]
+            ownership = Ownership(numels, holders, dtype, self.communicator.world.device, NUM_SLOTS)
+            for bucket, memory in zip(buckets, self.communicator.owned(ownership), strict=True):
+                bucket.memory = memory
 
     def gather_weights(self) -> None:
         """Send every owner's updated pieces to all others. Called by all workers together."""
         self._check_memory()
-        in_flight: list[Pending] = []
+        own: list[Pending] = []
+        others: list[Pending] = []
         for bucket in self.buckets:
-            if len(in_flight) == NUM_SLOTS:
-                in_flight.pop(0).wait()
-            slot = self._for_weights[bucket.number]
+            dtype = bucket.layout.dtype
             if bucket.owner == self.communicator.world.rank:
-                torch._foreach_copy_(self._views_of(bucket, slot), bucket.layout.parameters)
-            in_flight.append(self.communicator.deliver(slot, bucket.owner, partial(self._receive, bucket)))
-        for pending in in_flight:
+                memory = bucket.memory.tensor.view(dtype)
+                torch._foreach_copy_(self._views_of(bucket, memory), bucket.layout.parameters)
+                own.append(bucket.memory.deliver(dtype, partial(self._receive, bucket)))
+                continue
+            if len(others) == NUM_SLOTS:
+                others.pop(0).wait()
+            others.append(bucket.memory.deliver(dtype, partial(self._receive, bucket)))
+        for pending in (*others, *own):
             pending.wait()
 
     @torch.no_grad()
@@ -122,7 +121,7 @@ class Shards:
         torch._foreach_copy_(bucket.layout.parameters, self._views_of(bucket, memory))
 
     def _views_of(self, bucket: Bucket, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of a bucket in the memory of its exchange, which is the same in every step."""
+        """The pieces of a bucket in memory that is the same in every step."""
         if bucket.number not in self._views:
             self._views[bucket.number] = bucket.layout.views(memory)
         return self._views[bucket.number]

@@ -55,6 +55,9 @@ class PlainSums:
         else:
             np.multiply(self._small, weight, out=self._small)
 
+    def settle(self) -> None:
+        """Let `flat` be the sums, for those who read its memory by other means."""
+
     def clear(self) -> None:
         self._payload.zero_()
 
@@ -141,6 +144,9 @@ class ExactSums:
         """The sums of all calls of `add`, to be exchanged."""
         self._rounded.settle()
         return self._flat
+
+    def settle(self) -> None:
+        self._rounded.settle()
 
     def set_anchors(self, anchors: np.ndarray) -> None:
         """The anchors of the grids, one per parameter of the bucket."""
