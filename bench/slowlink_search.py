@@ -31,7 +31,9 @@ def final_loss(task: Task, setting: Setting, device: str) -> float:
             fragments=max(1, setting["every"] // setting["under_way"]),
             compress=setting["compress"],
             first_step=setting.get("first_step", 0),
-            outer=None if lr is None else lambda params: torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=momentum > 0),
+            outer=None
+            if lr is None
+            else lambda params: torch.optim.SGD(params, lr=lr, momentum=momentum, nesterov=momentum > 0),
         )
     with pl.Trainer.setup(
         task.make_model,
@@ -65,8 +67,14 @@ def worker(jobs: list[tuple[Task, Setting]], device: str, until_s: float, path: 
             loss = final_loss(task, setting, device)
             if distributed.get_rank() == 0:
                 fields = {
-                    "source": task.source, "width": task.width, "samples": task.num_samples, "hosts": task.num_hosts,
-                    "seed": task.seed, **setting, "loss": loss, "s": round(time.monotonic() - begun_s, 1),
+                    "source": task.source,
+                    "width": task.width,
+                    "samples": task.num_samples,
+                    "hosts": task.num_hosts,
+                    "seed": task.seed,
+                    **setting,
+                    "loss": loss,
+                    "s": round(time.monotonic() - begun_s, 1),
                 }
                 with open(path, "a") as file:
                     file.write(json.dumps(fields) + "\n")
