@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from bench.far_apart import Task
 from bench.namespaces import ADDRESSES
-from paceline.plan.slow_link import OPTIONS
+from paceline.plan.slow_link import OPTIONS, STEPS_UNDER_WAY
 
 if TYPE_CHECKING:
     from paceline import StepRecord, Trainer
@@ -177,7 +177,9 @@ def trainer_of(task: Task, name: str, tokens: Tensor, device: str = "cpu") -> Tr
         AVERAGING: lambda: pl.Averaging(every=task.every),
         SLOW_LINK: lambda: "slow link",
         **{
-            way: partial(streaming, every=task.every, fragments=max(1, task.every // 8), compress=compress)
+            way: partial(
+                streaming, every=task.every, fragments=max(1, task.every // STEPS_UNDER_WAY), compress=compress
+            )
             for way, compress in STREAMING.items()
         },
         **{
@@ -218,7 +220,7 @@ def interval_of(task: Task, name: str, choice: Mapping[str, Any] | None = None) 
     if name in CHOICES:
         return CHOICES[name].every // CHOICES[name].fragments
     if name in STREAMING:
-        return task.every // max(1, task.every // 8)
+        return min(task.every, STEPS_UNDER_WAY)
     return {DILOCO: task.every // 2}.get(name, 1 if name in (*IN_EVERY_STEP, CADENCE, NO_TALK) else task.every)
 
 

@@ -2,7 +2,7 @@
 
 Network namespaces are hosts with one worker each, two or three of them, and 100, 10 or 1 Mbit/s in each direction
 between them. The limit is workers that never talk: each trains on its part by itself, their rates summed. There are two
-of them, a bare loop and our own with a first average that is never reached, and the faster one counts in each turn.
+of them, a bare loop and our own with a first average that is never reached, and the faster one counts.
 Everyone who trains together has the same model, micro-batches, optimizer and global batch; only with a cadence the
 batch is what the link makes it.
 
@@ -27,7 +27,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,7 @@ from bench.harness import Result, Unavailable, isolated
 from bench.namespaces import missing_slow_link, slow_link
 from bench.slowlink_speed import Speeds, is_timed, speed_worker
 from bench.slowlink_table import Loss, Scenario, Speed, scenarios_of
-from bench.workers import gloo_group, run_workers
+from bench.workers import gloo_group, results_of, run_workers, working
 
 
 class Results:
@@ -106,7 +106,7 @@ def measure_losses(
     """Several runs at once, in chains of jobs that have the same workers."""
     known = {(each.task, each.way) for each in results.losses}
     jobs: dict[int, list[tuple[Task, str]]] = {}
-    for seed, task, way in itertools.product(range(options.seeds), tasks, ways):
+    for seed, task, way in itertools.product(options.seeds, tasks, ways):
         job = (replace(task, seed=seed), way)
         if job not in known and way not in (NO_TALK_OURS, *CHOOSING):
             jobs.setdefault(task.num_hosts, []).append(job)
@@ -115,12 +115,13 @@ def measure_losses(
     for num_hosts, own in jobs.items():
         num_chains = max(1, round(options.at_once * len(own) / total))
         chains += [(num_hosts, own[number::num_chains]) for number in range(num_chains)]
-    with ThreadPoolExecutor(options.at_once) as pool:
-        futures = {
-            pool.submit(run_workers, loss_worker, size, own, options.device, until_s): own for size, own in chains
-        }
-        for future in as_completed(futures):
-            for (task, way), *losses in zip(futures[future], *future.result(), strict=False):
+    with ExitStack() as stack:
+        groups = [
+            stack.enter_context(working(loss_worker, num_hosts, own, options.device, until_s))
+            for num_hosts, own in chains
+        ]
+        for (_, own), workers in zip(chains, groups, strict=True):
+            for (task, way), *losses in zip(own, *results_of(workers), strict=False):
                 # Who trained together ended with one loss; those who never talked, each with its own.
                 results.add(Loss(task, way, statistics.fmean(losses)))
 
@@ -211,7 +212,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--turns", type=int, default=3, help="alternations (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="timed in a turn, about (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs for each loss (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights and order (default: 0 1 2)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="for the loss (default: %(default)s)")
     parser.add_argument("--at-once", type=int, default=1, help="runs for the loss at once (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)} (default: all)")
@@ -241,6 +242,8 @@ def tasks_of(options: argparse.Namespace) -> Iterator[Task]:
 def check(options: argparse.Namespace, tasks: Sequence[Task]) -> None:
     if not min(options.mbit) > 0:
         raise ValueError(f"mbit={min(options.mbit)} lets nothing pass: choose mbit > 0")
+    if "speed" not in options.parts:
+        return
     if options.turns < 2:  # a step of the cadence tells what the exchange before it took
         raise ValueError(f"turns={options.turns} cannot tell what a cadence costs: choose turns >= 2")
     for task in tasks:
@@ -255,7 +258,7 @@ def check(options: argparse.Namespace, tasks: Sequence[Task]) -> None:
 def run(options: argparse.Namespace) -> Result:
     if options.quick:
         options.width, options.layers, options.micro_batch, options.every = [32], 1, 4, 8
-        options.samples, options.turns, options.steps, options.seeds, options.mbit = [384], 2, 8, 1, [100.0]
+        options.samples, options.turns, options.steps, options.seeds, options.mbit = [384], 2, 8, [0], [100.0]
     tasks = list(tasks_of(options))
     check(options, tasks)
     if "speed" in options.parts and (reason := missing_slow_link()):

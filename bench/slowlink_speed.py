@@ -23,10 +23,13 @@ from torch import distributed
 from bench.far_apart import Task
 from bench.far_apart_ways import (
     CADENCE,
+    CHOICES,
     CHOOSING,
     IN_EVERY_STEP,
     NO_TALK,
     NO_TALK_OURS,
+    SLOW_LINK,
+    STREAMING,
     interval_of,
     ring_bytes_per_step,
     sent_bytes,
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
     from paceline import StepRecord
 
 WARMUP_STEPS = 3  # first allocations, DDP's second bucket layout, PowerSGD's start
-CALIBRATION_STEPS = 8  # until the cadence has found its level, and the slow link its choice
+CALIBRATION_STEPS = 8  # until the cadence has found its level; the slow link has chosen before
 SHORT_TURN = 4  # steps of those who exchange in every step; each waits for the link
 MAX_LINK_S = 8.0  # in a turn
 PROBE_BYTES = 128 << 10
@@ -149,7 +152,9 @@ def turn_of(task: Task, name: str, num_steps: int, choice: dict[str, Any] | None
     if name in (*IN_EVERY_STEP, CADENCE):
         return 1, SHORT_TURN
     interval = interval_of(task, name, choice)
-    return interval, interval * max(1, round(num_steps / interval))
+    # What has waited for its turn may send a burst at once: of those that send little, the first exchange.
+    num_untimed = 2 * interval if name in (*STREAMING, *CHOICES, SLOW_LINK) else interval
+    return num_untimed, interval * max(1, round(num_steps / interval))
 
 
 def is_timed(task: Task, name: str, mbit: float | None, num_steps: int) -> bool:

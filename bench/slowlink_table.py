@@ -92,10 +92,10 @@ class Scenario:
         speed = self.speed_of(way)
         return speed.bytes_per_sample if speed else ring_bytes_per_step(self.task, way) / self.task.global_batch
 
-    def limits(self, session: str) -> list[float]:
-        """Samples/s of workers that never talk, by turn: of the faster ones."""
+    def limits(self, session: str) -> Sequence[float]:
+        """Samples/s of workers that never talk, by turn: of the faster ones by their medians."""
         never = [each for each in self.speeds if each.way in (NO_TALK, NO_TALK_OURS) and each.session == session]
-        return [max(values) for values in zip(*(each.turns for each in never), strict=True)]
+        return max((each.turns for each in never), key=statistics.median, default=())
 
     def row(self, way: str) -> Row | None:
         speed, sent, losses = self.speed_of(way), self.bytes_of(way), self.losses_of(way)
@@ -104,7 +104,7 @@ class Scenario:
         if speed is not None:
             limits = self.limits(speed.session)
             ratios = [own / limit for own, limit in zip(speed.turns, limits, strict=True)] if limits else []
-        elif sent and (never := self.speed_of(NO_TALK)) and way not in (NO_TALK, NO_TALK_OURS):
+        elif losses and sent and (never := self.speed_of(NO_TALK)):
             is_computed = True
             # At most: as if the link was used all the time, and the rest took no time where it overlaps.
             link, limit = 1e6 * self.mbit / 8 / sent, statistics.median(self.limits(never.session))

@@ -30,7 +30,7 @@ class Averaging:
     fragments: the weights are averaged in so many parts, one after the other, each every `every` steps. With `overlap`
         the mean of a part is applied `every / fragments` steps later instead of `every`.
     outer: an optimizer over the common weights that uses the mean change as its gradient, for example
-        `lambda params: torch.optim.SGD(params, lr=0.8, momentum=0.6, nesterov=True)`; None uses the mean itself.
+        `lambda params: torch.optim.SGD(params, lr=0.6, momentum=0.7, nesterov=True)`; None uses the mean itself.
     divergence_threshold: relative drift above which three rises in a row halve the steps between averages; None
         disables the guard.
     """
@@ -77,14 +77,14 @@ class Averaging:
 
 
 def nesterov(parameters: list[Any]) -> Any:
-    """The outer optimizer of "slow link": it moves twice as far as the mean change, in the long run.
+    """The outer optimizer of "slow link": it moves once as far as the mean change, and twice as far in the long run.
 
-    Chosen by simulations (docs/slow-links.md). DiLoCo's lr=0.7 and momentum=0.9 move 7 times as far, and ended with a
-    higher loss in runs of a few hundred steps.
+    Chosen by losses (docs/slow-links.md): the further it moves at once, the more of the workers' noise stays in the
+    weights; the less in the long run, the slower is the start.
     """
     import torch
 
-    return torch.optim.SGD(parameters, lr=0.8, momentum=0.6, nesterov=True)
+    return torch.optim.SGD(parameters, lr=0.6, momentum=0.7, nesterov=True)
 
 
 # What strategy="slow link" stands for.
