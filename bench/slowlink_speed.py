@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from paceline import StepRecord
 
 WARMUP_STEPS = 3  # first allocations, DDP's second bucket layout, PowerSGD's start
-CALIBRATION_STEPS = 8  # until the cadence has found its level; the slow link has chosen before
+CALIBRATION_STEPS = 8  # until the cadence has found its level, and the slow link its choice
 SHORT_TURN = 4  # steps of those who exchange in every step; each waits for the link
 MAX_LINK_S = 8.0  # in a turn
 PROBE_BYTES = 128 << 10
