@@ -156,10 +156,12 @@ def measure_speeds(
 
 
 def samples_per_s(name: str, values: Sequence[float]) -> float:
-    """Of all workers, from what each one measured in the same turn."""
-    if name == NO_TALK_OURS:  # each value counts everybody's samples by this worker's clock, and nobody waits
-        return statistics.fmean(values)
-    return sum(values) if name == NO_TALK else min(values)
+    """Of all workers, from what each one measured in the same turn.
+
+    Except with `NO_TALK` each value counts everybody's samples by one worker's clock. Their mean, as workers that
+    overlap exchanges with training need not begin and end a turn together.
+    """
+    return sum(values) if name == NO_TALK else statistics.fmean(values)
 
 
 # The benchmark

@@ -23,13 +23,10 @@ from torch import distributed
 from bench.far_apart import Task
 from bench.far_apart_ways import (
     CADENCE,
-    CHOICES,
     CHOOSING,
     IN_EVERY_STEP,
     NO_TALK,
     NO_TALK_OURS,
-    SLOW_LINK,
-    STREAMING,
     interval_of,
     ring_bytes_per_step,
     sent_bytes,
@@ -152,9 +149,7 @@ def turn_of(task: Task, name: str, num_steps: int, choice: dict[str, Any] | None
     if name in (*IN_EVERY_STEP, CADENCE):
         return 1, SHORT_TURN
     interval = interval_of(task, name, choice)
-    # What has waited for its turn may send a burst at once: of those that send little, the first exchange.
-    num_untimed = 2 * interval if name in (*STREAMING, *CHOICES, SLOW_LINK) else interval
-    return num_untimed, interval * max(1, round(num_steps / interval))
+    return interval, interval * max(1, round(num_steps / interval))
 
 
 def is_timed(task: Task, name: str, mbit: float | None, num_steps: int) -> bool:
