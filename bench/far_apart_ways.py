@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from bench.far_apart import Task
 from bench.namespaces import ADDRESSES
-from paceline.plan.slow_link import OPTIONS, STEPS_UNDER_WAY
+from paceline.plan.slow_link import EXCHANGE, STEPS_UNDER_WAY
 
 if TYPE_CHECKING:
     from paceline import StepRecord, Trainer
@@ -36,13 +36,11 @@ SLOW_LINK = "slow link"
 PEERS = (DDP, FP16, POWER_SGD, POST_LOCAL, DILOCO)
 IN_EVERY_STEP = (DDP, FP16, POWER_SGD, GRADIENTS, GRADIENTS_INT8, GRADIENTS_SPARSE)
 STREAMING = {INT8: "int8", SPARSE: "sparse"}
-# What "slow link" chooses from, each as a way of its own: what they compute does not depend on the link.
-CHOICES = {f"slow link, every {option.every}": option for option in OPTIONS}
-# What they do depends on the link.
+# They measure the link.
 CHOOSING = (CADENCE, SLOW_LINK)
 WAYS = (
     NO_TALK, NO_TALK_OURS, *PEERS, GRADIENTS, GRADIENTS_INT8, GRADIENTS_SPARSE, CADENCE, AVERAGING, *STREAMING,
-    *CHOICES, SLOW_LINK,
+    SLOW_LINK,
 )  # fmt: skip
 
 
@@ -182,10 +180,6 @@ def trainer_of(task: Task, name: str, tokens: Tensor, device: str = "cpu") -> Tr
             )
             for way, compress in STREAMING.items()
         },
-        **{
-            way: partial(streaming, every=own.every, fragments=own.fragments, compress=own.compress)
-            for way, own in CHOICES.items()
-        },
     }
     equal = pl.Balancing(shares="equal")
     division: dict[str, Any] = {} if name == CADENCE else {"global_batch": task.global_batch, "balancing": equal}
@@ -213,12 +207,10 @@ def steps_of(trainer: Trainer, num_epochs: int) -> Iterator[StepRecord]:
 # All of them
 
 
-def interval_of(task: Task, name: str, choice: Mapping[str, Any] | None = None) -> int:
-    """Steps from one exchange to the next. choice: what "slow link" has chosen."""
-    if choice:
-        return int(choice["every"]) // int(choice["fragments"])
-    if name in CHOICES:
-        return CHOICES[name].every // CHOICES[name].fragments
+def interval_of(task: Task, name: str) -> int:
+    """Steps from one exchange to the next."""
+    if name == SLOW_LINK:
+        return EXCHANGE.every // EXCHANGE.fragments
     if name in STREAMING:
         return min(task.every, STEPS_UNDER_WAY)
     return {DILOCO: task.every // 2}.get(name, 1 if name in (*IN_EVERY_STEP, CADENCE, NO_TALK) else task.every)

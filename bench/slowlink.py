@@ -11,8 +11,7 @@ that they send, and marked. Bytes are those that a host's interface has sent in 
 
 Loss: everyone trains once over the same samples, from the same weights, and is evaluated on samples held out, with
 several seeds. Neither the link nor the load of the machine changes what they compute, so that there are no links, the
-machine may be busy, several runs may take place at once, and a GPU may be shared by all workers. "slow link" is the run
-with the numbers that it has chosen.
+machine may be busy, several runs may take place at once, and a GPU may be shared by all workers.
 
 With --results, measurements are kept in a file, and only what it lacks is measured. With --minutes a call ends early,
 and another one goes on.
@@ -37,7 +36,7 @@ from torch import distributed
 
 from bench.far_apart import SOURCES, Task
 from bench.far_apart_ways import (
-    CHOOSING,
+    CADENCE,
     DILOCO,
     GRADIENTS,
     NO_TALK,
@@ -108,7 +107,7 @@ def measure_losses(
     jobs: dict[int, list[tuple[Task, str]]] = {}
     for seed, task, way in itertools.product(options.seeds, tasks, ways):
         job = (replace(task, seed=seed), way)
-        if job not in known and way not in (NO_TALK_OURS, *CHOOSING):
+        if job not in known and way not in (NO_TALK_OURS, CADENCE):
             jobs.setdefault(task.num_hosts, []).append(job)
     total = sum(map(len, jobs.values()))
     chains: list[tuple[int, list[tuple[Task, str]]]] = []

@@ -142,13 +142,13 @@ def drain(link: Link) -> None:
     distributed.barrier()
 
 
-def turn_of(task: Task, name: str, num_steps: int, choice: dict[str, Any] | None = None) -> tuple[int, int]:
+def turn_of(task: Task, name: str, num_steps: int) -> tuple[int, int]:
     """Untimed and timed steps of a turn of about `num_steps` steps."""
     if name in (NO_TALK, NO_TALK_OURS):
         return 1, num_steps
     if name in (*IN_EVERY_STEP, CADENCE):
         return 1, SHORT_TURN
-    interval = interval_of(task, name, choice)
+    interval = interval_of(task, name)
     return interval, interval * max(1, round(num_steps / interval))
 
 
@@ -179,7 +179,7 @@ def started(link: Link, task: Task, name: str, mbit: float | None, seen: Seen) -
 def contestant(
     link: Link, task: Task, loop: Iterator[int], name: str, mbit: float | None, num_steps: int, seen: Seen
 ) -> Contestant:
-    num_untimed, num_timed = turn_of(task, name, num_steps, seen.choice)
+    num_untimed, num_timed = turn_of(task, name, num_steps)
 
     def measure() -> float:
         set_limit(link, mbit)

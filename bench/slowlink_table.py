@@ -10,7 +10,6 @@ from typing import Any
 from bench.far_apart import Task
 from bench.far_apart_ways import (
     CADENCE,
-    CHOICES,
     DDP,
     GRADIENTS,
     IN_EVERY_STEP,
@@ -81,9 +80,7 @@ class Scenario:
         return (own and own.choice) or {}
 
     def losses_of(self, way: str) -> dict[int, Loss]:
-        """By seed. "slow link" is the run with the numbers that it has chosen, to the bit."""
-        if way == SLOW_LINK and self.choice:
-            way = next(name for name, option in CHOICES.items() if option.every == self.choice["every"])
+        """By seed."""
         of_way = [each for each in self.losses if each.way == way]
         return {each.task.seed: each for each in of_way if replace(each.task, seed=0) == self.task}
 

@@ -116,16 +116,12 @@ def test_who_never_talks_adds_up_and_who_counts_all_samples_is_one_of_several_cl
         (ways.CADENCE, 1, 4),
         (ways.AVERAGING, 32, 32),
         (ways.DILOCO, 16, 32),
-        (ways.INT8, 8, 24),
+        (ways.INT8, 4, 24),
+        (ways.SLOW_LINK, 4, 24),
     ],
 )
 def test_a_turn_is_an_exchange_and_then_whole_intervals(name: str, untimed: int, timed: int) -> None:
     assert slowlink_speed.turn_of(task_of(every=32, num_samples=1024), name, 24) == (untimed, timed)
-
-
-def test_a_turn_of_a_slow_link_follows_its_choice() -> None:
-    choice = {"every": 16, "fragments": 2}
-    assert slowlink_speed.turn_of(task_of(every=32, num_samples=1024), ways.SLOW_LINK, 32, choice) == (8, 32)
 
 
 def test_ways_that_would_wait_long_for_the_link_are_not_run() -> None:
@@ -187,19 +183,15 @@ def test_a_table_compares_turn_by_turn_and_seed_by_seed() -> None:
     assert "computed" in "".join(scenario.table())
 
 
-def test_a_slow_link_has_the_loss_of_what_it_chose() -> None:
+def test_what_a_slow_link_says_is_in_the_table() -> None:
     task = task_of()
-    way, option = next(iter(ways.CHOICES.items()))
-    choice = {"every": option.every, "compress": option.compress, "fragments": option.fragments, "reason": "because"}
-    speeds = [
-        Speed(task, ways.NO_TALK, None, "a", (100.0,)),
-        Speed(task, ways.SLOW_LINK, 8.0, "a", (98.0,), (7.9, 7.8), choice),
-    ]
-    losses = [Loss(task, ways.GRADIENTS, 2.0), *(Loss(task, other, 3.0) for other in ways.CHOICES if other != way)]
-    [scenario] = scenarios_of([task], [8.0], speeds, [*losses, Loss(task, way, 2.02)])
-    row = scenario.row(ways.SLOW_LINK)
-    assert row is not None
-    assert row.loss == 1.01
+    scenario = scenario_of(
+        [
+            Speed(task, ways.NO_TALK, None, "a", (100.0,)),
+            Speed(task, ways.SLOW_LINK, 8.0, "a", (98.0,), (7.9, 7.8), {"reason": "because"}),
+        ],
+        {},
+    )
     assert {"slow link: because", "the link carried 7.9 7.8 Mbit/s, by rank"} <= set(scenario.table())
 
 

@@ -639,8 +639,8 @@ def test_a_slow_link_is_measured_and_the_choice_is_the_same_on_all_workers(
     first, second = pool.run(chosen, 2)
     assert first == second
     [choice] = first[0]
-    assert (choice["every"], choice["compress"], choice["fragments"]) == (32, "int4", 4)  # nothing is slow here
-    assert re.match("averaging every 32 steps in int4, in 4 parts: a step takes .* Mbit/s per worker", choice["reason"])
+    assert (choice["every"], choice["compress"], choice["fragments"]) == (32, "int4", 8)  # nothing is slow here
+    assert re.match("averaging every 32 steps in int4, in 8 parts: a step takes .* Mbit/s per worker", choice["reason"])
 
 
 def test_a_slow_links_run_is_the_one_with_the_chosen_settings_to_the_bit(pool: WorkerPool) -> None:
