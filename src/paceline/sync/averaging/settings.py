@@ -19,8 +19,8 @@ class Averaging:
     """Settings of the strategy.
 
     every: steps between two averages, or a `Cadence` that finds the number: its overhead_target bounds the cost of
-        averaging, its anchor is the initial number of steps. "auto" measures link and steps in the first averages and
-        chooses `every`, `compress` and `fragments`; the log and an event "averaging" say what and why.
+        averaging, its anchor is the initial number of steps. "auto" has the `every`, `compress` and `fragments` of
+        strategy="slow link", and measures link and steps; the log and an event "averaging" say what that means.
     first_step: gradients are exchanged in every step until this many steps are done (post-local SGD).
     overlap: replicas train on while their mean is computed, and apply the difference at the next average. No step is
         lost.
@@ -36,7 +36,7 @@ class Averaging:
     """
 
     every: int | Cadence | Literal["auto"] = setting(
-        "steps between averages, a cadence that adjusts them, or auto to choose by the link", 32, least=1
+        "steps between averages, a cadence that adjusts them, or auto as in slow link", 32, least=1
     )
     first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
     overlap: bool = setting("continue training while the average is computed", False)
