@@ -167,11 +167,12 @@ def advance(loop: Iterator[int], num_steps: int) -> int:
 def started(link: Link, task: Task, name: str, mbit: float | None, seen: Seen) -> Iterator[int]:
     """A way at the end of an interval, ready for its first turn."""
     loop = timed_loop(task, name, partial(seen.see, name))
+    advance(loop, 1)  # sends the weights to all, which takes long on a slow link
     if name in CHOOSING:
         set_limit(link, mbit)
     interval = interval_of(task, name)
     warmup = CALIBRATION_STEPS if name in CHOOSING else WARMUP_STEPS if interval == 1 else interval
-    advance(loop, 1 if name == NO_TALK_OURS else warmup)
+    advance(loop, 0 if name == NO_TALK_OURS else warmup - 1)
     drain(link)
     return loop
 
