@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, distributed, nn
 
 from bench.far_apart import Task
 from bench.namespaces import ADDRESSES
+from paceline.plan.slow_link import EXCHANGE, STEPS_UNDER_WAY
 
 if TYPE_CHECKING:
     from paceline import StepRecord, Trainer
@@ -20,27 +22,25 @@ if TYPE_CHECKING:
 OVERHEAD_TARGET = 0.1
 POWER_SGD_RANK = 4
 # The timed runs go several times over the samples in one epoch: at its end replicas would meet out of turn.
-SPEED_REPEATS = 64
+SPEED_REPEATS = 16
 ENDLESS = 1_000_000
-LIGHTHOUSE_PORT = 29510
 
 NO_TALK, NO_TALK_OURS = "no talk", "no talk, paceline"
 DDP, FP16, POWER_SGD = "torch DDP", "DDP, fp16 hook", "DDP, PowerSGD"
 POST_LOCAL, DILOCO = "torch post-local SGD", "torchft DiLoCo"
 GRADIENTS, CADENCE = "gradients", "cadence"
 GRADIENTS_INT8, GRADIENTS_SPARSE = "gradients, int8", "gradients, sparse"
-AVERAGING, OVERLAPPED_BF16 = "averaging", "overlapped averaging, bf16"
-INT8, INT4, SPARSE = "averaging, int8", "averaging, int4", "averaging, sparse"
+AVERAGING, INT8, SPARSE = "averaging", "averaging, int8", "averaging, sparse"
 SLOW_LINK = "slow link"
 
 PEERS = (DDP, FP16, POWER_SGD, POST_LOCAL, DILOCO)
 IN_EVERY_STEP = (DDP, FP16, POWER_SGD, GRADIENTS, GRADIENTS_INT8, GRADIENTS_SPARSE)
-STREAMING = {INT8: "int8", INT4: "int4", SPARSE: "sparse"}
-# What they do depends on the link.
+STREAMING = {INT8: "int8", SPARSE: "sparse"}
+# They measure the link.
 CHOOSING = (CADENCE, SLOW_LINK)
 WAYS = (
-    NO_TALK, NO_TALK_OURS, *PEERS, GRADIENTS, GRADIENTS_INT8, GRADIENTS_SPARSE, CADENCE, AVERAGING, OVERLAPPED_BF16,
-    *STREAMING, SLOW_LINK,
+    NO_TALK, NO_TALK_OURS, *PEERS, GRADIENTS, GRADIENTS_INT8, GRADIENTS_SPARSE, CADENCE, AVERAGING, *STREAMING,
+    SLOW_LINK,
 )  # fmt: skip
 
 
@@ -103,12 +103,14 @@ def _diloco(task: Task, model: nn.Module, stack: ExitStack) -> torch.optim.Optim
     from torchft.coordination import LighthouseServer
     from torchft.local_sgd import DiLoCo
 
-    rank = distributed.get_rank()
-    host = ADDRESSES[rank]
+    rank, first = distributed.get_rank(), os.environ["MASTER_ADDR"]
+    host = ADDRESSES[rank] if first in ADDRESSES else first
+    ports = [0]
     if rank == 0:
-        lighthouse = LighthouseServer(bind=f"0.0.0.0:{LIGHTHOUSE_PORT}", min_replicas=task.num_hosts)
+        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=task.num_hosts)
         stack.callback(lighthouse.shutdown)
-    distributed.barrier()
+        ports = [int(lighthouse.address().rpartition(":")[2])]
+    distributed.broadcast_object_list(ports)
     store = distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     optimizer = task.make_optimizer(model.parameters())
     manager = Manager(
@@ -123,7 +125,7 @@ def _diloco(task: Task, model: nn.Module, stack: ExitStack) -> torch.optim.Optim
         store_port=store.port,
         rank=0,
         world_size=1,
-        lighthouse_addr=f"http://{ADDRESSES[0]}:{LIGHTHOUSE_PORT}",
+        lighthouse_addr=f"http://{first}:{ports[0]}",
         timeout=timedelta(seconds=120),
         hostname=host,
     )
@@ -159,25 +161,24 @@ def _average(model: nn.Module) -> None:
 # Ours
 
 
-def trainer_of(task: Task, name: str, tokens: Tensor) -> Trainer:
+def trainer_of(task: Task, name: str, tokens: Tensor, device: str = "cpu") -> Trainer:
     import paceline as pl
     from paceline.sync.averaging.settings import nesterov
 
-    averaging = partial(pl.Averaging, every=task.every)
+    streaming = partial(pl.Averaging, overlap=True, outer=nesterov)
     strategies: dict[str, Callable[[], Any]] = {
         GRADIENTS: lambda: "gradients",
         GRADIENTS_INT8: lambda: pl.Gradients(compress="int8"),
         GRADIENTS_SPARSE: lambda: pl.Gradients(compress="sparse"),
         CADENCE: lambda: pl.Cadence(overhead_target=OVERHEAD_TARGET),
         NO_TALK_OURS: lambda: pl.Averaging(every=ENDLESS, divergence_threshold=None),
-        AVERAGING: averaging,
-        OVERLAPPED_BF16: partial(averaging, overlap=True, compress="bf16"),
+        AVERAGING: lambda: pl.Averaging(every=task.every),
         SLOW_LINK: lambda: "slow link",
         **{
-            streaming: partial(
-                averaging, overlap=True, fragments=max(1, task.every // 8), outer=nesterov, compress=compress
+            way: partial(
+                streaming, every=task.every, fragments=max(1, task.every // STEPS_UNDER_WAY), compress=compress
             )
-            for streaming, compress in STREAMING.items()
+            for way, compress in STREAMING.items()
         },
     }
     equal = pl.Balancing(shares="equal")
@@ -189,7 +190,8 @@ def trainer_of(task: Task, name: str, tokens: Tensor) -> Trainer:
         micro_batch=task.micro_batch,
         strategy=strategies[name](),
         seed=task.seed,
-        runtime=pl.Runtime(threads=1, quiet=True),
+        device=None if device == "cuda" else device,
+        runtime=pl.Runtime(threads=1, quiet=True, capture="off", backend="gloo" if device == "cuda" else None),
         **division,
     )
 
@@ -205,20 +207,22 @@ def steps_of(trainer: Trainer, num_epochs: int) -> Iterator[StepRecord]:
 # All of them
 
 
-def interval_of(task: Task, name: str, choice: Mapping[str, Any] | None = None) -> int:
-    """Steps from one exchange to the next. choice: what "slow link" has chosen."""
-    if choice:
-        return int(choice["every"]) // int(choice["fragments"])
+def interval_of(task: Task, name: str) -> int:
+    """Steps from one exchange to the next."""
+    if name == SLOW_LINK:
+        return EXCHANGE.every // EXCHANGE.fragments
     if name in STREAMING:
-        return task.every // max(1, task.every // 8)
+        return min(task.every, STEPS_UNDER_WAY)
     return {DILOCO: task.every // 2}.get(name, 1 if name in (*IN_EVERY_STEP, CADENCE, NO_TALK) else task.every)
 
 
-def bits_per_exchange(name: str) -> float:
-    """That a ring needs for each parameter, in one direction; 0 where it is little or not known beforehand."""
-    return {FP16: 16, GRADIENTS_INT8: 8, OVERLAPPED_BF16: 16}.get(
+def ring_bytes_per_step(task: Task, name: str) -> float:
+    """That a host sends when all workers sum by a ring; 0 where it is little or not known beforehand."""
+    bits = {FP16: 16, GRADIENTS_INT8: 8}.get(
         name, 32 if name in (DDP, GRADIENTS, CADENCE, POST_LOCAL, AVERAGING) else 16 if name == DILOCO else 0
     )
+    ring = 2 * (task.num_hosts - 1) / task.num_hosts
+    return ring * bits / 8 * task.num_parameters / interval_of(task, name)
 
 
 def timed_loop(task: Task, name: str, see: Callable[[Any], object]) -> Iterator[int]:
@@ -238,29 +242,25 @@ def timed_loop(task: Task, name: str, see: Callable[[Any], object]) -> Iterator[
             yield sum(record.shares) * task.micro_batch
 
 
-def final_loss(task: Task, name: str) -> tuple[float, float]:
-    """The loss on samples held out after one pass over the training samples, and bytes that this host sent for each.
+def final_loss(task: Task, name: str, device: str) -> float:
+    """The loss on samples held out after one pass over the training samples.
 
     Whoever trains together is evaluated on the mean of all replicas.
     """
     tokens = task.training_tokens()
-    distributed.barrier()
-    before = sent_bytes()
     if name in (NO_TALK, *PEERS):
-        model = task.make_model()
-        for _ in bare(task, name, model, tokens):
+        model = task.make_model().to(device)
+        for _ in bare(task, name, model, tokens.to(device)):
             pass
-        sent = sent_bytes() - before
         if name in (POST_LOCAL, DILOCO):
             _average(model)
-        return task.loss_of(model), sent / task.num_samples
-    with trainer_of(task, name, tokens) as trainer:
+        return task.loss_of(model.to("cpu"))
+    with trainer_of(task, name, tokens, device) as trainer:
         for _ in steps_of(trainer, num_epochs=1):
             pass
-        sent = sent_bytes() - before
         loss = trainer.evaluate(task.held_out_tokens(), lambda model, batch: model(batch))
         assert isinstance(loss, float)
-        return loss, sent / task.num_samples
+        return loss
 
 
 def sent_bytes() -> int:

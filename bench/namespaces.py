@@ -23,7 +23,8 @@ INTERFACE = "paceline0"
 ADDRESSES = tuple(f"10.0.0.{number + 1}" for number in range(16))
 BRIDGE = "switch"
 PORT = 29500  # nobody else can have it: the namespaces are new
-BURST_BYTES = 128 * 1024  # may pass at once: two of TCP's largest packets
+MAX_BURST_BYTES = 128 * 1024  # may pass at once: two of TCP's largest packets
+BURST_S = 0.05  # of the link's time, where that is less
 UNLIMITED_MBIT = 40_000  # a limit that is never reached
 LATENCY_MS = 400  # may wait: more than TCP has on its way, so that nothing is dropped and sent again
 
@@ -56,7 +57,9 @@ class Link:
 
     def limit(self, mbit_per_s: float | None) -> None:
         """Let so much pass in each direction, from now on, also of what waits already; None: as much as it can."""
-        rate = ("rate", f"{mbit_per_s or UNLIMITED_MBIT}mbit", "burst", f"{BURST_BYTES}b", "latency", f"{LATENCY_MS}ms")
+        mbit_per_s = mbit_per_s or UNLIMITED_MBIT
+        burst = min(MAX_BURST_BYTES, max(16 * 1024, round(1e6 / 8 * mbit_per_s * BURST_S)))
+        rate = ("rate", f"{mbit_per_s}mbit", "burst", f"{burst}b", "latency", f"{LATENCY_MS}ms")
         ends = [(name, INTERFACE) for name in self.namespaces]
         if self.switch is not None:
             ends += [(self.switch, f"port{number}") for number in range(len(self.namespaces))]

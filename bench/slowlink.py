@@ -2,17 +2,16 @@
 
 Network namespaces are hosts with one worker each, two or three of them, and 100, 10 or 1 Mbit/s in each direction
 between them. The limit is workers that never talk: each trains on its part by itself, their rates summed. There are two
-of them, a bare loop and our own with a first average that is never reached, and the faster one counts in each turn.
+of them, a bare loop and our own with a first average that is never reached, and the faster one counts.
 Everyone who trains together has the same model, micro-batches, optimizer and global batch; only with a cadence the
 batch is what the link makes it.
 
 Speed needs a quiet machine. Ways whose turn takes the link too long are not run: their speed is computed from the bytes
-that they send, and marked.
+that they send, and marked. Bytes are those that a host's interface has sent in the turns, headers included.
 
 Loss: everyone trains once over the same samples, from the same weights, and is evaluated on samples held out, with
-several seeds. Neither the link nor the load of the machine changes what they compute, so that there is no limit and the
-machine may be busy. Bytes are those that a host's interface has sent in this run, headers included. "slow link" is the
-run with the numbers that it has chosen.
+several seeds. Neither the link nor the load of the machine changes what they compute, so that there are no links, the
+machine may be busy, several runs may take place at once, and a GPU may be shared by all workers.
 
 With --results, measurements are kept in a file, and only what it lacks is measured. With --minutes a call ends early,
 and another one goes on.
@@ -21,22 +20,23 @@ and another one goes on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import os
 import secrets
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed
 
 from bench.far_apart import SOURCES, Task
 from bench.far_apart_ways import (
-    CHOOSING,
+    CADENCE,
     DILOCO,
     GRADIENTS,
     NO_TALK,
@@ -49,10 +49,10 @@ from bench.far_apart_ways import (
     missing_torchft,
 )
 from bench.harness import Result, Unavailable, isolated
-from bench.namespaces import Link, missing_slow_link, slow_link
+from bench.namespaces import missing_slow_link, slow_link
 from bench.slowlink_speed import Speeds, is_timed, speed_worker
 from bench.slowlink_table import Loss, Scenario, Speed, scenarios_of
-from bench.workers import gloo_group, run_workers
+from bench.workers import gloo_group, results_of, run_workers, working
 
 
 class Results:
@@ -86,40 +86,43 @@ class Results:
 # Loss
 
 
-def loss_worker(link: Link, jobs: Sequence[tuple[Task, str]], until_s: float) -> list[tuple[float, float]]:
-    """Loss and bytes per sample of as many jobs as begin before `until_s`, of all hosts' clock."""
-    link.join(int(os.environ["RANK"]))
-    found: list[tuple[float, float]] = []
+def loss_worker(jobs: Sequence[tuple[Task, str]], device: str, until_s: float) -> list[float]:
+    """The losses of as many jobs as begin before `until_s`, of all workers' clock."""
+    found: list[float] = []
     with gloo_group():
         for task, way in jobs:
             is_over = torch.tensor([time.monotonic() > until_s])
             distributed.broadcast(is_over, 0)
             if is_over.item():
                 break
-            result: list[tuple[float, float]] = []
-
-            def measure(task: Task = task, way: str = way, result: list[Any] = result) -> float:
-                result.append(final_loss(task, way))
-                return 0.0
-
-            isolated(lambda measure=measure: measure)()  # type: ignore[misc]
-            found += result
+            found.append(isolated(partial(partial, final_loss, task, way, device))())
     return found
 
 
-def measure_losses(results: Results, tasks: Sequence[Task], ways: Sequence[str], seeds: int, until_s: float) -> None:
+def measure_losses(
+    results: Results, tasks: Sequence[Task], ways: Sequence[str], options: argparse.Namespace, until_s: float
+) -> None:
+    """Several runs at once, in chains of jobs that have the same workers."""
     known = {(each.task, each.way) for each in results.losses}
-    for task in tasks:
-        wanted = [(replace(task, seed=seed), way) for seed in range(seeds) for way in ways]
-        jobs = [job for job in wanted if job not in known and job[1] not in (NO_TALK_OURS, *CHOOSING)]
-        if not jobs or time.monotonic() > until_s:
-            continue
-        with slow_link(None, task.num_hosts) as link:
-            by_rank: list[list[tuple[float, float]]] = run_workers(loss_worker, task.num_hosts, link, jobs, until_s)
-        for (job, way), *measured in zip(jobs, *by_rank, strict=False):
-            # Who trained together ended with one loss; those who never talked, each with its own.
-            losses, sent = zip(*measured, strict=True)
-            results.add(Loss(job, way, statistics.fmean(losses), statistics.fmean(sent)))
+    jobs: dict[int, list[tuple[Task, str]]] = {}
+    for seed, task, way in itertools.product(options.seeds, tasks, ways):
+        job = (replace(task, seed=seed), way)
+        if job not in known and way not in (NO_TALK_OURS, CADENCE):
+            jobs.setdefault(task.num_hosts, []).append(job)
+    total = sum(map(len, jobs.values()))
+    chains: list[tuple[int, list[tuple[Task, str]]]] = []
+    for num_hosts, own in jobs.items():
+        num_chains = max(1, round(options.at_once * len(own) / total))
+        chains += [(num_hosts, own[number::num_chains]) for number in range(num_chains)]
+    with ExitStack() as stack:
+        groups = [
+            stack.enter_context(working(loss_worker, num_hosts, own, options.device, until_s))
+            for num_hosts, own in chains
+        ]
+        for (_, own), workers in zip(chains, groups, strict=True):
+            for (task, way), *losses in zip(own, *results_of(workers), strict=False):
+                # Who trained together ended with one loss; those who never talked, each with its own.
+                results.add(Loss(task, way, statistics.fmean(losses)))
 
 
 # Speed
@@ -146,15 +149,18 @@ def measure_speeds(
                 () if mbit is None else tuple(own.link_mbit_per_s[mbit] for own in by_rank),
                 first.choices.get(mbit) if way == SLOW_LINK else None,
                 first.cadence_overheads.get(mbit),
+                statistics.fmean(own.bytes_per_sample[way, mbit] for own in by_rank),
             )
         )
 
 
 def samples_per_s(name: str, values: Sequence[float]) -> float:
-    """Of all workers, from what each one measured in the same turn."""
-    if name == NO_TALK_OURS:  # each value counts everybody's samples by this worker's clock, and nobody waits
-        return statistics.fmean(values)
-    return sum(values) if name == NO_TALK else min(values)
+    """Of all workers, from what each one measured in the same turn.
+
+    Except with `NO_TALK` each value counts everybody's samples by one worker's clock. Their mean, as workers that
+    overlap exchanges with training need not begin and end a turn together.
+    """
+    return sum(values) if name == NO_TALK else statistics.fmean(values)
 
 
 # The benchmark
@@ -202,12 +208,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch", type=int, default=8, help="samples in a micro-batch (default: %(default)s)")
     parser.add_argument("--every", type=int, default=32, help="steps between averages (default: %(default)s)")
     parser.add_argument(
-        "--samples", type=int, nargs="+", default=[4096, 2048],
-        help="to train on for the loss, for each width (default: 4096 2048)",
+        "--samples", type=int, nargs="+", default=[8160, 6144],
+        help="to train on for the loss, for each width (default: 8160 6144)",
     )  # fmt: skip
     parser.add_argument("--turns", type=int, default=3, help="alternations (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=32, help="timed in a turn, about (default: %(default)s)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs for each loss (default: %(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of weights and order (default: 0 1 2)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="for the loss (default: %(default)s)")
+    parser.add_argument("--at-once", type=int, default=1, help="runs for the loss at once (default: %(default)s)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)} (default: all)")
     parser.add_argument("--parts", nargs="*", choices=["speed", "loss"], default=["speed", "loss"], help="to measure")
     parser.add_argument("--results", type=Path, help="a file that keeps measurements")
@@ -235,6 +243,8 @@ def tasks_of(options: argparse.Namespace) -> Iterator[Task]:
 def check(options: argparse.Namespace, tasks: Sequence[Task]) -> None:
     if not min(options.mbit) > 0:
         raise ValueError(f"mbit={min(options.mbit)} lets nothing pass: choose mbit > 0")
+    if "speed" not in options.parts:
+        return
     if options.turns < 2:  # a step of the cadence tells what the exchange before it took
         raise ValueError(f"turns={options.turns} cannot tell what a cadence costs: choose turns >= 2")
     for task in tasks:
@@ -249,17 +259,17 @@ def check(options: argparse.Namespace, tasks: Sequence[Task]) -> None:
 def run(options: argparse.Namespace) -> Result:
     if options.quick:
         options.width, options.layers, options.micro_batch, options.every = [32], 1, 4, 8
-        options.samples, options.turns, options.steps, options.seeds, options.mbit = [384], 2, 8, 1, [100.0]
+        options.samples, options.turns, options.steps, options.seeds, options.mbit = [384], 2, 8, [0], [100.0]
     tasks = list(tasks_of(options))
     check(options, tasks)
-    if reason := missing_slow_link():
+    if "speed" in options.parts and (reason := missing_slow_link()):
         raise Unavailable(reason)
     reason = missing_torchft()
     skipped = {} if reason is None else {DILOCO: reason}
     ways = [name for name in options.ways or WAYS if name not in skipped]
     results, until_s = Results(options.results), time.monotonic() + 60 * options.minutes
     if "loss" in options.parts:
-        measure_losses(results, tasks, ways, options.seeds, until_s)
+        measure_losses(results, tasks, ways, options, until_s)
     if "speed" in options.parts:
         for task in tasks:
             if time.monotonic() < until_s:

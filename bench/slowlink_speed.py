@@ -27,8 +27,8 @@ from bench.far_apart_ways import (
     IN_EVERY_STEP,
     NO_TALK,
     NO_TALK_OURS,
-    bits_per_exchange,
     interval_of,
+    ring_bytes_per_step,
     sent_bytes,
     timed_loop,
 )
@@ -74,10 +74,16 @@ def overhead_of(steps: Sequence[CadenceStep]) -> float:
 
 @dataclass
 class Seen:
-    """What a way of ours has told about itself."""
+    """What a way of ours has told about itself, and what it has sent."""
 
     cadence: list[CadenceStep] = field(default_factory=list)
     choice: dict[str, Any] = field(default_factory=dict)
+    num_bytes: int = 0  # in turns
+    num_samples: int = 0
+
+    @property
+    def bytes_per_sample(self) -> float:
+        return self.num_bytes / self.num_samples
 
     def see(self, name: str, told: Any) -> None:
         if name == CADENCE and hasattr(told, "timings"):
@@ -94,6 +100,7 @@ class Speeds:
     turns: dict[Turn, list[float]]
     choices: dict[float | None, dict[str, Any]]
     cadence_overheads: dict[float | None, float]
+    bytes_per_sample: dict[Turn, float]  # that this host has sent
 
 
 def link_mbit_per_s(mbit: float = 1000.0) -> float:
@@ -135,13 +142,13 @@ def drain(link: Link) -> None:
     distributed.barrier()
 
 
-def turn_of(task: Task, name: str, num_steps: int, choice: dict[str, Any] | None = None) -> tuple[int, int]:
+def turn_of(task: Task, name: str, num_steps: int) -> tuple[int, int]:
     """Untimed and timed steps of a turn of about `num_steps` steps."""
     if name in (NO_TALK, NO_TALK_OURS):
         return 1, num_steps
     if name in (*IN_EVERY_STEP, CADENCE):
         return 1, SHORT_TURN
-    interval = interval_of(task, name, choice)
+    interval = interval_of(task, name)
     return interval, interval * max(1, round(num_steps / interval))
 
 
@@ -149,10 +156,8 @@ def is_timed(task: Task, name: str, mbit: float | None, num_steps: int) -> bool:
     """Whether a turn takes the link no longer than MAX_LINK_S."""
     if mbit is None:
         return True
-    num_exchanges = sum(turn_of(task, name, num_steps)) / interval_of(task, name)
-    ring = 2 * (task.num_hosts - 1) / task.num_hosts
-    exchange_s = 1e-6 * ring * bits_per_exchange(name) * task.num_parameters / mbit
-    return num_exchanges * exchange_s <= MAX_LINK_S
+    num_bytes = sum(turn_of(task, name, num_steps)) * ring_bytes_per_step(task, name)
+    return 8e-6 * num_bytes / mbit <= MAX_LINK_S
 
 
 def advance(loop: Iterator[int], num_steps: int) -> int:
@@ -162,11 +167,12 @@ def advance(loop: Iterator[int], num_steps: int) -> int:
 def started(link: Link, task: Task, name: str, mbit: float | None, seen: Seen) -> Iterator[int]:
     """A way at the end of an interval, ready for its first turn."""
     loop = timed_loop(task, name, partial(seen.see, name))
+    advance(loop, 1)  # sends the weights to all, which takes long on a slow link
     if name in CHOOSING:
         set_limit(link, mbit)
     interval = interval_of(task, name)
     warmup = CALIBRATION_STEPS if name in CHOOSING else WARMUP_STEPS if interval == 1 else interval
-    advance(loop, 1 if name == NO_TALK_OURS else warmup)
+    advance(loop, 0 if name == NO_TALK_OURS else warmup - 1)
     drain(link)
     return loop
 
@@ -174,20 +180,28 @@ def started(link: Link, task: Task, name: str, mbit: float | None, seen: Seen) -
 def contestant(
     link: Link, task: Task, loop: Iterator[int], name: str, mbit: float | None, num_steps: int, seen: Seen
 ) -> Contestant:
-    num_untimed, num_timed = turn_of(task, name, num_steps, seen.choice)
+    num_untimed, num_timed = turn_of(task, name, num_steps)
 
     def measure() -> float:
         set_limit(link, mbit)
-        advance(loop, num_untimed)
+        before = sent_bytes()
+        num_before = advance(loop, num_untimed)
         start = time.perf_counter()
         num_samples = advance(loop, num_timed)
         rate = num_samples / (time.perf_counter() - start)
         drain(link)
+        seen.num_bytes += sent_bytes() - before
+        seen.num_samples += num_before + num_samples
         if distributed.get_rank() == 0:
             print(f"{name}, {mbit} Mbit/s: {rate:.1f} samples/s", file=sys.stderr, flush=True)
         return rate
 
     return measure
+
+
+def key_of(name: str, mbit: float | None) -> Turn:
+    """Of a loop: most ways do the same whatever the link, so that one loop serves for all limits."""
+    return name, mbit if name in CHOOSING else None
 
 
 def speed_worker(link: Link, task: Task, turns: Sequence[Turn], num_turns: int, num_steps: int) -> Speeds:
@@ -202,10 +216,9 @@ def speed_worker(link: Link, task: Task, turns: Sequence[Turn], num_turns: int, 
         seen: dict[Turn, Seen] = {}
         contestants: dict[Turn, Contestant] = {}
         for name, mbit in turns:
-            # Others do the same whatever the link, so that one of them serves for all limits.
-            key = (name, mbit if name in CHOOSING else None)
 
-            def build(name: str = name, mbit: float | None = mbit, key: Turn = key) -> Contestant:
+            def build(name: str = name, mbit: float | None = mbit) -> Contestant:
+                key = key_of(name, mbit)
                 if key not in loops:
                     seen[key] = Seen()
                     loops[key] = started(link, task, name, mbit, seen[key])
@@ -225,4 +238,5 @@ def speed_worker(link: Link, task: Task, turns: Sequence[Turn], num_turns: int, 
             for (_, mbit), each in seen.items()
             if len(each.cadence) > CALIBRATION_STEPS + 1
         },
+        {(name, mbit): seen[key_of(name, mbit)].bytes_per_sample for name, mbit in turns},
     )

@@ -17,8 +17,8 @@ from bench.far_apart_ways import (
     NO_TALK_OURS,
     OVERHEAD_TARGET,
     SLOW_LINK,
-    STREAMING,
     WAYS,
+    ring_bytes_per_step,
 )
 
 
@@ -29,7 +29,6 @@ class Loss:
     task: Task
     way: str
     loss: float
-    bytes_per_sample: float
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class Speed:
     link_mbit_per_s: tuple[float, ...] = ()  # by rank
     choice: Mapping[str, Any] | None = None
     overhead: float | None = None  # of a cadence
+    bytes_per_sample: float = 0.0  # that a host sent in the turns, headers included
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Row:
     speed: float | None  # over workers that never talk
     slowest_turn: float | None
     fastest_turn: float | None
-    is_computed: bool
+    is_computed: bool  # speed, from the bytes
     fewer_bytes: float | None  # how many times fewer than DDP's
     loss: float | None  # over synchronous training's, mean of the seeds
     least_loss: float | None
@@ -80,21 +80,19 @@ class Scenario:
         return (own and own.choice) or {}
 
     def losses_of(self, way: str) -> dict[int, Loss]:
-        """By seed. "slow link" is the run with the numbers that it has chosen, to the bit."""
-        task = self.task
-        if way == SLOW_LINK and self.choice:
-            way = next(name for name, compress in STREAMING.items() if compress == self.choice["compress"])
-            task = replace(task, every=int(self.choice["every"]))
-        return {each.task.seed: each for each in self.losses if each.way == way and replace(each.task, seed=0) == task}
+        """By seed."""
+        of_way = [each for each in self.losses if each.way == way]
+        return {each.task.seed: each for each in of_way if replace(each.task, seed=0) == self.task}
 
-    def bytes_of(self, way: str) -> float | None:
-        losses = self.losses_of(way).values()
-        return statistics.fmean(each.bytes_per_sample for each in losses) if losses else None
+    def bytes_of(self, way: str) -> float:
+        """Per sample, sent by a host: counted, or else computed where that is possible."""
+        speed = self.speed_of(way)
+        return speed.bytes_per_sample if speed else ring_bytes_per_step(self.task, way) / self.task.global_batch
 
-    def limits(self, session: str) -> list[float]:
-        """Samples/s of workers that never talk, by turn: of the faster ones."""
+    def limits(self, session: str) -> Sequence[float]:
+        """Samples/s of workers that never talk, by turn: of the faster ones by their medians."""
         never = [each for each in self.speeds if each.way in (NO_TALK, NO_TALK_OURS) and each.session == session]
-        return [max(values) for values in zip(*(each.turns for each in never), strict=True)]
+        return max((each.turns for each in never), key=statistics.median, default=())
 
     def row(self, way: str) -> Row | None:
         speed, sent, losses = self.speed_of(way), self.bytes_of(way), self.losses_of(way)
@@ -103,21 +101,20 @@ class Scenario:
         if speed is not None:
             limits = self.limits(speed.session)
             ratios = [own / limit for own, limit in zip(speed.turns, limits, strict=True)] if limits else []
-        elif sent and (never := self.speed_of(NO_TALK)) and way not in (NO_TALK, NO_TALK_OURS):
+        elif losses and sent and (never := self.speed_of(NO_TALK)):
             is_computed = True
             # At most: as if the link was used all the time, and the rest took no time where it overlaps.
             link, limit = 1e6 * self.mbit / 8 / sent, statistics.median(self.limits(never.session))
             ratios = [1 / (1 / link + 1 / limit) / limit if way in IN_EVERY_STEP else min(1.0, link / limit)]
         base = self.losses_of(GRADIENTS)
         own = [each.loss / base[seed].loss for seed, each in losses.items() if seed in base]
-        ddp = self.bytes_of(DDP)
         if not ratios and not own:
             return None
         return Row(
             way,
             *((statistics.median(ratios), min(ratios), max(ratios)) if ratios else (None, None, None)),
             is_computed,
-            ddp / sent if ddp and sent and way not in (NO_TALK, NO_TALK_OURS) else None,
+            self.bytes_of(DDP) / sent if sent and way not in (NO_TALK, NO_TALK_OURS) else None,
             *((statistics.fmean(own), min(own), max(own)) if own else (None, None, None)),
             len(own),
         )

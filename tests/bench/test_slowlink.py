@@ -102,10 +102,10 @@ def test_every_model_starts_with_the_same_weights_whatever_was_drawn_before(sour
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_who_never_talks_adds_up_and_a_common_turn_takes_as_long_as_its_slowest_worker() -> None:
+def test_who_never_talks_adds_up_and_who_counts_all_samples_is_one_of_several_clocks() -> None:
     assert slowlink.samples_per_s(ways.NO_TALK, (30.0, 12.0)) == 42.0
     assert slowlink.samples_per_s(ways.NO_TALK_OURS, (60.0, 24.0)) == 42.0
-    assert slowlink.samples_per_s(ways.AVERAGING, (30.0, 12.0)) == 12.0
+    assert slowlink.samples_per_s(ways.AVERAGING, (30.0, 12.0)) == 21.0
 
 
 @pytest.mark.parametrize(
@@ -116,16 +116,12 @@ def test_who_never_talks_adds_up_and_a_common_turn_takes_as_long_as_its_slowest_
         (ways.CADENCE, 1, 4),
         (ways.AVERAGING, 32, 32),
         (ways.DILOCO, 16, 32),
-        (ways.INT4, 8, 24),
+        (ways.INT8, 4, 24),
+        (ways.SLOW_LINK, 4, 24),
     ],
 )
 def test_a_turn_is_an_exchange_and_then_whole_intervals(name: str, untimed: int, timed: int) -> None:
     assert slowlink_speed.turn_of(task_of(every=32, num_samples=1024), name, 24) == (untimed, timed)
-
-
-def test_a_turn_of_a_slow_link_follows_its_choice() -> None:
-    choice = {"every": 16, "fragments": 2}
-    assert slowlink_speed.turn_of(task_of(every=32, num_samples=1024), ways.SLOW_LINK, 32, choice) == (8, 32)
 
 
 def test_ways_that_would_wait_long_for_the_link_are_not_run() -> None:
@@ -136,18 +132,18 @@ def test_ways_that_would_wait_long_for_the_link_are_not_run() -> None:
     assert not slowlink_speed.is_timed(task, ways.DDP, 0.99 * at_limit, 4)
     assert slowlink_speed.is_timed(task, ways.FP16, 0.51 * at_limit, 4)
     assert not slowlink_speed.is_timed(task_of(num_hosts=3, num_samples=24), ways.DDP, 1.01 * at_limit, 4)
-    assert slowlink_speed.is_timed(task, ways.INT4, 1e-6, 4)
+    assert slowlink_speed.is_timed(task, ways.INT8, 1e-6, 4)
     assert slowlink_speed.is_timed(task, ways.NO_TALK, None, 4)
 
 
-def scenario_of(speeds: list[Speed], losses: dict[str, list[float]], sent: dict[str, float]) -> Scenario:
+def scenario_of(speeds: list[Speed], losses: dict[str, list[float]]) -> Scenario:
     task = task_of()
     [scenario] = scenarios_of(
         [task],
         [8.0],
         speeds,
         [
-            Loss(replace(task, seed=seed), way, value, sent.get(way, 0.0))
+            Loss(replace(task, seed=seed), way, value)
             for way, values in losses.items()
             for seed, value in enumerate(values)
         ],
@@ -157,52 +153,45 @@ def scenario_of(speeds: list[Speed], losses: dict[str, list[float]], sent: dict[
 
 def test_a_table_compares_turn_by_turn_and_seed_by_seed() -> None:
     task = task_of()
+    ddp = 4 * task.num_parameters / task.global_batch  # bytes per sample, of a ring of two
     scenario = scenario_of(
         [
             Speed(task, ways.NO_TALK, None, "a", (100.0, 49.0, 80.0)),
             Speed(task, ways.NO_TALK_OURS, None, "a", (90.0, 50.0, 70.0)),
-            Speed(task, ways.INT4, 8.0, "a", (98.0, 47.0, 60.0)),
-            Speed(task, ways.INT4, 100.0, "a", (1.0, 1.0, 1.0)),
+            Speed(task, ways.INT8, 8.0, "a", (98.0, 47.0, 60.0), bytes_per_sample=ddp / 200),
+            Speed(task, ways.INT8, 100.0, "a", (1.0, 1.0, 1.0)),
         ],
         {
             ways.NO_TALK: [2.2, 2.4],
             ways.GRADIENTS: [2.0, 4.0],
-            ways.INT4: [2.02, 3.96],
+            ways.INT8: [2.02, 3.96],
             ways.DDP: [2.0, 4.0],
             ways.POST_LOCAL: [2.0, 4.0],
         },
-        {ways.DDP: 50_000.0, ways.INT4: 250.0, ways.NO_TALK: 1.0, ways.POST_LOCAL: 10_000.0},
     )
     rows = {row.name: row for row in scenario.rows()}
-    ours = rows[ways.INT4]
-    assert (ours.speed, ours.slowest_turn, ours.fastest_turn) == (0.94, 0.75, 0.98)
-    assert (ours.fewer_bytes, ours.is_computed, ours.num_seeds) == (200.0, False, 2)
+    ours = rows[ways.INT8]
+    assert (ours.speed, ours.slowest_turn, ours.fastest_turn) == (47 / 49, 0.75, 0.98)
+    assert (ours.fewer_bytes, ours.is_computed, ours.num_seeds) == (pytest.approx(200.0), False, 2)
     assert (ours.loss, ours.least_loss, ours.largest_loss) == pytest.approx((1.0, 0.99, 1.01))
-    # 1e6 bytes/s are 20 samples/s, and a step in which nothing overlaps takes as long as both.
+    # 1e6 bytes/s, and a step in which nothing overlaps takes as long as both.
     assert rows[ways.DDP].is_computed
-    assert rows[ways.DDP].speed == pytest.approx(1 / (1 / 20 + 1 / 80) / 80)
-    assert rows[ways.POST_LOCAL].speed == 1.0
+    assert rows[ways.DDP].speed == pytest.approx(1 / (ddp / 1e6 + 1 / 80) / 80)
+    assert rows[ways.POST_LOCAL].fewer_bytes == task.every
+    assert rows[ways.POST_LOCAL].speed == min(1.0, 1e6 / (ddp / task.every) / 80)
     assert rows[ways.NO_TALK].fewer_bytes is None
     assert "computed" in "".join(scenario.table())
 
 
-def test_a_slow_link_has_the_loss_of_what_it_chose() -> None:
-    task = task_of(every=32, num_samples=1024)
-    choice = {"every": 16, "compress": "int4", "fragments": 2, "reason": "because"}
-    speeds = [
-        Speed(task, ways.NO_TALK, None, "a", (100.0,)),
-        Speed(task, ways.SLOW_LINK, 8.0, "a", (98.0,), (7.9, 7.8), choice),
-    ]
-    losses = [
-        Loss(task, ways.GRADIENTS, 2.0, 100.0),
-        Loss(task, ways.INT4, 3.0, 1.0),
-        Loss(replace(task, every=16), ways.INT4, 2.02, 2.0),
-        Loss(task, ways.DDP, 2.0, 100.0),
-    ]
-    [scenario] = scenarios_of([task], [8.0], speeds, losses)
-    row = scenario.row(ways.SLOW_LINK)
-    assert row is not None
-    assert (row.loss, row.fewer_bytes) == (1.01, 50.0)
+def test_what_a_slow_link_says_is_in_the_table() -> None:
+    task = task_of()
+    scenario = scenario_of(
+        [
+            Speed(task, ways.NO_TALK, None, "a", (100.0,)),
+            Speed(task, ways.SLOW_LINK, 8.0, "a", (98.0,), (7.9, 7.8), {"reason": "because"}),
+        ],
+        {},
+    )
     assert {"slow link: because", "the link carried 7.9 7.8 Mbit/s, by rank"} <= set(scenario.table())
 
 
@@ -211,22 +200,21 @@ def test_the_newest_measurement_counts_with_the_workers_of_its_session() -> None
     scenario = scenario_of(
         [
             Speed(task, ways.NO_TALK, None, "old", (100.0,)),
-            Speed(task, ways.INT4, 8.0, "old", (50.0,)),
-            Speed(task, ways.INT8, 8.0, "old", (60.0,)),
+            Speed(task, ways.INT8, 8.0, "old", (50.0,)),
+            Speed(task, ways.SPARSE, 8.0, "old", (60.0,)),
             Speed(task, ways.NO_TALK, None, "new", (10.0,)),
-            Speed(task, ways.INT4, 8.0, "new", (9.0,)),
+            Speed(task, ways.INT8, 8.0, "new", (9.0,)),
         ],
         {},
-        {},
     )
-    assert {row.name: row.speed for row in scenario.rows()} == {ways.NO_TALK: 1.0, ways.INT4: 0.9, ways.INT8: 0.6}
+    assert {row.name: row.speed for row in scenario.rows()} == {ways.NO_TALK: 1.0, ways.INT8: 0.9, ways.SPARSE: 0.6}
 
 
 def test_results_are_kept_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "results.jsonl"
     task = task_of()
     measured = [
-        Loss(task, ways.INT4, 2.0, 1.0),
+        Loss(task, ways.INT8, 2.0),
         Speed(task, ways.SLOW_LINK, 8.0, "a", (98.0,), (7.9, 7.8), {"every": 16}),
     ]
     results = slowlink.Results(path)
@@ -330,7 +318,9 @@ def test_three_hosts_have_a_link_each_to_a_switch() -> None:
 
 @needs_link
 def test_no_host_is_left_when_the_benchmark_is_terminated() -> None:
-    process = PreloadedPython([sys.executable, "-m", "bench", "slowlink"], cwd=Path(__file__).parents[2])
+    process = PreloadedPython(
+        [sys.executable, "-m", "bench", "slowlink", "--parts", "speed"], cwd=Path(__file__).parents[2]
+    )
     try:
         deadline = time.monotonic() + 60
         while not are_inhabited(hosts_of(process.pid)):
@@ -358,6 +348,6 @@ def test_short_run(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(row["speed"] > 0 for row in rows.values())
         # Both exchange the same mean gradients.
         assert rows["torch DDP"]["loss"] == pytest.approx(1, abs=1e-3)
-        assert rows["averaging, int4"]["fewer_bytes"] > rows["averaging, int8"]["fewer_bytes"] > 10
+        assert rows["averaging, sparse"]["fewer_bytes"] > rows["averaging, int8"]["fewer_bytes"] > 10
         assert scenario["choice"]["compress"] == "int4"
     assert "loss / synchronous" in table

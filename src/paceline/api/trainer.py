@@ -119,7 +119,7 @@ class Trainer:
         strategy: "gradients" exchanges gradients in every step. For slow links, where the result then depends on the
             workers: `paceline.Cadence(...)` makes steps of as many micro-batches as keep the exchange cheap (give
             micro_batch and no global_batch); `paceline.Averaging(...)` averages the replicas' weights; "slow link" does
-            so in a way that it chooses by the link's measured speed.
+            so every 32 steps in few bytes, and says how much of the link that uses.
         device: default, this worker's GPU, or the CPU.
         init_from: weights to start from unless a checkpoint is resumed: a checkpoint, a safetensors file, or a
             state_dict.

@@ -97,24 +97,33 @@ def unsent(trainer: pl.Trainer) -> torch.Tensor:
     return found[0][: len(FACTORS)] if isinstance(found, list) else found
 
 
-def constant_gradients(here: Points, *, strategy: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A gradient that is always the same: the change, and what was not sent in the end; by rank."""
+def constant_gradients(
+    here: Points, *, strategy: Any, num_steps: int = 8, num_wanted: int = 0, folder: Path | None = None
+) -> Any:
+    """A gradient that is always the same: the change, and what was not sent before each step and in the end; by rank.
+
+    After a death the others wait until there are `num_wanted` workers again.
+    """
     with pl.Trainer.setup(
         lambda: nn.Linear(len(FACTORS), 1, bias=False),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        data=torch.zeros(8 * 12),
+        data=torch.zeros(num_steps * 12),
         global_batch=12,
         micro_batch=2,
         strategy=strategy,
         balancing=pl.Balancing(shares="equal"),
         seed=5,
+        checkpoints=None if folder is None else pl.Checkpoints(folder),
     ) as trainer:
         before = trainer.model.weight.detach().clone()
+        trainer.every(1, lambda _: wait_for_members(num_wanted) if trainer.world.size < num_wanted else None)
+        history = []
         for _ in next(trainer.epochs(1)):
             here("micro-batch", trainer.position.step)
+            history.append(unsent(trainer))
             trainer.backward((trainer.model.weight * FACTORS).sum())
             trainer.step()
-        return trainer.gather(((trainer.model.weight.detach() - before).view(-1), unsent(trainer)))
+        return trainer.gather(((trainer.model.weight.detach() - before).view(-1), *history, unsent(trainer)))
 
 
 SPARSE = pl.Averaging(every=2, compress="sparse", divergence_threshold=None)
@@ -128,11 +137,11 @@ def test_survivors_keep_what_they_have_not_sent() -> None:
     [[averages], [gradients]] = launch(cases, 3)
     everything = -0.1 * 8 * FACTORS
     assert len(averages["results"]) == 2
-    for change, residual in averages["results"]:
+    for change, *_, residual in averages["results"]:
         assert residual.count_nonzero() > 4000
         # All workers do the same, so that the steps of the one that was lost are those of the others too.
         torch.testing.assert_close(change + residual, everything, rtol=1e-4, atol=1e-4)
-    [(change, residual)] = gradients["results"]
+    [(change, *_, residual)] = gradients["results"]
     assert residual.count_nonzero() > 4000
     # Of the lost worker, half of five steps is missing as far as it was not sent, and of the survivor nothing. What was
     # sent is rounded to a level, so that the missing part may be up to half a level off.
@@ -141,6 +150,20 @@ def test_survivors_keep_what_they_have_not_sent() -> None:
     assert (missing <= half_level).all()
     assert (missing >= -0.1 * 5 * FACTORS / 2 - half_level).all()
     assert missing.min() < -0.1
+
+
+@pytest.mark.parametrize("strategy", [SPARSE, pl.Gradients(compress="sparse")])
+def test_a_newcomer_has_left_nothing_unsent(strategy: Any, tmp_path: Path) -> None:
+    """It takes over the state of another worker, but not what that one has not sent, which would count twice."""
+    whole = partial(constant_gradients, strategy=strategy, num_steps=12, num_wanted=3, folder=tmp_path)
+    [[outcome]] = launch([Case([Death(2, step=5)], whole=whole)], 3, max_restarts=1)
+    *survivors, (_, *newcomer) = outcome["results"]
+    assert len(survivors) == 2
+    assert 1 < len(newcomer) < 13
+    assert not newcomer[0].any()
+    for _, *residuals in survivors:
+        assert residuals[-len(newcomer)].count_nonzero() > 4000  # at the same step
+    assert newcomer[-1].count_nonzero() > 4000
 
 
 def test_a_replacement_takes_over_the_common_weights() -> None:

@@ -100,7 +100,7 @@ class Gradients(Section, gradients.Gradients, kind="gradients"):
 
 
 class SlowLink(Section, kind="slow link"):
-    """Workers take steps independently; how their weights are averaged is chosen by the link's speed."""
+    """Workers take steps independently; their weights are averaged every 32 steps, in few bytes."""
 
 
 class SpeedHint(Section):
@@ -118,7 +118,7 @@ class Averaging(Section, averaging.Averaging, kind="averaging"):
     """Workers take steps independently; their weights are averaged periodically."""
 
     every: int | Cadence | Literal["auto"] = setting(
-        "steps between averages, a cadence that adjusts them, or auto to choose by the link", 32, least=1
+        "steps between averages, a cadence that adjusts them, or auto as in slow link", 32, least=1
     )
     outer: Part | None = setting("optimizer over the averaged weights, called with the parameters", None)  # type: ignore[assignment]
 

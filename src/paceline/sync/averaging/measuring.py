@@ -11,9 +11,9 @@ from paceline.plan.slow_link import STEPS_UNDER_WAY, Choice, choose
 
 # Longer than what a link lets pass at once, which says nothing about its speed.
 PROBE_BYTES = 512 << 10
-# The first steps allocate and connect. The choice comes when its first average is due, so that the run is the one with
-# the chosen settings from the beginning.
-FIRST_STEP, LAST_STEP = 3, STEPS_UNDER_WAY
+# The first step allocates. The choice comes when its first average is due, so that the run is the one with the chosen
+# settings from the beginning.
+FIRST_STEP, LAST_STEP = 1, STEPS_UNDER_WAY
 
 
 class LinkMeasurement:

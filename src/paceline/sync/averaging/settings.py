@@ -19,8 +19,8 @@ class Averaging:
     """Settings of the strategy.
 
     every: steps between two averages, or a `Cadence` that finds the number: its overhead_target bounds the cost of
-        averaging, its anchor is the initial number of steps. "auto" measures link and steps in the first averages and
-        chooses `every`, `compress` and `fragments`; the log and an event "averaging" say what and why.
+        averaging, its anchor is the initial number of steps. "auto" has the `every`, `compress` and `fragments` of
+        strategy="slow link", and measures link and steps; the log and an event "averaging" say what that means.
     first_step: gradients are exchanged in every step until this many steps are done (post-local SGD).
     overlap: replicas train on while their mean is computed, and apply the difference at the next average. No step is
         lost.
@@ -30,13 +30,13 @@ class Averaging:
     fragments: the weights are averaged in so many parts, one after the other, each every `every` steps. With `overlap`
         the mean of a part is applied `every / fragments` steps later instead of `every`.
     outer: an optimizer over the common weights that uses the mean change as its gradient, for example
-        `lambda params: torch.optim.SGD(params, lr=0.8, momentum=0.6, nesterov=True)`; None uses the mean itself.
+        `lambda params: torch.optim.SGD(params, lr=0.6, momentum=0.7, nesterov=True)`; None uses the mean itself.
     divergence_threshold: relative drift above which three rises in a row halve the steps between averages; None
         disables the guard.
     """
 
     every: int | Cadence | Literal["auto"] = setting(
-        "steps between averages, a cadence that adjusts them, or auto to choose by the link", 32, least=1
+        "steps between averages, a cadence that adjusts them, or auto as in slow link", 32, least=1
     )
     first_step: int = setting("exchange gradients in every step until this step (post-local SGD)", 0, least=0)
     overlap: bool = setting("continue training while the average is computed", False)
@@ -77,14 +77,14 @@ class Averaging:
 
 
 def nesterov(parameters: list[Any]) -> Any:
-    """The outer optimizer of "slow link": it moves twice as far as the mean change, in the long run.
+    """The outer optimizer of "slow link": it moves once as far as the mean change, and twice as far in the long run.
 
-    Chosen by simulations (docs/slow-links.md). DiLoCo's lr=0.7 and momentum=0.9 move 7 times as far, and ended with a
-    higher loss in runs of a few hundred steps.
+    Chosen by losses (docs/slow-links.md): the further it moves at once, the more of the workers' noise stays in the
+    weights; the less in the long run, the slower is the start.
     """
     import torch
 
-    return torch.optim.SGD(parameters, lr=0.8, momentum=0.6, nesterov=True)
+    return torch.optim.SGD(parameters, lr=0.6, momentum=0.7, nesterov=True)
 
 
 # What strategy="slow link" stands for.

@@ -6,6 +6,7 @@ import torch
 
 BLOCK = 256  # values per scale: the scales add an eighth of a bit to each value
 SCALE_BYTES = 4
+NOISE_BLOCKS = 256  # with random numbers of their own
 
 
 class BlockQuantizer:
@@ -29,7 +30,9 @@ class BlockQuantizer:
         blocks = in_blocks(values, BLOCK)
         scales = blocks.abs().amax(dim=1, keepdim=True).div_(self.levels)
         random = torch.Generator(values.device).manual_seed(seed)
-        noise = torch.rand(blocks.shape, generator=random, device=values.device)
+        # Drawing would take longer than all the rest, so blocks far from each other share their random numbers.
+        noise = torch.rand(min(len(blocks), NOISE_BLOCKS), BLOCK, generator=random, device=values.device)
+        noise = noise.repeat(-(-len(blocks) // len(noise)), 1)[: len(blocks)]
         # A block of zeros has the scale 0: divided by 1 it stays zero.
         numbers = noise.add_(blocks / torch.where(scales == 0, 1.0, scales)).floor_()
         numbers = numbers.nan_to_num_(0.0).clamp_(-self.levels, self.levels).to(torch.int8)
