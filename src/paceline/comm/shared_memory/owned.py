@@ -96,8 +96,9 @@ class _OwnedAmongHosts(BridgedBuffer):
 
     def reduce(self) -> Pending:
         pending = self._communicator.start(self, f"reduce to {self._owner}", None)
-        is_there = self.total is None or self._owner == self._peers.world.rank
-        return pending if is_there else Received(pending, self.tensor, self.total.copy_)
+        if self.total is None or self._owner == self._peers.world.rank:
+            return pending
+        return Received(pending, self.tensor, self.total.copy_)
 
     def deliver(self, dtype: torch.dtype, receive: Callable[[torch.Tensor], object]) -> Pending:
         if dtype not in self._delivered:
