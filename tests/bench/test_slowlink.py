@@ -299,12 +299,12 @@ def probe(link: Link) -> tuple[set[str], float, float]:
 
 @needs_link
 def test_hosts_have_nothing_but_their_link_which_is_as_slow_as_asked_until_the_limit_is_lifted() -> None:
-    with slow_link(200) as link:
+    with slow_link(50) as link:
         by_rank = run_workers(probe, NUM_HOSTS, link)
     for interfaces, limited, lifted in by_rank:
         assert {"lo", INTERFACE} <= interfaces
         assert "eth0" not in interfaces
-        assert limited < 220 < lifted  # a burst may pass
+        assert limited < 75 < lifted  # a burst may pass, and a busy machine is slow without a limit too
 
 
 @needs_link

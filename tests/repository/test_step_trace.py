@@ -78,4 +78,6 @@ def test_a_default_step_enters_the_files_that_contributing_names(pool: WorkerPoo
     named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", walk))
     assert files == named
     assert len(files) <= MAX_FILES
-    assert statistics.median(len(step) for step in steps) <= MAX_FUNCTIONS
+    # Without those in which a worker has no share, as on a machine that is busy with something else.
+    usual = [step for step in steps if not any(function == "_with_idle" for _, function in step)]
+    assert statistics.median(len(step) for step in usual) <= MAX_FUNCTIONS

@@ -32,6 +32,9 @@ class Mark:
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None:
+        pass
+
     def elapsed_time(self, other: Mark) -> float:
         return 1e3 * (other.passed_s - self.passed_s)
 

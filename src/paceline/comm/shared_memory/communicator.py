@@ -6,7 +6,7 @@ On one host no socket or port is opened. Tensors that `empty` did not allocate a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -133,11 +133,9 @@ class SharedMemoryCommunicator:
         if self._bridge is not None:
             assert isinstance(buffer, BridgedBuffer)
             self._bridge.submit(number, buffer, call, source)
-        if receive is None:
-            return _Exchange(self, buffer, number, call, source)
-        self._num_deliveries += 1
-        delivery = self._num_deliveries - 1
-        return _Delivery(self, buffer, number, call, source, delivery=delivery, receive=receive)
+        delivery = None if receive is None else (self._num_deliveries, receive)
+        self._num_deliveries += receive is not None
+        return _Exchange(self, buffer, number, call, source, delivery)
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> SharedBuffer:
         try:
@@ -191,13 +189,17 @@ class SharedMemoryCommunicator:
 
 @dataclass(slots=True)
 class _Exchange:
-    """A call on a shared buffer. `wait` does the work that follows the calls of all workers."""
+    """A call on a shared buffer. `wait` does the work that follows the calls of all workers.
+
+    delivery: the number of a call in which the others read the memory of rank `source`, and what they do with it.
+    """
 
     communicator: SharedMemoryCommunicator
     buffer: SharedBuffer
     number: int
     call: str
     source: int | None
+    delivery: tuple[int, Callable[[], object]] | None
     is_done: bool = False
 
     def wait(self) -> None:
@@ -205,35 +207,27 @@ class _Exchange:
             return
         self.communicator._peers.check_usable()
         try:
-            self._complete()
+            if self.delivery is None:
+                self.buffer.complete(self.number, self.call, self.source)
+                self.buffer.turn = 1 - self.buffer.turn
+            else:
+                self._deliver(*self.delivery)
         except BaseException as error:
             self.communicator._fail(error)
             raise
         self.buffer.is_busy = False
         self.is_done = True
 
-    def _complete(self) -> None:
-        self.buffer.complete(self.number, self.call, self.source)
-        self.buffer.turn = 1 - self.buffer.turn
-
-
-@dataclass(slots=True)
-class _Delivery(_Exchange):
-    """The others read the memory of rank `source`. delivery: counts the calls of `deliver`."""
-
-    delivery: int = field(kw_only=True)
-    receive: Callable[[], object] = field(kw_only=True)
-
-    def _complete(self) -> None:
+    def _deliver(self, delivery: int, receive: Callable[[], object]) -> None:
         peers = self.communicator._peers
         if self.source == peers.world.rank:
-            peers.wait_for_all(lambda peer: peer.num_received > self.delivery, self.call, "did not receive it")
+            peers.wait_for_all(lambda peer: peer.num_received > delivery, self.call, "did not receive it")
             return
-        if self.delivery < peers.own.num_received:
+        if delivery < peers.own.num_received:
             raise MisuseError(f"{self.call}: deliveries must be waited for in the order of their calls")
         peers.wait_for_calls(self.number, self.call, of=self.source)
-        self.receive()
-        peers.own.receive(self.delivery)
+        receive()
+        peers.own.receive(delivery)
 
 
 class _ScratchExchange:
