@@ -35,6 +35,11 @@ def test_a_device_that_is_not_worth_it_is_left_out() -> None:
     assert "With averaging every 32 2xA,1xB would be" in text
 
 
+@pytest.mark.parametrize(("micro_batch_s", "speed"), [(0.1, "40 samples/s (3"), (1e-4, "40,000 samples/s (3")])
+def test_large_speeds_are_written_out(micro_batch_s: float, speed: str) -> None:
+    assert f"Use 1xA with gradients: {speed}" in advice(alternatives(WORK, [Kind(Device("A", micro_batch_s), 1)]))
+
+
 def test_further_machines_of_a_kind() -> None:
     kind = Kind(A, 4, per_host=2)
     assert [device.host for device in kind.devices(4)] == ["a", "a", "a#1", "a#1"]

@@ -110,11 +110,15 @@ def advice(found: Sequence[Alternative]) -> str:
     )
     shown = chosen.prediction
     text = (
-        f"Use {chosen.workers} with {chosen.strategy}: {shown.samples_per_s:.4g} samples/s ({shown.low:.4g} to "
-        f"{shown.high:.4g}), {shown.efficiency:.0%} of the sum of the devices alone"
+        f"Use {chosen.workers} with {chosen.strategy}: {_number(shown.samples_per_s)} samples/s ({_number(shown.low)} "
+        f"to {_number(shown.high)}), {shown.efficiency:.0%} of the sum of the devices alone"
     )
     text += "." if shown.limit == "compute" else f"; the rest is lost to {shown.limit}."
     return " ".join([text, *_about_kinds(usual, chosen), *_about_strategies(found, usual)])
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _about_kinds(usual: Sequence[Alternative], chosen: Alternative) -> list[str]:
