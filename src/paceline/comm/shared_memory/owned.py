@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -40,27 +40,26 @@ def owned_buffers(communicator: SharedMemoryCommunicator, peers: LocalPeers, own
                 turns[index] += 1
         name = f"{numel} elements of {dtype} (number {number} with an owner, from offset {slots})"
         kind = _Owned if communicator.num_hosts == 1 else _OwnedAmongHosts
-        made.append(kind(communicator, peers, name, parts, holders[0], totals))
+        made.append(kind(peers, name, parts, _Role(communicator, holders[0], totals)))
     return made
 
 
-class _Owned(LargeBuffer):
-    """The sum goes to the owner's part. totals: by rank, for those who hold it."""
+class _Role(NamedTuple):
+    """totals: where the sum is, by rank, for those who hold it."""
 
-    def __init__(
-        self,
-        communicator: SharedMemoryCommunicator,
-        peers: LocalPeers,
-        name: str,
-        parts: Sequence[torch.Tensor],
-        owner: int,
-        totals: Mapping[int, torch.Tensor],
-    ) -> None:
+    communicator: SharedMemoryCommunicator
+    owner: int
+    totals: Mapping[int, torch.Tensor]
+
+
+class _Owned(LargeBuffer):
+    """The sum goes to the owner's part."""
+
+    def __init__(self, peers: LocalPeers, name: str, parts: Sequence[torch.Tensor], role: _Role) -> None:
         super().__init__(peers, name, parts)
-        self._communicator = communicator
-        self._owner = owner
+        self._communicator, self._owner, totals = role
         self.total = totals.get(peers.world.rank)
-        self._copies = [total.split(self._block_numel) for rank, total in totals.items() if rank != owner]
+        self._copies = [total.split(self._block_numel) for rank, total in totals.items() if rank != self._owner]
 
     def reduce(self) -> Pending:
         return self._communicator.start(self, f"reduce to {self._owner}", None)
@@ -79,18 +78,9 @@ class _Owned(LargeBuffer):
 class _OwnedAmongHosts(BridgedBuffer):
     """All workers get the sum, and all what the owner delivers."""
 
-    def __init__(
-        self,
-        communicator: SharedMemoryCommunicator,
-        peers: LocalPeers,
-        name: str,
-        parts: Sequence[torch.Tensor],
-        owner: int,
-        totals: Mapping[int, torch.Tensor],
-    ) -> None:
-        super().__init__(peers, name, parts, communicator.num_hosts)
-        self._communicator = communicator
-        self._owner = owner
+    def __init__(self, peers: LocalPeers, name: str, parts: Sequence[torch.Tensor], role: _Role) -> None:
+        super().__init__(peers, name, parts, role.communicator.num_hosts)
+        self._communicator, self._owner, totals = role
         self.total = totals.get(peers.world.rank)
         self._delivered: dict[torch.dtype, BridgedBuffer] = {}
 
