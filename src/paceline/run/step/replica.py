@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -40,6 +41,8 @@ SchedulerFactory: TypeAlias = Callable[[Any], Any] | torch.optim.lr_scheduler.LR
 class Replica:
     """Built from the user's parts, on this worker's device, with the weights of rank 0."""
 
+    _has_closed: ClassVar[bool] = False  # in this process, since the last full collection here
+
     def __init__(
         self,
         model: Any,
@@ -52,6 +55,10 @@ class Replica:
         train_mode: bool = True,
     ) -> None:
         device = communicator.world.device
+        if self._has_closed and device.type == "cuda":
+            # A run's objects refer to each other in circles: a closed one holds its GPU memory until it is collected.
+            gc.collect()
+            Replica._has_closed = False
         self.model = build_model(model, device, seed)
         parameters = named_parameters(self.model)
         self._device = device
@@ -133,6 +140,7 @@ class Replica:
 
     def close(self) -> None:
         """Remove the hooks from the optimizers."""
+        Replica._has_closed = True
         if self.pieces is not None:
             self.pieces.close()
         for guard in self._guards:
