@@ -38,10 +38,10 @@ def step_once() -> int:
 
 
 def test_a_closed_run_holds_no_memory_when_the_next_one_begins() -> None:
-    gc.collect()
-    gc.disable()  # so that only Paceline's own collection can free it
+    step_once()  # cuBLAS allocates workspaces that stay
+    gc.disable()  # so that only Paceline's own collection can free a run
     try:
         first, second = step_once(), step_once()
     finally:
         gc.enable()
-    assert second < first + 4 * WIDTH * WIDTH  # bytes of the weights
+    assert second < first + 2 * WIDTH * WIDTH  # half the bytes of the weights
