@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from paceline.core.die_with_parent import die_with_parent
+
 HOST = "127.0.0.1"
 EXIT_TIMEOUT_S = 10.0
 
@@ -61,7 +63,7 @@ def working(function: Callable[..., Any], num_workers: int, *arguments: Any) -> 
             }
             name = f"worker {rank} of {num_workers}"
             process = context.Process(
-                target=_work, args=(sender, environment, function, arguments), name=name, daemon=True
+                target=_work, args=(os.getpid(), sender, environment, function, arguments), name=name, daemon=True
             )
             process.start()
             sender.close()  # ours: so that the pipe ends when the worker does
@@ -95,7 +97,10 @@ def results_of(workers: Sequence[Worker]) -> list[Any]:
     return [results[number] for number in range(len(workers))]
 
 
-def _work(sender: Connection, environment: dict[str, Any], function: Callable[..., Any], arguments: Any) -> None:
+def _work(
+    parent_pid: int, sender: Connection, environment: dict[str, Any], function: Callable[..., Any], arguments: Any
+) -> None:
+    die_with_parent(parent_pid)
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     try:

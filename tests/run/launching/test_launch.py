@@ -397,7 +397,7 @@ def test_other_ways_to_end() -> None:
 
 def test_nothing_is_started_for_a_launcher_that_is_gone(tmp_path: Path) -> None:
     start = tmp_path / worker.START_FILE
-    start.write_text(json.dumps({"launcher_pid": os.getppid()}))
+    start.write_text(json.dumps({"launcher_pid": os.getppid(), "path": sys.path}))
     ended = subprocess.run([sys.executable, "-P", fork_server.__file__, str(start), "0"], capture_output=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [worker.START_FILE]

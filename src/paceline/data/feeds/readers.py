@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import math
 import os
@@ -31,10 +30,10 @@ from typing import Any
 
 import torch
 
+from paceline.core.die_with_parent import die_with_parent
 from paceline.core.errors import PacelineError
 from paceline.data.feeds.packing import pack, unpack
 
-_PR_SET_PDEATHSIG = 1
 _STACK_SIGNAL = signal.SIGUSR1  # makes a reader process write its stack to a file
 _STACK_TIMEOUT_S = 1.0
 _ABORT_TIMEOUT_S = 5.0  # for a thread whose wait was aborted
@@ -269,9 +268,8 @@ def _fork(run: Callable[[], None]) -> int:
     if pid:
         return pid
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == parent:  # it may have ended before the call above
-            run()
+        die_with_parent(parent)
+        run()
     finally:
         os._exit(0)
 

@@ -15,7 +15,6 @@ START is the launcher's file, see `worker.py`. CHANNEL is a connection with thes
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -146,8 +145,10 @@ class ForkServer:
 
 def main(start_file: Path, channel: Connection, modules: Sequence[str]) -> NoReturn:
     start = json.loads(start_file.read_text())
-    die_with_parent(start["launcher_pid"])
     sys.path[:] = start["path"]
+    from paceline.core.die_with_parent import die_with_parent
+
+    die_with_parent(start["launcher_pid"])
     _import(modules)
     running: dict[int, int] = {}  # ranks, by process id
     wake_up = _wake_on_child_exit()
@@ -176,15 +177,6 @@ def _wake_on_child_exit() -> int:
     return reading
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when its parent ends, in any way."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent ended before the line above
-        os._exit(1)
-
-
 def _import(modules: Sequence[str]) -> None:
     gc.disable()  # one collection at the end instead of hundreds in between, which take a sixth of the time
     try:
@@ -208,6 +200,8 @@ def _fork_worker(environment: dict[str, str], folder: Path, start: dict[str, Any
         if pid := os.fork():
             return pid
     try:
+        from paceline.core.die_with_parent import die_with_parent
+
         die_with_parent(parent_pid)
         channel.close()
         signal.set_wakeup_fd(-1)
