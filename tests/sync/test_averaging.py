@@ -520,7 +520,7 @@ ENCODINGS = ("int8", "int4", "sparse")
 
 def nesterov(parameters: Any) -> torch.optim.Optimizer:
     """As "slow link" has it."""
-    return torch.optim.SGD(parameters, lr=0.6, momentum=0.7, nesterov=True)
+    return torch.optim.SGD(parameters, lr=0.6, momentum=0.7, nesterov=True, fused=True)
 
 
 @pytest.mark.parametrize("compress", ENCODINGS)

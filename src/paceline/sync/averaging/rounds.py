@@ -193,11 +193,12 @@ class ReplicaAverage:
         squares = [fragment.receive(total, weights) for fragment, total in pairs]
         # All has arrived. From here on nothing can fail.
         for fragment in fragments:
-            fragment.apply(self._advance, has_moved_on=has_moved_on)
+            outer = None if fragment in self._statistics else self._outer
+            fragment.apply(outer, has_moved_on=has_moved_on)
         self._pending = None
         total = max(sum(weights), 1e-30)
         self._square_distance += max(0.0, sum(each.weighted_square for each in rounds) / total - squares[0])
-        self._square_length += fragments[0].common.norm(dtype=torch.float64).square().item()
+        self._square_length += fragments[0].square_length
         self.num_completed += 1
         self._next = (self._next + 1) % len(self._trained)
         drift = None
@@ -257,14 +258,6 @@ class ReplicaAverage:
     def _fragments(self) -> list[Fragment]:
         """What is averaged next: a fragment of the parameters, and with the last one the statistics."""
         return [self._trained[self._next], *(self._statistics if self._next == len(self._trained) - 1 else ())]
-
-    def _advance(self, fragment: Fragment, mean: torch.Tensor) -> None:
-        if self._outer is None or fragment in self._statistics:
-            fragment.common.add_(mean)
-            return
-        fragment.common.grad = -mean
-        self._outer.step()  # skips the other fragments, which have no gradient
-        fragment.common.grad = None
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":  # otherwise work queued before the average would count as averaging

@@ -20,11 +20,15 @@ class WeightedSum(Protocol):
     def start(self, values: torch.Tensor, weight: float, seed: int, residual: torch.Tensor | None = None) -> None:
         """Send flat float32 values. seed: of the rounding. residual: what earlier exchanges have left, which is added.
 
-        Weights should be near 1, so that a sum in fp16 does not overflow.
+        The values may be overwritten until `finish` returns. Weights should be near 1, so that a sum in fp16 does not
+        overflow.
         """
 
-    def finish(self, weights: Sequence[float]) -> torch.Tensor:
-        """Wait for the others and return the sum. weights: of all workers, by rank. Updates the residual in place."""
+    def finish(self, weights: Sequence[float], scale: float = 1.0) -> torch.Tensor:
+        """Wait for the others and return the sum times `scale`, in the memory of the values. Updates the residual.
+
+        weights: of all workers, by rank.
+        """
 
 
 def weighted_sum(compression: Compression, numel: int, communicator: Communicator) -> WeightedSum:
@@ -45,14 +49,16 @@ class Summed:
         self._sent = communicator.empty(numel, dtype, communicator.world.device)
 
     def start(self, values: torch.Tensor, weight: float, seed: int, residual: torch.Tensor | None = None) -> None:
-        self._numel = values.numel()
-        torch.mul(values, weight, out=self._sent[: self._numel])
-        self._sent[self._numel :].zero_()
+        self._values = values
+        torch.mul(values, weight, out=self._sent[: len(values)])
+        self._sent[len(values) :].zero_()
         self._pending = self._communicator.all_reduce(self._sent)
 
-    def finish(self, weights: Sequence[float]) -> torch.Tensor:
+    def finish(self, weights: Sequence[float], scale: float = 1.0) -> torch.Tensor:
         self._pending.wait()
-        return self._sent[: self._numel].to(torch.float32, copy=True)
+        values = self._values
+        del self._values
+        return values.copy_(self._sent[: len(values)]).mul_(scale)
 
 
 class Packed:
@@ -68,27 +74,25 @@ class Packed:
         self._rows = [communicator.empty(num_bytes, torch.uint8, world.device) for _ in range(world.size)]
 
     def start(self, values: torch.Tensor, weight: float, seed: int, residual: torch.Tensor | None = None) -> None:
-        rank = self._communicator.world.rank
-        wanted = values if residual is None else values + residual
-        own = self._rows[rank]
-        packed = self._codec.encode(wanted, seed)
-        own[: len(packed)] = packed
-        self._residual, self._wanted = residual, wanted
+        self._values = values if residual is None else values + residual
+        self._residual = residual
+        own = self._rows[self._communicator.world.rank]
+        self._codec.encode(self._values, seed, own[: self._codec.num_bytes(len(values))])
         self._pending: list[Pending] = [
             self._communicator.broadcast(row, source) for source, row in enumerate(self._rows)
         ]
 
-    def finish(self, weights: Sequence[float]) -> torch.Tensor:
+    def finish(self, weights: Sequence[float], scale: float = 1.0) -> torch.Tensor:
         for pending in self._pending:
             pending.wait()
-        numel, rank = self._wanted.numel(), self._communicator.world.rank
-        num_bytes = self._codec.num_bytes(numel)
-        total = torch.zeros_like(self._wanted)
-        for source, (row, weight) in enumerate(zip(self._rows, weights, strict=True)):
-            values = self._codec.decode(row[:num_bytes], numel)
-            if source == rank and self._residual is not None:
-                # Not before all have arrived: an exchange that fails has sent nothing.
-                torch.sub(self._wanted, values, out=self._residual)
-            total.add_(values, alpha=weight)
-        del self._wanted
+        total = self._values
+        del self._values
+        rows = [row[: self._codec.num_bytes(len(total))] for row in self._rows]
+        if self._residual is not None:
+            # Not before all have arrived: an exchange that fails has sent nothing.
+            self._residual.copy_(total)
+            self._codec.add_decoded(rows[self._communicator.world.rank], -1.0, self._residual)
+        total.zero_()
+        for row, weight in zip(rows, weights, strict=True):
+            self._codec.add_decoded(row, weight * scale, total)
         return total
