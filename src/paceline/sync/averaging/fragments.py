@@ -12,8 +12,8 @@ from paceline.sync.compression.exchange import WeightedSum
 class Fragment:
     """Some of a replica's values, and those that all replicas had at their last average.
 
-    An average: `send`, `receive`, `apply`. Until `apply` nothing has changed. workspace: two rows of memory for an
-    average under way, which fragments may share that are averaged one after the other.
+    An average: `measure`, `send`, `receive`, `apply`. Until `apply` nothing has changed. workspace: two rows of memory
+    for an average under way; fragments that are averaged one after the other may share it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], workspace: torch.Tensor | None = None) -> None:
@@ -30,14 +30,16 @@ class Fragment:
     def numel(self) -> int:
         return sum(self._sizes)
 
-    def send(self, total: WeightedSum, weight: float, seed: int) -> float:
-        """Start the exchange of the change since the last average. Returns the square of its length."""
+    def measure(self) -> float:
+        """Find the change since the last average. Returns the square of its length."""
+        torch.sub(self._read(), self.common, out=self._change)
+        return _square_length(self._change)
+
+    def send(self, total: WeightedSum, weight: float, seed: int, message: Sequence[float] = ()) -> None:
+        """Start the exchange of the change that was measured."""
         if total.keeps_residual and self.residual is None:
             self.residual = torch.zeros_like(self.common)
-        torch.sub(self._read(), self.common, out=self._change)
-        square = _square_length(self._change)
-        total.start(self._change, weight, seed, self.residual)
-        return square
+        total.start(self._change, weight, seed, self.residual, message)
 
     def receive(self, total: WeightedSum, weights: Sequence[float]) -> float:
         """Wait for the mean change. Returns the square of its length."""
@@ -48,7 +50,7 @@ class Fragment:
     def apply(self, outer: torch.optim.Optimizer | None, *, has_moved_on: bool) -> None:
         """Move the common values by their mean change, or by a step of `outer`, and the replica to them.
 
-        has_moved_on: the replica took steps since `send`, which are kept: the difference is added.
+        has_moved_on: the replica took steps since `measure`, which are kept: the difference is added.
         """
         if outer is None:
             self.common.sub_(self._gradient)

@@ -64,7 +64,7 @@ class BlockQuantizer:
             part.add_(levels.mul_(all_scales[first:end] * weight).view(-1)[: len(part)])
 
     def _empty(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """Twice so many blocks, uninitialized, in memory that is kept: a CPU's page faults take longer than the rest."""
+        """Twice so many blocks, uninitialized, in memory that is kept: page faults would take longer than the rest."""
         if self._scratch.shape[1] < num_blocks or self._scratch.device != device:
             self._scratch = torch.empty(2, num_blocks, BLOCK, device=device)
         return self._scratch[:, :num_blocks]
@@ -77,7 +77,7 @@ class BlockQuantizer:
 
 
 def in_blocks(values: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The values as rows of `size`. If the last one must be filled up with zeros, they are copied, to `out` if given."""
+    """The values as rows of `size`. If the last one must be filled up with zeros, all are copied, to `out` if given."""
     missing = -values.numel() % size
     if missing or not values.numel():
         values = torch.cat([values, values.new_zeros(missing or size)], out=out)
