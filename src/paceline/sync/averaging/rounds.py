@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from time import perf_counter
 from typing import Any
 
@@ -78,10 +78,11 @@ class ReplicaAverage:
     ) -> None:
         self._device = communicator.world.device
         self._seed = seed
-        self._parameters = [p.detach() for p in parameters]
+        self._compress: Compression = compress
         self._statistics = [Fragment(statistics)] if statistics else []
-        self._trained: list[Fragment] = []
-        self._steps: list[FragmentSteps] = []
+        self._trained = cut([p.detach() for p in parameters], num_fragments)
+        self._steps = [FragmentSteps() for _ in self._trained]
+        self._outer = None if outer is None else outer([fragment.common for fragment in self._trained])
         self.num_completed = 0
         self._next = 0  # the fragment to be averaged next
         self.is_under_way = False
@@ -89,35 +90,11 @@ class ReplicaAverage:
         self._round_begun_s = perf_counter()
         self._sync_s = 0.0  # spent on averaging since then
         self.connect(communicator)
-        self.change(compress, num_fragments, outer)
 
     def connect(self, communicator: Communicator) -> None:
         """Exchange with these workers from now on, while no average is under way."""
         self._communicator = communicator
         self._sums: list[WeightedSum] = []  # allocated by all workers together, in the next average
-
-    @torch.no_grad()
-    def change(
-        self,
-        compress: Compression,
-        num_fragments: int,
-        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
-    ) -> None:
-        """Average in another way from now on. num_fragments: a multiple of the number so far."""
-        before, steps = self._trained, self._steps
-        self._compress: Compression = compress
-        self._trained = cut(self._parameters, num_fragments)
-        if before:  # else the common values are those that all replicas have now
-            values = torch.cat([fragment.common for fragment in before])
-            for fragment, part in zip(self._trained, torch.split(values, self._sizes), strict=True):
-                fragment.common.copy_(part)
-        self._outer = None if outer is None else outer([fragment.common for fragment in self._trained])
-        count = len(self._trained)
-        self._steps = [
-            replace(steps[number * len(before) // count]) if before else FragmentSteps() for number in range(count)
-        ]
-        self._next = self._next * count // max(len(before), 1)
-        self._sums = []
 
     @property
     def _sizes(self) -> list[int]:
