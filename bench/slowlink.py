@@ -6,8 +6,9 @@ of them, a bare loop and our own with a first average that is never reached, and
 Everyone who trains together has the same model, micro-batches, optimizer and global batch; only with a cadence the
 batch is what the link makes it.
 
-Speed needs a quiet machine. Ways whose turn takes the link too long are not run: their speed is computed from the bytes
-that they send, and marked. Bytes are those that a host's interface has sent in the turns, headers included.
+Speed needs a quiet machine. Where it has fewer cores than there are hosts, each host has a quota, an equal part of
+them. Ways whose turn takes the link too long are not run: their speed is computed from the bytes that they send, and
+marked. Bytes are those that a host's interface has sent in the turns, headers included.
 
 Loss: everyone trains once over the same samples, from the same weights, and is evaluated on samples held out, with
 several seeds. Neither the link nor the load of the machine changes what they compute, so that there are no links, the
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import secrets
 import statistics
 import time
@@ -34,6 +36,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
+from bench.cpu_quota import cpu_quota, missing_cpu_quota
 from bench.far_apart import SOURCES, Task
 from bench.far_apart_ways import (
     CADENCE,
@@ -134,8 +137,12 @@ def measure_speeds(
     never = [(way, None) for way in (NO_TALK, NO_TALK_OURS)]
     pairs = [(way, mbit) for mbit in mbits for way in ways if way not in (NO_TALK, NO_TALK_OURS)]
     turns = [*never, *(pair for pair in pairs if is_timed(task, *pair, num_steps))]
-    with slow_link(None, task.num_hosts) as link:
-        by_rank: list[Speeds] = run_workers(speed_worker, task.num_hosts, link, task, turns, num_turns, num_steps)
+    with ExitStack() as stack:
+        link = stack.enter_context(slow_link(None, task.num_hosts))
+        quotas = [stack.enter_context(cpu_quota(cores)) for cores in quotas_of(task.num_hosts)]
+        by_rank: list[Speeds] = run_workers(
+            speed_worker, task.num_hosts, link, quotas, task, turns, num_turns, num_steps
+        )
     first, session = by_rank[0], secrets.token_hex(4)
     for way, mbit in turns:
         values = zip(*(own.turns[way, mbit] for own in by_rank), strict=True)
@@ -152,6 +159,15 @@ def measure_speeds(
                 statistics.fmean(own.bytes_per_sample[way, mbit] for own in by_rank),
             )
         )
+
+
+def quotas_of(num_hosts: int) -> list[float]:
+    """Cores for each host where there are fewer cores than hosts, with a little left for the rest; else nothing.
+
+    Without quotas hosts would differ from moment to moment and wait for each other.
+    """
+    num_cores = os.cpu_count() or 1
+    return [0.97 * num_cores / num_hosts] * num_hosts if num_cores < num_hosts else []
 
 
 def samples_per_s(name: str, values: Sequence[float]) -> float:
@@ -262,8 +278,10 @@ def run(options: argparse.Namespace) -> Result:
         options.samples, options.turns, options.steps, options.seeds, options.mbit = [384], 2, 8, [0], [100.0]
     tasks = list(tasks_of(options))
     check(options, tasks)
-    if "speed" in options.parts and (reason := missing_slow_link()):
-        raise Unavailable(reason)
+    if "speed" in options.parts:
+        has_quotas = any(map(quotas_of, options.hosts))
+        if reason := missing_slow_link() or (missing_cpu_quota() if has_quotas else None):
+            raise Unavailable(reason)
     reason = missing_torchft()
     skipped = {} if reason is None else {DILOCO: reason}
     ways = [name for name in options.ways or WAYS if name not in skipped]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
+from bench.cpu_quota import CpuQuota
 from bench.far_apart import Task
 from bench.far_apart_ways import (
     CADENCE,
@@ -204,8 +205,13 @@ def key_of(name: str, mbit: float | None) -> Turn:
     return name, mbit if name in CHOOSING else None
 
 
-def speed_worker(link: Link, task: Task, turns: Sequence[Turn], num_turns: int, num_steps: int) -> Speeds:
-    link.join(int(os.environ["RANK"]))
+def speed_worker(
+    link: Link, quotas: Sequence[CpuQuota], task: Task, turns: Sequence[Turn], num_turns: int, num_steps: int
+) -> Speeds:
+    rank = int(os.environ["RANK"])
+    if quotas:
+        quotas[rank].add(os.getpid())
+    link.join(rank)
     with gloo_group():
         links = {}
         for mbit in dict.fromkeys(mbit for _, mbit in turns if mbit is not None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.checkpoint.reader import Checkpoint
 from paceline.core.timing import Timing
 from paceline.plan.cadence import ElChe
 from paceline.run.step.planner import CadencePlanner, FixedPlanner, MeasuringPlanner
+from paceline.sync.averaging.settings import SLOW_LINK
 from paceline.sync.loss_scale import LossScale
 
 # Starting from weights alone
@@ -154,16 +156,19 @@ def test_averaged_replicas_go_on_as_they_were(tmp_path: Path, pool: WorkerPool, 
 UNDER_WAY = {"every": 6, "fragments": 3, "overlap": True, "outer": None}
 
 
-@pytest.mark.parametrize("compress", ["int4", "sparse"])
-def test_compressed_replicas_go_on_as_they_were(tmp_path: Path, pool: WorkerPool, compress: str) -> None:
-    how = {**UNDER_WAY, "compress": compress}
+@pytest.mark.parametrize(
+    "how",
+    [{**UNDER_WAY, "compress": "int4"}, {**UNDER_WAY, "compress": "sparse"}, asdict(SLOW_LINK)],
+    ids=["int4", "sparse", "slow link"],
+)
+def test_compressed_replicas_go_on_as_they_were(tmp_path: Path, pool: WorkerPool, how: dict[str, Any]) -> None:
     ends = pool.run(average, 2, tmp_path / "a", torch.float32, how)
 
     def resumed() -> str:
         return average(tmp_path / "b", torch.float32, how, resume=tmp_path / "a" / "step-00000010")
 
     assert pool.run(resumed, 2) == ends
-    pool.run(average, 3, tmp_path / "b", torch.float32, {**how, "every": 6})
+    pool.run(average, 3, tmp_path / "b", torch.float32, how)
 
 
 def test_residuals_are_saved_for_each_worker(tmp_path: Path, pool: WorkerPool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -12,53 +12,78 @@ from paceline.sync.compression.exchange import WeightedSum
 class Fragment:
     """Some of a replica's values, and those that all replicas had at their last average.
 
-    An average: `send`, `receive`, `apply`. Until `apply` nothing has changed.
+    An average: `measure`, `send`, `receive`, `apply`. Until `apply` nothing has changed. workspace: two rows of memory
+    for an average under way; fragments that are averaged one after the other may share it.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], workspace: torch.Tensor | None = None) -> None:
         self._tensors = tensors
         self._sizes = [tensor.numel() for tensor in tensors]
+        if workspace is None:
+            workspace = _workspace(tensors)
+        self._sent, self._change = workspace[:, : self.numel]
         # A parameter, because the outer optimizer updates it.
-        self.common = torch.nn.Parameter(self._read())
+        self.common = torch.nn.Parameter(self._read().clone())
         self.residual: torch.Tensor | None = None  # what this worker has not sent so far, if its encoding is biased
 
     @property
     def numel(self) -> int:
         return sum(self._sizes)
 
-    def send(self, total: WeightedSum, weight: float, seed: int) -> float:
-        """Start the exchange of the change since the last average. Returns the square of its length."""
+    def measure(self) -> float:
+        """Find the change since the last average. Returns the square of its length."""
+        torch.sub(self._read(), self.common, out=self._change)
+        return _square_length(self._change)
+
+    def send(self, total: WeightedSum, weight: float, seed: int, message: Sequence[float] = ()) -> None:
+        """Start the exchange of the change that was measured."""
         if total.keeps_residual and self.residual is None:
             self.residual = torch.zeros_like(self.common)
-        self._change = self._read().sub_(self.common)
-        total.start(self._change, weight, seed, self.residual)
-        return float(self._change.norm(dtype=torch.float64).square())
+        total.start(self._change, weight, seed, self.residual, message)
 
     def receive(self, total: WeightedSum, weights: Sequence[float]) -> float:
         """Wait for the mean change. Returns the square of its length."""
-        self._mean = total.finish(weights).div_(max(sum(weights), 1e-30))  # 0: no worker saw a sample
-        return float(self._mean.norm(dtype=torch.float64).square())
+        # Of the opposite sign: a gradient for the outer optimizer. A sum of 0: no worker saw a sample.
+        self._gradient = total.finish(weights, -1 / max(sum(weights), 1e-30))
+        return _square_length(self._gradient)
 
-    def apply(self, advance: Callable[[Fragment, torch.Tensor], None], *, has_moved_on: bool) -> None:
-        """Move the common values with `advance`, and the replica to them.
+    def apply(self, outer: torch.optim.Optimizer | None, *, has_moved_on: bool) -> None:
+        """Move the common values by their mean change, or by a step of `outer`, and the replica to them.
 
-        has_moved_on: the replica took steps since `send`, which are kept: the difference is added.
+        has_moved_on: the replica took steps since `measure`, which are kept: the difference is added.
         """
-        before = self.common.detach().clone() if has_moved_on else None
-        advance(self, self._mean)
-        if before is None:
-            self._write(self.common.detach())
+        if outer is None:
+            self.common.sub_(self._gradient)
         else:
-            self._write(self._read().add_(self.common).sub_(before).sub_(self._change))
-        del self._mean, self._change
-
-    def _read(self) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in self._tensors])
-
-    def _write(self, values: torch.Tensor) -> None:
+            self.common.grad = self._gradient
+            outer.step()  # skips the other fragments, which have no gradient
+            self.common.grad = None
+        del self._gradient
+        values = torch.sub(self.common, self._sent, out=self._sent) if has_moved_on else self.common.detach()
         for tensor, part in zip(self._tensors, torch.split(values, self._sizes), strict=True):
             part = part.view_as(tensor)
-            tensor.copy_(part if tensor.is_floating_point() else part.round())
+            if not tensor.is_floating_point():
+                tensor.copy_((tensor + part if has_moved_on else part).round())
+            elif has_moved_on:
+                tensor.add_(part)
+            else:
+                tensor.copy_(part)
+
+    @property
+    def square_length(self) -> float:
+        return _square_length(self.common)
+
+    def _read(self) -> torch.Tensor:
+        return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in self._tensors], out=self._sent)
+
+
+def _workspace(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """For a fragment of these tensors. Kept, as page faults take longer than an average."""
+    return torch.empty(2, sum(tensor.numel() for tensor in tensors), device=tensors[0].device)
+
+
+def _square_length(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values)) ** 2
 
 
 def cut(tensors: Sequence[torch.Tensor], count: int) -> list[Fragment]:
@@ -79,4 +104,6 @@ def cut(tensors: Sequence[torch.Tensor], count: int) -> list[Fragment]:
             own, rest = (rest, rest[:0]) if room >= rest.numel() else (rest[:room], rest[room:])
             parts[number].append(own)
             position += own.numel()
-    return [Fragment(part) for part in parts if part]
+    parts = [part for part in parts if part]
+    workspace = max(map(_workspace, parts), key=torch.numel, default=None)
+    return [Fragment(part, workspace) for part in parts]

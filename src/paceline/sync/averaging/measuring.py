@@ -1,4 +1,4 @@
-"""Measures, once, how long a step takes and what the link carries: every="auto" chooses by it."""
+"""Measures, once, how long a step takes and what the link carries: the log says what averaging means for it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from time import perf_counter
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.plan.slow_link import STEPS_UNDER_WAY, Choice, choose
+from paceline.plan.slow_link import STEPS_UNDER_WAY, LinkUse, link_use
 
 # Longer than what a link lets pass at once, which says nothing about its speed.
 PROBE_BYTES = 512 << 10
-# The first step allocates. The choice comes when its first average is due, so that the run is the one with the chosen
-# settings from the beginning.
+# The first step allocates. After the last one the first average is due.
 FIRST_STEP, LAST_STEP = 1, STEPS_UNDER_WAY
 
 
 class LinkMeasurement:
-    """Counts steps. After the last one of them `choose` is called by all workers together, and gives all the same."""
+    """Counts steps. After the last one of them `measure` is called by all workers together, and gives all the same."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.num_steps = 0
+        self.is_done = False
         self._begun_s: float | None = None
 
     @property
     def is_due(self) -> bool:
-        return self.num_steps >= LAST_STEP
+        return self.num_steps >= LAST_STEP and not self.is_done
 
     def add_step(self) -> None:
         self.num_steps += 1
         if self.num_steps == FIRST_STEP:
             self._begun_s = self._now_s()
 
-    def choose(self, num_values: int, communicator: Communicator) -> Choice:
+    def measure(self, num_values: int, communicator: Communicator) -> LinkUse:
         world, steps_s = communicator.world, 0.0
         if self._begun_s is not None:  # else this worker has joined meanwhile
             steps_s = self._now_s() - self._begun_s
@@ -49,7 +49,8 @@ class LinkMeasurement:
         communicator.all_reduce(times).wait()
         step_s, link_s = times.amax(dim=0).tolist()
         bytes_per_s = max(world.size - 1, 1) * PROBE_BYTES / max(link_s, 1e-9)
-        return choose(num_values, world.size, bytes_per_s, max(step_s, 1e-9))
+        self.is_done = True
+        return link_use(num_values, world.size, bytes_per_s, max(step_s, 1e-9))
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":

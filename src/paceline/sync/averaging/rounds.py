@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from paceline.comm.base import Communicator, Pending
+from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.sync.averaging.fragments import Fragment, cut
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
@@ -78,46 +78,23 @@ class ReplicaAverage:
     ) -> None:
         self._device = communicator.world.device
         self._seed = seed
-        self._parameters = [p.detach() for p in parameters]
+        self._compress: Compression = compress
         self._statistics = [Fragment(statistics)] if statistics else []
-        self._trained: list[Fragment] = []
-        self._steps: list[FragmentSteps] = []
+        self._trained = cut([p.detach() for p in parameters], num_fragments)
+        self._steps = [FragmentSteps() for _ in self._trained]
+        self._outer = None if outer is None else outer([fragment.common for fragment in self._trained])
         self.num_completed = 0
         self._next = 0  # the fragment to be averaged next
-        self._pending: Pending | None = None
+        self.is_under_way = False
         self._square_distance = self._square_length = 0.0  # of the fragments before that one
         self._round_begun_s = perf_counter()
         self._sync_s = 0.0  # spent on averaging since then
         self.connect(communicator)
-        self.change(compress, num_fragments, outer)
 
     def connect(self, communicator: Communicator) -> None:
         """Exchange with these workers from now on, while no average is under way."""
         self._communicator = communicator
         self._sums: list[WeightedSum] = []  # allocated by all workers together, in the next average
-
-    @torch.no_grad()
-    def change(
-        self,
-        compress: Compression,
-        num_fragments: int,
-        outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None,
-    ) -> None:
-        """Average in another way from now on. num_fragments: a multiple of the number so far."""
-        before, steps = self._trained, self._steps
-        self._compress: Compression = compress
-        self._trained = cut(self._parameters, num_fragments)
-        if before:  # else the common values are those that all replicas have now
-            values = torch.cat([fragment.common for fragment in before])
-            for fragment, part in zip(self._trained, torch.split(values, self._sizes), strict=True):
-                fragment.common.copy_(part)
-        self._outer = None if outer is None else outer([fragment.common for fragment in self._trained])
-        count = len(self._trained)
-        self._steps = [
-            replace(steps[number * len(before) // count]) if before else FragmentSteps() for number in range(count)
-        ]
-        self._next = self._next * count // max(len(before), 1)
-        self._sums = []
 
     @property
     def _sizes(self) -> list[int]:
@@ -125,10 +102,8 @@ class ReplicaAverage:
 
     def _allocate(self) -> None:
         communicator = self._communicator
-        size, width = communicator.world.size, len(fields(WorkerRound))
-        self._table = communicator.empty(size * width, torch.float64, self._device).view(size, width)
         # One for all fragments of the parameters, which are averaged in turn, and one for the statistics.
-        sums = [weighted_sum(self._compress, max(self._sizes), communicator)]
+        sums = [weighted_sum(self._compress, max(self._sizes), communicator, len(fields(WorkerRound)))]
         self._sums = sums + [weighted_sum("fp32", each.numel, communicator) for each in self._statistics]
 
     @property
@@ -138,10 +113,6 @@ class ReplicaAverage:
     @property
     def num_values(self) -> int:
         return sum(self._sizes)
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._pending is not None
 
     @property
     def num_unsent_steps(self) -> int:
@@ -169,12 +140,13 @@ class ReplicaAverage:
         # Scaled by a number that all workers know, so that the sum stays in the range of fp16.
         own.fragment_weight = self._taken.weight / max(self._taken.num_micro_batches, 1)
         seed = derive_seed(self._seed, Purpose.COMPRESSION, self.num_completed, rank)
-        pairs = zip(self._fragments(), self._sums, strict=False)
-        squares = [fragment.send(total, own.fragment_weight, seed) for fragment, total in pairs]
-        own.weighted_square = own.fragment_weight * squares[0]
-        self._table.zero_()
-        self._table[rank] = torch.tensor(astuple(own), dtype=torch.float64)
-        self._pending = self._communicator.all_reduce(self._table)
+        weight, (fragment, *statistics) = own.fragment_weight, self._fragments()
+        own.weighted_square = weight * fragment.measure()
+        fragment.send(self._sums[0], weight, seed, astuple(own))
+        for each, total in zip(statistics, self._sums[1:], strict=False):
+            each.measure()
+            each.send(total, weight, seed)
+        self.is_under_way = True
         self._sync_s = self._now_s() - begun_s
 
     @torch.no_grad()
@@ -184,20 +156,19 @@ class ReplicaAverage:
         Returns what the workers report, by rank, and after the last fragment the drift.
         """
         begun_s = self._now_s()
-        assert self._pending is not None
-        self._pending.wait()
-        rounds = [WorkerRound(*row) for row in self._table.tolist()]
-        weights = [each.fragment_weight for each in rounds]
-        fragments = self._fragments()
-        pairs = zip(fragments, self._sums, strict=False)
-        squares = [fragment.receive(total, weights) for fragment, total in pairs]
+        pairs = list(zip(self._fragments(), self._sums, strict=False))
+        table, *_ = [total.messages() for _, total in pairs]
         # All has arrived. From here on nothing can fail.
-        for fragment in fragments:
-            fragment.apply(self._advance, has_moved_on=has_moved_on)
-        self._pending = None
+        rounds = [WorkerRound(*row) for row in table]
+        weights = [each.fragment_weight for each in rounds]
+        squares = [fragment.receive(total, weights) for fragment, total in pairs]
+        for fragment, _ in pairs:
+            outer = None if fragment in self._statistics else self._outer
+            fragment.apply(outer, has_moved_on=has_moved_on)
+        self.is_under_way = False
         total = max(sum(weights), 1e-30)
         self._square_distance += max(0.0, sum(each.weighted_square for each in rounds) / total - squares[0])
-        self._square_length += fragments[0].common.norm(dtype=torch.float64).square().item()
+        self._square_length += pairs[0][0].square_length
         self.num_completed += 1
         self._next = (self._next + 1) % len(self._trained)
         drift = None
@@ -210,7 +181,7 @@ class ReplicaAverage:
     def drop(self) -> WorkerRound:
         """Give up the average that has failed. Returns this worker's round: its steps count for the next average."""
         self._steps[self._next].add(self._taken)
-        self._pending = None
+        self.is_under_way = False
         return self._own
 
     def state_dict(self) -> dict[str, Any]:
@@ -257,14 +228,6 @@ class ReplicaAverage:
     def _fragments(self) -> list[Fragment]:
         """What is averaged next: a fragment of the parameters, and with the last one the statistics."""
         return [self._trained[self._next], *(self._statistics if self._next == len(self._trained) - 1 else ())]
-
-    def _advance(self, fragment: Fragment, mean: torch.Tensor) -> None:
-        if self._outer is None or fragment in self._statistics:
-            fragment.common.add_(mean)
-            return
-        fragment.common.grad = -mean
-        self._outer.step()  # skips the other fragments, which have no gradient
-        fragment.common.grad = None
 
     def _now_s(self) -> float:
         if self._device.type == "cuda":  # otherwise work queued before the average would count as averaging

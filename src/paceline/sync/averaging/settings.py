@@ -84,7 +84,7 @@ def nesterov(parameters: list[Any]) -> Any:
     """
     import torch
 
-    return torch.optim.SGD(parameters, lr=0.6, momentum=0.7, nesterov=True)
+    return torch.optim.SGD(parameters, lr=0.6, momentum=0.7, nesterov=True, fused=True)
 
 
 # What strategy="slow link" stands for.

@@ -21,6 +21,7 @@ from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.plan.cadence import Cadence, ElChe
 from paceline.plan.shares import Plan
+from paceline.plan.slow_link import EXCHANGE
 from paceline.sync.averaging.guard import DivergenceGuard
 from paceline.sync.averaging.measuring import LinkMeasurement
 from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
@@ -60,10 +61,11 @@ class AveragedReplicas:
         self._world = communicator.world
         self._parameters = list(parameters)
         self._settings = settings
-        self._choice: tuple[int, Compression, int] | None = None  # every, compress and fragments, if chosen here
         threshold = settings.divergence_threshold
         self._measurement = LinkMeasurement(communicator.world.device)
-        every = 1 if isinstance(settings.every, str) else settings.every
+        every, compress, fragments = settings.every, settings.compress, settings.fragments
+        if isinstance(every, str):
+            every, compress, fragments = EXCHANGE.every, cast("Compression", EXCHANGE.compress), EXCHANGE.fragments
         self._is_cadence = isinstance(every, Cadence)
         # The number of steps between two averages of a fragment. All workers take the same: shares follow their speeds.
         self._interval = (every if isinstance(every, Cadence) else Cadence(every, max_anchor=every)).for_workers(1)
@@ -71,9 +73,7 @@ class AveragedReplicas:
         self._counts = [0] * self._world.size  # micro-batches of the round, by rank
         self._guard = DivergenceGuard(math.inf if threshold is None else threshold)
         self._events = events
-        self._average = ReplicaAverage(
-            parameters, statistics, communicator, seed, settings.compress, settings.fragments, settings.outer
-        )
+        self._average = ReplicaAverage(parameters, statistics, communicator, seed, compress, fragments, settings.outer)
         self._round = WorkerRound()
         residuals.owner = self._average
         self._mean = RoundMean()
@@ -161,11 +161,10 @@ class AveragedReplicas:
             self._failure = error
 
     def _after_step(self) -> None:
-        if self._settings.every == "auto" and self._choice is None:
+        if self._settings.every == "auto":
             self._measurement.add_step()
-            if not self._measurement.is_due:
-                return
-            self._choose()
+            if self._measurement.is_due:
+                self._measure_link()
         # Another step like this one would exceed it.
         is_lead_reached = max(self._counts) - min(self._counts) + self._lead_of_step() > self._max_lead
         interval = -(-self._interval.total_batches // self._average.num_fragments)
@@ -196,8 +195,8 @@ class AveragedReplicas:
 
     @property
     def num_completed(self) -> int:
-        # The choice is made by all together, as averages are: a worker that has missed it takes it over.
-        return self._average.num_completed + (self._choice is not None)
+        # The link is measured by all together, as averages are: a worker that has missed it takes over the state.
+        return self._average.num_completed + self._measurement.is_done
 
     @property
     def num_unsent_steps(self) -> int:
@@ -217,8 +216,8 @@ class AveragedReplicas:
             "interval": self._interval.to_dict(),
             "drifts": list(self._guard.drifts),
             "round": astuple(self._round),
-            "choice": self._choice,
             "num_measured_steps": self._measurement.num_steps,
+            "is_link_measured": self._measurement.is_done,
         }
         return {"averaging": {**own, **self._average.state_dict()}}
 
@@ -226,9 +225,7 @@ class AveragedReplicas:
         saved = state.get("averaging")
         if saved is None:
             return  # saved by a world of one, which averages nothing
-        self._measurement.num_steps = saved["num_measured_steps"]
-        if saved["choice"] is not None:
-            self._use(*saved["choice"])
+        self._measurement.num_steps, self._measurement.is_done = saved["num_measured_steps"], saved["is_link_measured"]
         self._interval = ElChe.from_dict(saved["interval"])
         self._guard.drifts.clear()
         self._guard.drifts.extend(saved["drifts"])
@@ -298,22 +295,15 @@ class AveragedReplicas:
                 every,
             )
 
-    def _choose(self) -> None:
-        choice = self._measurement.choose(self._average.num_values, self._communicator)
-        exchange = choice.exchange
-        self._use(exchange.every, cast("Compression", exchange.compress), exchange.fragments)
+    def _measure_link(self) -> None:
+        use = self._measurement.measure(self._average.num_values, self._communicator)
         self._events.emit(
             "averaging",
-            every=exchange.every,
-            compress=exchange.compress,
-            fragments=exchange.fragments,
-            reason=choice.reason,
+            every=EXCHANGE.every,
+            compress=EXCHANGE.compress,
+            fragments=EXCHANGE.fragments,
+            reason=use.reason,
         )
-
-    def _use(self, every: int, compress: Compression, fragments: int) -> None:
-        self._choice = every, compress, fragments
-        self._interval = Cadence(every, max_anchor=every).for_workers(1)
-        self._average.change(compress, fragments, self._settings.outer)
 
 
 class _RoundTimes:

@@ -23,11 +23,11 @@ class Codec(Protocol):
     def num_bytes(self, numel: int) -> int:
         """The size of an encoded tensor with `numel` elements."""
 
-    def encode(self, values: torch.Tensor, seed: int) -> torch.Tensor:
-        """The bytes for a flat float32 tensor. `seed` determines how values are rounded."""
+    def encode(self, values: torch.Tensor, seed: int, packed: torch.Tensor) -> None:
+        """Write the bytes for a flat float32 tensor to `packed`. `seed` determines how values are rounded."""
 
-    def decode(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
-        """The flat float32 tensor that these bytes stand for. A block with an inf or NaN is decoded as NaN."""
+    def add_decoded(self, packed: torch.Tensor, weight: float, to: torch.Tensor) -> None:
+        """Add the values that these bytes stand for, times `weight`. A block with an inf or NaN is not finite."""
 
 
 def codec_for(compression: Compression) -> Codec | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import pairwise
+
 import torch
 
 BLOCK = 256  # values per scale: the scales add an eighth of a bit to each value
 SCALE_BYTES = 4
-NOISE_BLOCKS = 256  # with random numbers of their own
+CHUNK = 1 << 18  # at most so many values are encoded at once on a CPU, so that they stay in its cache
+NUM_OFFSETS = 1 << 16  # of the random numbers
 
 
 class BlockQuantizer:
@@ -22,46 +26,88 @@ class BlockQuantizer:
             raise ValueError(f"bits={bits}: choose 4 or 8")
         self._bits = bits
         self.levels = 2 ** (bits - 1) - 1
+        self._scratch = torch.empty(2, 0, BLOCK)
 
     def num_bytes(self, numel: int) -> int:
         return _num_blocks(numel) * (SCALE_BYTES + BLOCK * self._bits // 8)
 
-    def encode(self, values: torch.Tensor, seed: int) -> torch.Tensor:
-        blocks = in_blocks(values, BLOCK)
-        scales = blocks.abs().amax(dim=1, keepdim=True).div_(self.levels)
-        random = torch.Generator(values.device).manual_seed(seed)
-        # Drawing would take longer than all the rest, so blocks far from each other share their random numbers.
-        noise = torch.rand(min(len(blocks), NOISE_BLOCKS), BLOCK, generator=random, device=values.device)
-        noise = noise.repeat(-(-len(blocks) // len(noise)), 1)[: len(blocks)]
-        # A block of zeros has the scale 0: divided by 1 it stays zero.
-        numbers = noise.add_(blocks / torch.where(scales == 0, 1.0, scales)).floor_()
-        numbers = numbers.nan_to_num_(0.0).clamp_(-self.levels, self.levels).to(torch.int8)
-        if self._bits == 8:
-            packed = numbers.view(torch.uint8)
-        else:
-            nibbles = numbers.add_(8).view(torch.uint8).view(len(blocks), 2, -1)
-            packed = nibbles[:, 0] | nibbles[:, 1] << 4
-        return torch.cat([packed.reshape(-1), scales.view(torch.uint8).view(-1)])
+    def encode(self, values: torch.Tensor, seed: int, packed: torch.Tensor) -> None:
+        all_numbers, all_scales = self._sections(packed, values.numel())
+        for first, end in _chunks(values):
+            numbers, scales = all_numbers[first:end], all_scales[first:end]
+            levels, padded = self._empty(end - first, values.device)
+            blocks = in_blocks(values[first * BLOCK : end * BLOCK], BLOCK, out=padded.view(-1))
+            torch.amax(torch.abs(blocks, out=levels), dim=1, keepdim=True, out=scales)
+            scales.div_(self.levels)
+            # A block of zeros has the scale 0: divided by 1 it stays zero.
+            divisors = scales.masked_fill(scales == 0, 1.0)
+            noise = _noise(values.device, seed + first * BLOCK, blocks.numel()).view_as(blocks)
+            # What is not finite becomes any number: its scale is not finite either.
+            torch.addcdiv(noise, blocks, divisors, out=levels).floor_().clamp_(-self.levels, self.levels)
+            if self._bits == 4:
+                low, high = levels.chunk(2, dim=1)
+                levels = low.add_(high, alpha=16)
+            numbers.copy_(levels)
 
-    def decode(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
+    def add_decoded(self, packed: torch.Tensor, weight: float, to: torch.Tensor) -> None:
+        all_numbers, all_scales = self._sections(packed, to.numel())
+        for first, end in _chunks(to):
+            part, numbers = to[first * BLOCK : end * BLOCK], all_numbers[first:end]
+            levels, _ = self._empty(end - first, to.device)
+            if self._bits == 8:
+                levels.copy_(numbers)
+            else:
+                low, high = levels.chunk(2, dim=1)
+                numbers_high = (numbers + 8) >> 4
+                high.copy_(numbers_high)
+                low.copy_(numbers.sub(numbers_high, alpha=16))
+            part.add_(levels.mul_(all_scales[first:end] * weight).view(-1)[: len(part)])
+
+    def _empty(self, num_blocks: int, device: torch.device) -> torch.Tensor:
+        """Twice so many blocks, uninitialized, in memory that is kept: page faults would take longer than the rest."""
+        if self._scratch.shape[1] < num_blocks or self._scratch.device != device:
+            self._scratch = torch.empty(2, num_blocks, BLOCK, device=device)
+        return self._scratch[:, :num_blocks]
+
+    def _sections(self, packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The numbers and the scales, by block."""
         count = _num_blocks(numel)
-        # Cloned: a view of bytes as floats must start at a multiple of four.
-        scales = packed[-count * SCALE_BYTES :].clone().view(torch.float32).view(count, 1)
-        numbers = packed[: -count * SCALE_BYTES].view(count, -1)
-        if self._bits == 8:
-            levels = numbers.view(torch.int8).to(torch.float32)
-        else:
-            levels = torch.cat([numbers & 15, numbers >> 4], dim=1).to(torch.float32).sub_(8)
-        return levels.mul_(scales).view(-1)[:numel]
+        numbers, scales = packed.split([count * BLOCK * self._bits // 8, count * SCALE_BYTES])
+        return numbers.view(torch.int8).view(count, -1), scales.view(torch.float32).view(count, 1)
 
 
-def in_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """The values as rows of `size`, the last one filled up with zeros."""
+def in_blocks(values: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The values as rows of `size`. If the last one must be filled up with zeros, all are copied, to `out` if given."""
     missing = -values.numel() % size
     if missing or not values.numel():
-        values = torch.cat([values, values.new_zeros(missing or size)])
+        values = torch.cat([values, values.new_zeros(missing or size)], out=out)
     return values.view(-1, size)
 
 
 def _num_blocks(numel: int) -> int:
     return max(1, -(-numel // BLOCK))
+
+
+def _chunks(values: torch.Tensor) -> list[tuple[int, int]]:
+    """The first block and the end of parts of equal size, each of which is computed at once; all at once on a GPU."""
+    num_blocks = _num_blocks(values.numel())
+    count = -(-num_blocks * BLOCK // CHUNK) if values.device.type == "cpu" else 1
+    return list(pairwise(num_blocks * number // count for number in range(count + 1)))
+
+
+def _noise(device: torch.device, start: int, numel: int) -> torch.Tensor:
+    """Numbers from 0 to 1: a part of an endless sequence that repeats itself.
+
+    Drawing them would take longer than all the rest.
+    """
+    table, start = _noise_table(device), start % NUM_OFFSETS
+    if start + numel > len(table):
+        table = table.repeat(-(-(start + numel) // len(table)))
+    return table[start : start + numel]
+
+
+@cache
+def _noise_table(device: torch.device) -> torch.Tensor:
+    """The sequence, often enough for a chunk. Each number occurs once in it: over all offsets there is no bias."""
+    order = torch.randperm(NUM_OFFSETS, generator=torch.Generator().manual_seed(0))
+    return order.to(torch.float32).add_(0.5).div_(NUM_OFFSETS).repeat(1 + CHUNK // NUM_OFFSETS).to(device)

@@ -23,7 +23,7 @@ class TopK:
     def num_bytes(self, numel: int) -> int:
         return _num_blocks(numel) * (SCALE_BYTES + 2 * PER_BLOCK)
 
-    def encode(self, values: torch.Tensor, seed: int) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, seed: int, packed: torch.Tensor) -> None:
         blocks = in_blocks(values, BLOCK)
         # NaN counts as larger than everything: it is sent, and not hidden.
         largest = blocks.abs().topk(PER_BLOCK, dim=1, sorted=False).indices
@@ -32,16 +32,16 @@ class TopK:
         numbers = chosen.div_(torch.where(scales == 0, 1.0, scales)).round_().nan_to_num_(0.0).clamp_(-LEVELS, LEVELS)
         entries = (largest << 4 | numbers.to(torch.int64) + 8).to(torch.int32)
         parts = torch.stack([entries & 255, entries >> 8], dim=-1).to(torch.uint8)
-        return torch.cat([parts.view(-1), scales.view(torch.uint8).view(-1)])
+        torch.cat([parts.view(-1), scales.view(torch.uint8).view(-1)], out=packed)
 
-    def decode(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
-        count = _num_blocks(numel)
-        scales = packed[-count * SCALE_BYTES :].clone().view(torch.float32).view(count, 1)
+    def add_decoded(self, packed: torch.Tensor, weight: float, to: torch.Tensor) -> None:
+        count = _num_blocks(to.numel())
+        scales = packed[-count * SCALE_BYTES :].view(torch.float32).view(count, 1)
         parts = packed[: -count * SCALE_BYTES].view(count, PER_BLOCK, 2).to(torch.int64)
         entries = parts[..., 0] | parts[..., 1] << 8
         values = (entries & 15).sub_(8).to(torch.float32).mul_(scales)
         blocks = torch.zeros(count, BLOCK, device=packed.device)
-        return blocks.scatter_(1, entries >> 4, values).view(-1)[:numel]
+        to.add_(blocks.scatter_(1, entries >> 4, values).view(-1)[: to.numel()], alpha=weight)
 
 
 def _num_blocks(numel: int) -> int:
