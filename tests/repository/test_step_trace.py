@@ -78,6 +78,7 @@ def test_a_default_step_enters_the_files_that_contributing_names(pool: WorkerPoo
     named = set(re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", walk))
     assert files == named
     assert len(files) <= MAX_FILES
-    # Without those in which a worker has no share, as on a machine that is busy with something else.
-    usual = [step for step in steps if not any(function == "_with_idle" for _, function in step)]
+    # Without those in which speeds seem to change, as on a machine that is busy with something else: a worker then gets
+    # no share, or shares are computed again.
+    usual = [step for step in steps if not {"_with_idle", "_shares"} & {function for _, function in step}]
     assert statistics.median(len(step) for step in usual) <= MAX_FUNCTIONS
