@@ -9,13 +9,10 @@ export class Board {
   #items = new Set();
   #range;
   #saving = 0;
-  #watcher = new IntersectionObserver(
-    entries => {
-      for (const {target, isIntersecting} of entries) target.boardItem.isSeen = isIntersecting;
-      this.draw();
-    },
-    {rootMargin: "100px"}
-  );
+  #watcher = new IntersectionObserver(entries => {
+    for (const {target, isIntersecting} of entries) target.boardItem.isSeen = isIntersecting;
+    this.draw();
+  });
   #resizer = new ResizeObserver(() => this.draw());
   #drawAll = () => this.#drawSeen(false);
   #drawGrown = () => this.#drawSeen(true);

@@ -185,7 +185,8 @@ class Lane {
         row = height;
       for (let k = 0; k < KINDS.length; k++) {
         filled += Math.max(0, parts[k]);
-        for (const top = Math.max(0, Math.round((1 - filled) * height)); row > top;) pixels[--row * width + px] = paints[k];
+        const top = Math.max(0, Math.round((1 - filled) * height));
+        while (row > top) pixels[--row * width + px] = paints[k];
       }
     }
     return image;

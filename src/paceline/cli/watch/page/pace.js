@@ -1,11 +1,11 @@
 /**
  * When the page is drawn: at once if the user did something or the run's state changed, otherwise so seldom that the
- * page takes little of a computer that may have work to do. A frame costs a millisecond or two where there is a GPU,
- * and ten times as much where software draws it on cores that train.
+ * page takes little of a computer that may have work to do. What a frame costs depends on the computer, so it is
+ * measured: where software draws it on cores that train, some 20 ms of CPU time.
  */
 
-/** The part of the time that may be spent on drawing what merely grows. */
-const MAX_PART = 0.0025;
+/** The part of the main thread's time for drawing what merely grows; other threads take about as much again. */
+const MAX_PART = 0.0015;
 const MAX_WAIT_MS = 5000;
 
 export class Pace {
@@ -15,6 +15,7 @@ export class Pace {
   #restsUntil_ms = 0;
   #isGrowth = false;
   #began_ms = 0;
+  #lastCost_ms = 0;
   #afterFrame = new MessageChannel();
 
   constructor() {
@@ -52,17 +53,22 @@ export class Pace {
   }
 
   #draw() {
-    this.#frame = 0;
     this.#began_ms = performance.now();
-    const tasks = [...this.#due];
-    this.#due.clear();
-    for (const task of tasks) task();
-    // This message comes after style, layout and painting. What the user did is drawn at any cost.
+    try {
+      for (const task of this.#due) task(); // also those that a task adds
+    } finally {
+      this.#due.clear();
+      this.#frame = 0;
+    }
+    // The message comes after style, layout and painting. What the user did is drawn at any cost.
     if (this.#isGrowth) this.#afterFrame.port2.postMessage(null);
   }
 
   #rest() {
-    const now_ms = performance.now();
-    this.#restsUntil_ms = now_ms + Math.min(MAX_WAIT_MS, (now_ms - this.#began_ms) / MAX_PART);
+    const now_ms = performance.now(),
+      cost_ms = now_ms - this.#began_ms;
+    // The lower of two: a frame may be slow once, as the first one is.
+    this.#restsUntil_ms = now_ms + Math.min(MAX_WAIT_MS, Math.min(cost_ms, this.#lastCost_ms) / MAX_PART);
+    this.#lastCost_ms = cost_ms;
   }
 }

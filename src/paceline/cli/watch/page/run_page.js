@@ -34,10 +34,17 @@ export class RunPage {
   #isClosed = false;
   // Tasks of the board's pace: each is done at most once per frame.
   #showRun = () => this.#show(this.run);
-  #showAges = () => this.#tick();
   #showEvents = () => this.events.show(this.#events);
   #showLog = () => this.log.show();
-  #showNames = () => this.#showPlots();
+  #showAges = () => {
+    this.summary.tick();
+    this.checkpoints.tick();
+    if (this.run) this.lanes.show(this.run, this.#events);
+  };
+  #showPlots = () => {
+    this.plots.show();
+    this.tools.show();
+  };
 
   constructor(source, view, tip, id, canControl, onstate) {
     Object.assign(this, {source, view, tip, id, canControl, onstate});
@@ -138,12 +145,6 @@ export class RunPage {
     this.board.pace.soon(this.#showAges);
   }
 
-  #tick() {
-    this.summary.tick();
-    this.checkpoints.tick();
-    if (this.run) this.lanes.show(this.run, this.#events);
-  }
-
   /** The view changed: axis, smoothing, range. */
   refresh() {
     this.board.readRange();
@@ -174,7 +175,7 @@ export class RunPage {
         },
         metrics: ({lines}) => {
           this.curves.addLines(lines);
-          pace.soon(this.#showNames);
+          pace.soon(this.#showPlots);
           this.board.grow();
         },
         events: ({events: added}) => this.#addEvents(added),
@@ -224,11 +225,6 @@ export class RunPage {
       this.#marks = {key, list: list.filter(mark => mark.x === mark.x)};
     }
     return this.#marks.list;
-  }
-
-  #showPlots() {
-    this.plots.show();
-    this.tools.show();
   }
 
   /** More points for the part that is shown, if the whole run was thinned. */
