@@ -1,7 +1,7 @@
 """What a page of `paceline watch` costs: the training beside it, the server's time to a first picture, its memory.
 
 Training: see bench.watch_training. What counts is the median of the ratios of neighbouring turns, with its confidence
-interval.
+interval: with Chromium on the page over no browser, where Chromium is installed, otherwise with the page's requests.
 
 First pictures are measured at a new server, as the time until the answers of a page have arrived, for a run with a
 million lines and for a folder with a thousand runs. Beside them: reading the same files once, line by line.
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.harness import Result, Spread, alternate, ratios
 from bench.watch_server import Server, picture_of_a_run, serving
-from bench.watch_training import BROWSER, MANY, NUM_MANY, WITH, WITHOUT, measure_training
+from bench.watch_training import BLANK, PAGE, REQUESTS, WITHOUT, Training, measure_training
 from paceline.observe.run_files import RunFiles, create_run_folder, write_json
 
 MIN_RATIO, MAX_READS, MAX_MEMORY_MB = 0.995, 3.0, 200.0
@@ -94,9 +94,8 @@ def first_picture(folder: Path, picture: Callable[[Server], None], peaks: list[f
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--turns", type=int, default=75, help="alternations of the training (default: %(default)s)")
-    parser.add_argument("--turn-s", type=float, default=1.0, help="seconds of a turn (default: %(default)s)")
-    parser.add_argument("--browser", action="store_true", help="also with Chromium, which uses this machine's cores")
+    parser.add_argument("--turns", type=int, default=7, help="alternations of the training (default: %(default)s)")
+    parser.add_argument("--turn-s", type=float, default=10.0, help="seconds of a turn (default: %(default)s)")
     parser.add_argument("--pictures", type=int, default=5, help="first pictures of each kind (default: %(default)s)")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of the long run (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=1000, help="in the large folder (default: %(default)s)")
@@ -104,36 +103,36 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Result:
     with tempfile.TemporaryDirectory() as folder:
-        found = measure_training(Path(folder), options.turns, options.turn_s, has_browser=options.browser)
+        found = measure_training(Path(folder), options.turns, options.turn_s)
         pictures, peaks = _pictures(Path(folder), options)
     result = Result.of(
         "watch",
         "steps per second",
         found.rates,
-        ours=WITH,
+        ours=PAGE if PAGE in found.rates else REQUESTS,
         limit=WITHOUT,
         better="higher",
         packages=("starlette", "uvicorn"),
         settings={"lines": options.lines, "runs": options.runs, "turn_s": options.turn_s},
+        skipped={}
+        if PAGE in found.rates
+        else dict.fromkeys((PAGE, BLANK), "needs chromium: apt-get install -y chromium"),
     )
     detail = result.detail
-    names = [name for name in found.rates if name != WITHOUT]
-    detail["paired"] = {name: paired(ratios(found.rates[name], found.rates[WITHOUT])) for name in names}
-    detail["delayed"] = {name: paired(_added(found.delays[name], found.delays[WITHOUT])) for name in names}
+    detail["training"] = _compare(found)
     detail["cores"] = {name: sum(cores) / len(cores) for name, cores in found.cores.items()}
-    detail["one_of_many"] = {
-        name: 1 - (1 - detail["paired"][MANY][name]) / NUM_MANY for name in ("median", "low", "high")
-    }
     detail["peak_mb"] = max(peaks)
     detail["first_picture_s"] = {name: Spread.of(found["picture"]).median for name, found in pictures.items()}
     by_turn = {name: Spread.of(ratios(found["picture"], found["reading"])) for name, found in pictures.items()}
     detail["first_picture_over_reading"] = {name: spread.median for name, spread in by_turn.items()}
     detail["notes"] = [
-        f"steps per second with one of the ten pages open over without: {_shown(detail['one_of_many'])} "
-        f"(wanted: {MIN_RATIO})",
-        *(f"{name} over without: {_shown(detail['paired'][name])}, 95% of {options.turns} pairs" for name in names),
-        *(f"{name}: workers wait {_shown(detail['delayed'][name])} of the time more for a core" for name in names),
-        *(f"{name}: {100 * detail['cores'][name]:.2f}% of a core" for name in (WITH, MANY, BROWSER) if name in names),
+        f"steps per second, median (95% interval) of {options.turns} pairs of turns (wanted: {MIN_RATIO}):",
+        *(
+            f"{pair}: {_shown(measured['steps'])}; 1 - the time that workers wait for a core in addition: "
+            f"{_shown(measured['waiting'])}"
+            for pair, measured in detail["training"].items()
+        ),
+        *(f"{name}: {100 * cores:.2f}% of a core" for name, cores in detail["cores"].items()),
         *(
             f"first picture of {name}: {detail['first_picture_s'][name]:.3f} s, {over:.2f} times reading its files "
             f"(wanted: at most 1 s, {MAX_READS:g} times)"
@@ -144,9 +143,19 @@ def run(options: argparse.Namespace) -> Result:
     return result
 
 
-def _added(delays: Sequence[float], without: Sequence[float]) -> list[float]:
-    """What a contestant adds, turn by turn."""
-    return [own - other for own, other in zip(delays, without, strict=True)]
+def _compare(found: Training) -> dict[str, dict[str, dict[str, float]]]:
+    """By pair, the strictest first: ratios of steps per second, and what the kernel's account leaves of the time."""
+    pairs = [(PAGE, WITHOUT), (PAGE, BLANK), (BLANK, WITHOUT), (REQUESTS, WITHOUT)]
+    return {
+        f"{name} over {base}": {
+            "steps": paired(ratios(found.rates[name], found.rates[base])),
+            "waiting": paired(
+                [1 - own + other for own, other in zip(found.delays[name], found.delays[base], strict=True)]
+            ),
+        }
+        for name, base in pairs
+        if name in found.rates and base in found.rates
+    }
 
 
 def paired(values: Sequence[float]) -> dict[str, float]:

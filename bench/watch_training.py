@@ -1,14 +1,15 @@
-"""For `bench watch`: steps per second of a run beside open pages, against none.
+"""For `bench watch`: steps per second of a run beside an open page, against none.
 
 One run of `paceline train` goes on throughout, on as many workers as there are cores. Each contestant is a set of
-processes that are suspended in the turns of the others. So turns can be short, and neighbours see the same machine.
-What a server missed while it was suspended it reads before its turn begins. Steps per second come from the run's own
-metrics, so that a turn has no cost of its own.
+processes that share these cores with the workers, and that are suspended in the turns of the others. What a server and
+a page missed while they were suspended they catch up with before their turn begins. Steps per second come from the
+run's own metrics, so that a turn has no cost of its own. A turn is several times as long as the longest pause of a page
+between two frames (`pace.js`).
 
-A page is what this machine sees of one whose browser is on another machine: its requests are made and its stream of
-events is read. One of them costs less than the speed of a machine varies by. So there is also a contestant of ten
-servers with a page each, which do not look at the same time; one server costs a tenth of what they do. With `--browser`
-Chromium shows the page too, on the cores that the workers use, without a GPU.
+- Chromium shows the page, without a GPU, beside the server: everything that a page costs, on one machine.
+- Chromium shows about:blank: what a browser costs whatever it shows.
+- The page's requests are made and its stream of events is read: what this machine has to do for a page whose browser is
+  on another machine.
 
 The kernel's account is read beside the steps: how long the workers were ready to compute and had no core.
 """
@@ -27,18 +28,16 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.request import urlopen
 
-from bench.harness import Unavailable, alternate
-from bench.watch_server import TIMEOUT_S, OpenPage, Server, serving, started
+from bench.harness import alternate
+from bench.watch_server import TIMEOUT_S, OpenPage, serving, started
 from paceline.observe.json_lines import LineReader
 from paceline.observe.run_files import RunFiles
 
-WITHOUT, WITH, MANY = "without", "with a page open", "with ten pages open"
-BROWSER = "with Chromium on this machine"
-NUM_MANY = 10
-# Between the processes of a contestant, when they are resumed: a server looks at once, and then every second.
-SPACING_S = 0.05
-SETTLE_S = 0.1
+WITHOUT, REQUESTS = "no browser", "the page's requests only"
+BLANK, PAGE = "Chromium on about:blank", "Chromium on the page"
+SETTLE_S = 2.0
 
 PARTS = """
 import torch
@@ -69,26 +68,26 @@ class Training:
     cores: dict[str, list[float]] = field(default_factory=dict)
 
 
-def measure_training(folder: Path, num_turns: int, turn_s: float, *, has_browser: bool) -> Training:
+def measure_training(folder: Path, num_turns: int, turn_s: float) -> Training:
+    """Contestants that need Chromium are left out where there is none."""
+    program = shutil.which("chromium")
     with ExitStack() as stack:
         files = stack.enter_context(training(folder))
-        contestants: dict[str, list[int]] = {WITHOUT: [], WITH: [], MANY: []}
-        pages = []
-        for name in (WITH, *[MANY] * NUM_MANY):
+        server = stack.enter_context(serving(folder / "runs"))
+        page = OpenPage(server, files.root.name)
+        contestants: dict[str, list[int]] = {WITHOUT: [], REQUESTS: [server.process.pid]}
+        if program is not None:
             server = stack.enter_context(serving(folder / "runs"))
-            contestants[name].append(server.process.pid)
-            pages.append(OpenPage(server, files.root.name))
-        if has_browser:
-            server = stack.enter_context(serving(folder / "runs"))
-            browser = stack.enter_context(chromium(server, files.root.name, folder))
-            contestants[BROWSER] = [server.process.pid, browser]
+            blank = stack.enter_context(chromium(program, folder / "blank", "about:blank", "about:blank"))
+            address = f"{server.address}#run={files.root.name}"
+            shown = stack.enter_context(chromium(program, folder / "page", address, f"{files.root.name} · paceline"))
+            contestants |= {BLANK: [blank], PAGE: [server.process.pid, shown]}
         try:
             return _take_turns(files, contestants, num_turns, turn_s)
         finally:
             _signal([pid for own in contestants.values() for pid in own], signal.SIGCONT)
-            for page in pages:
-                page.close()
-            assert min(page.num_bytes for page in pages) > 1000 * num_turns, "a page was not served"
+            page.close()
+            assert page.num_bytes > 1000 * num_turns, "the page was not served"
 
 
 def _take_turns(files: RunFiles, contestants: Mapping[str, Sequence[int]], num_turns: int, turn_s: float) -> Training:
@@ -96,9 +95,7 @@ def _take_turns(files: RunFiles, contestants: Mapping[str, Sequence[int]], num_t
 
     def turn(name: str) -> float:
         _signal([pid for other, own in contestants.items() for pid in own if other != name], signal.SIGSTOP)
-        for session in contestants[name]:
-            _signal([session], signal.SIGCONT)
-            time.sleep(SPACING_S)
+        _signal(contestants[name], signal.SIGCONT)
         time.sleep(SETTLE_S)
         cpu_s = cpu_s_of(contestants[name])
         (step, at), delay_s, began = last_line(files), run_delay_s(files), time.monotonic()
@@ -134,16 +131,27 @@ def training(folder: Path) -> Iterator[RunFiles]:
 
 
 @contextmanager
-def chromium(server: Server, run_id: str, folder: Path) -> Iterator[int]:
-    """Chromium with the run's page; its process."""
-    program = shutil.which("chromium")
-    if program is None:
-        raise Unavailable("--browser needs Chromium: apt-get install -y chromium")
+def chromium(program: str, folder: Path, address: str, title: str) -> Iterator[int]:
+    """A process of Chromium that shows a page whose title ends so."""
+    folder.mkdir()
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900", "--remote-debugging-port=0"]
-    command = [program, *options, f"--user-data-dir={folder / 'chromium'}", f"{server.address}#run={run_id}"]
+    command = ["env", f"TMPDIR={folder}", program, *options, f"--user-data-dir={folder}", address]
     with started(command, folder, signal.SIGTERM, subprocess.DEVNULL) as process:
-        time.sleep(5.0)  # its first picture is not part of the figure
+        until = time.monotonic() + TIMEOUT_S
+        while not _title(folder).endswith(title):
+            if process.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"Chromium shows {_title(folder)!r} instead of a page that is named {title!r}")
+            time.sleep(0.1)
         yield process.pid
+
+
+def _title(profile: Path) -> str:
+    """The title of the page that Chromium shows; empty before it is ready."""
+    with suppress(OSError, StopIteration):
+        port = (profile / "DevToolsActivePort").read_text().split()[0]
+        with urlopen(f"http://127.0.0.1:{port}/json/list", timeout=TIMEOUT_S) as reply:
+            return next(str(page["title"]) for page in json.load(reply) if page["type"] == "page")
+    return ""
 
 
 def last_line(files: RunFiles) -> tuple[int, float]:

@@ -83,6 +83,12 @@ def test_the_list_follows_changes_and_searches_configurations(client: Client, tm
     assert client.get("/api/runs?search=nothing")["runs"] == []
 
 
+def test_a_run_that_has_just_begun_is_found(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs_module, "SCAN_INTERVAL_S", 3600.0)
+    assert client.get("/api/runs")["runs"] == []  # the folder was read just now
+    assert client.get(f"/api/runs/{make_run(tmp_path, 'new').root.name}")["step"] == 20
+
+
 def test_one_run_shows_its_workers(client: Client, tmp_path: Path) -> None:
     files = live_run(tmp_path)
     worker_status(files, 0, gpu_memory=5e9, gpu_memory_limit=6e9)

@@ -197,11 +197,13 @@ class Runs:
         if run_id not in self._known:
             self.all()
         with self._lock:
-            run = self._known.get(run_id)
-            if run is not None and not run.refresh():
-                del self._known[run_id]
+            # A run that began after the last scan is known by its name.
+            is_name = self._chosen is None and _SAFE_ID.fullmatch(run_id)
+            run = self._known.get(run_id) or (RunEntry(self.folder / run_id) if is_name else None)
+            if run is None or not run.refresh():
+                self._known.pop(run_id, None)
                 return None
-            return run
+            return self._known.setdefault(run_id, run)
 
     def _scan(self) -> None:
         paths = self._chosen

@@ -1,28 +1,28 @@
 /** Plots that share one x axis: its range, what moves it, and one drawing per frame for all of them. */
 
 import {el, isTyping, setStyle} from "./dom.js";
+import {Pace} from "./pace.js";
 
 const MIN_PART = 1e-7;
 
 export class Board {
   #items = new Set();
-  #isDue = false;
   #range;
   #saving = 0;
-  #watcher = new IntersectionObserver(
-    entries => {
-      for (const {target, isIntersecting} of entries) target.boardItem.isSeen = isIntersecting;
-      this.draw();
-    },
-    {rootMargin: "100px"}
-  );
+  #watcher = new IntersectionObserver(entries => {
+    for (const {target, isIntersecting} of entries) target.boardItem.isSeen = isIntersecting;
+    this.draw();
+  });
   #resizer = new ResizeObserver(() => this.draw());
+  #drawAll = () => this.#drawSeen(false);
+  #drawGrown = () => this.#drawSeen(true);
 
   /** onrange(from, to): called when the range has been at rest for a moment. */
   constructor(view, onrange = () => {}) {
     this.view = view;
     this.onrange = onrange;
     this.hover = null;
+    this.pace = new Pace();
     this.readRange();
   }
 
@@ -39,7 +39,10 @@ export class Board {
     return this.#range === null;
   }
 
-  /** item: {node, extent(): [low, high] or null, draw(from, to), showHover(x or null)}. */
+  /**
+   * item: {node, area (as wide as its picture), extent(): [low, high] or null, showHover(x or null),
+   * draw(from, to, width of the area, canKeep: whether a picture may stay in which nothing would move by a pixel)}.
+   */
   add(item) {
     this.#items.add(item);
     item.node.boardItem = item;
@@ -59,6 +62,7 @@ export class Board {
     this.#watcher.disconnect();
     this.#resizer.disconnect();
     this.#items.clear();
+    this.pace.close();
     clearTimeout(this.#saving);
   }
 
@@ -125,13 +129,20 @@ export class Board {
 
   /** Draw once in the next frame. */
   draw() {
-    if (this.#isDue) return;
-    this.#isDue = true;
-    requestAnimationFrame(() => {
-      this.#isDue = false;
-      const [from, to] = this.range();
-      for (const item of this.#items) if (item.isSeen) item.draw(from, to);
-    });
+    this.pace.now(this.#drawAll);
+  }
+
+  /** The curves have grown. */
+  grow() {
+    this.pace.soon(this.#drawGrown);
+  }
+
+  #drawSeen(canKeep) {
+    const [from, to] = this.range(),
+      seen = [...this.#items].filter(item => item.isSeen);
+    // All widths before anything is changed: the page is laid out once.
+    const widths = seen.map(item => Math.floor(item.area.clientWidth));
+    seen.forEach((item, i) => widths[i] && item.draw(from, to, widths[i], canKeep));
   }
 
   /**
@@ -219,3 +230,7 @@ export class Board {
     event.stopPropagation();
   }
 }
+
+/** Whether places that were `before`, in units of the axis, are at most a pixel away now. */
+export const isSamePixel = (before, now, perPixel) =>
+  before.length === now.length && now.every((place, i) => Math.abs(place - before[i]) < perPixel);

@@ -197,7 +197,6 @@ export class LogView {
     const key = `${rank} ${stream}`,
       known = is_cut ? [] : (this.#files.get(key) ?? []);
     this.#files.set(key, [...known, ...lines].slice(-MAX_LOG_LINES));
-    this.show();
   }
 
   show() {

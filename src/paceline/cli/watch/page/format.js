@@ -96,11 +96,11 @@ export function duration(seconds) {
   return `${Math.floor(s / 86400)} d ${Math.floor(s / 3600) % 24} h`;
 }
 
-/** How long ago a Unix time was; whole seconds, so that it is quiet. */
+/** How long ago a Unix time was, in whole seconds, minutes, hours or days: each change of a text costs a frame. */
 export function ago(unixTime, now) {
   if (!isNumber(unixTime)) return MISSING;
   const seconds = Math.max(0, now - unixTime);
-  return seconds < 1 ? "now" : `${duration(Math.max(1, Math.floor(seconds))).replace(/\.0 s$/, " s")} ago`;
+  return seconds < 1 ? "now" : `${duration(Math.floor(seconds)).replace(".0", "").split(" ", 2).join(" ")} ago`;
 }
 
 /** Local date and time. */

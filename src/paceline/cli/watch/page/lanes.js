@@ -1,5 +1,6 @@
 /** A lane per worker: what it did with its time, over the same axis as the plots, and what it is. */
 
+import {isSamePixel} from "./board.js";
 import {el, setClass, setStyle, setText, showList} from "./dom.js";
 import {axisValue, bytes, count, duration, MISSING, percent, tick} from "./format.js";
 import {drawMarks, marksNear} from "./marks.js";
@@ -89,6 +90,9 @@ function departed(run, events) {
 }
 
 class Lane {
+  #picture = [];
+  #numMarks = 0;
+
   /** left: the event with which the worker left, if it did and another one has its rank now. */
   constructor(lanes, rank, left) {
     Object.assign(this, {lanes, board: lanes.board, rank, left});
@@ -149,44 +153,43 @@ class Lane {
     this.canvas.setAttribute("aria-label", `worker ${this.rank}: ${parts.join(", ") || "no times recorded"}`);
   }
 
-  draw(from, to) {
-    const width = this.area.clientWidth,
-      ratio = devicePixelRatio;
-    if (!width) return;
-    if (this.canvas.width !== Math.round(width * ratio)) {
-      this.canvas.width = Math.round(width * ratio);
-      this.canvas.height = LANE_HEIGHT * ratio;
-    }
-    const context = this.canvas.getContext("2d"),
-      theme = colors();
-    context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    context.fillStyle = theme.get("lane");
-    context.fillRect(0, 0, width, LANE_HEIGHT);
-    const series = KINDS.map(kind => this.lanes.curves.series(metricOf(kind.name, this.rank), this.board.axis));
-    const parts = new Float64Array(KINDS.length),
-      perPixel = (to - from) / width;
-    const spans = KINDS.map(() => new Path2D());
-    const end = this.left ? this.lanes.curves.position(this.left.step, this.board.axis) : Infinity;
+  draw(from, to, areaWidth, canKeep) {
+    const width = Math.round(areaWidth * devicePixelRatio),
+      height = Math.round(LANE_HEIGHT * devicePixelRatio),
+      series = KINDS.map(kind => this.lanes.curves.series(metricOf(kind.name, this.rank), this.board.axis)),
+      marks = this.lanes.marks(),
+      picture = [from, to, Math.min(to, series[0]?.end ?? to)];
+    this.lanes.showRange(from, to);
+    const isSame = isSamePixel(this.#picture, picture, (to - from) / width) && marks.length === this.#numMarks;
+    if (canKeep && isSame && this.canvas.width === width) return;
+    this.#picture = picture;
+    this.#numMarks = marks.length;
+    if (this.canvas.width !== width || this.canvas.height !== height) Object.assign(this.canvas, {width, height});
+    const context = this.canvas.getContext("2d");
+    context.putImageData(this.#pixels(series, from, to, width, height), 0, 0);
+    drawMarks(context, {left: 0, top: 0, width, height}, marks, {min: from, max: to});
+  }
+
+  /** A column of colours per pixel. Painted pixel by pixel: thousands of rectangles take twenty times as long. */
+  #pixels(series, from, to, width, height) {
+    const image = new ImageData(width, height),
+      pixels = new Uint32Array(image.data.buffer),
+      parts = new Float64Array(KINDS.length),
+      perPixel = (to - from) / width,
+      end = this.left ? this.lanes.curves.position(this.left.step, this.board.axis) : Infinity,
+      paints = KINDS.map(kind => asPixel(colors().get(`kind-${kind.name}`)));
+    pixels.fill(asPixel(colors().get("lane")));
     for (let px = 0; px < width && from + px * perPixel <= end; px++) {
       if (!partsAt(series, from + px * perPixel, from + (px + 1) * perPixel, parts)) continue;
-      let bottom = LANE_HEIGHT;
+      let filled = 0,
+        row = height;
       for (let k = 0; k < KINDS.length; k++) {
-        const height = parts[k] * LANE_HEIGHT;
-        if (!(height > 0)) continue;
-        spans[k].rect(px, bottom - height, 1, height);
-        bottom -= height;
+        filled += Math.max(0, parts[k]);
+        const top = Math.max(0, Math.round((1 - filled) * height));
+        while (row > top) pixels[--row * width + px] = paints[k];
       }
     }
-    KINDS.forEach((kind, k) => {
-      context.fillStyle = theme.get(`kind-${kind.name}`);
-      context.fill(spans[k]);
-    });
-    context.setTransform(1, 0, 0, 1, 0, 0);
-    drawMarks(context, {left: 0, top: 0, width: width * ratio, height: LANE_HEIGHT * ratio}, this.lanes.marks(), {
-      min: from,
-      max: to,
-    });
-    this.lanes.showRange(from, to);
+    return image;
   }
 
   showHover(x) {
@@ -217,6 +220,12 @@ class Lane {
       ...marksNear(this.lanes.marks(), this.board, event.clientX, this.area),
     ]);
   }
+}
+
+/** A computed colour, "rgb(r, g, b)", as the bytes of one pixel. */
+function asPixel(color) {
+  const [red, green, blue] = color.match(/\d+/g).map(Number);
+  return new Uint32Array(new Uint8Array([red, green, blue, 255]).buffer)[0];
 }
 
 /**

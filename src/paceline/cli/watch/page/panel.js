@@ -1,5 +1,6 @@
 /** One plot: curves drawn on uPlot's axes, thinned to its pixels, with the marks of events and a legend. */
 
+import {isSamePixel} from "./board.js";
 import {el, setStyle, setText, showList} from "./dom.js";
 import {axisValue, duration, logTicks, tick} from "./format.js";
 import {drawLine, drawPoints, project} from "./lines.js";
@@ -15,6 +16,7 @@ export class Panel {
   #plot = null;
   #key = "";
   #drawn = [];
+  #picture = null;
   #isEmpty = true;
 
   /**
@@ -29,7 +31,7 @@ export class Panel {
     this.lines = lines;
     this.options = {format: tick, unit: "", bounds: null, canLog: false, height: 220, marks: () => [], ...options};
     this.legend = el("div", {class: "legend"});
-    this.canvasBox = el("div", {class: "plot"});
+    this.area = el("div", {class: "plot"});
     this.cursor = el("div", {class: "cursor", hidden: true});
     this.label = el("span", {class: "at", hidden: true});
     const unit = this.options.unit ? el("span", {class: "unit"}, this.options.unit) : null;
@@ -42,7 +44,7 @@ export class Panel {
         "aria-label": `Plot of ${title}. Arrow keys move, plus and minus zoom, 0 shows everything.`,
       },
       el("figcaption", {}, el("h3", {}, title), unit, this.legend),
-      this.canvasBox
+      this.area
     );
     board.attachKeys(this.node);
     board.add(this);
@@ -65,9 +67,7 @@ export class Panel {
     return low <= high ? [low, high] : null;
   }
 
-  draw(from, to) {
-    const width = Math.floor(this.canvasBox.clientWidth);
-    if (!width) return;
+  draw(from, to, width, canKeep) {
     const key = `${width} ${this.#isLog()}`;
     if (key !== this.#key) this.#build(width);
     this.#key = key;
@@ -78,16 +78,41 @@ export class Panel {
         const [indices, n] = thin(line.series, from, to, pixels);
         return {...line, indices: indices.slice(0, n)};
       });
-    const [low, high] = this.#bounds(from, to);
+    const bounds = this.#bounds(from, to);
+    if (!canKeep || !this.#isShown(from, to, bounds, pixels)) this.#redraw(from, to, bounds);
+    this.#showLegend(this.board.hover);
+    // For tests and other programs that look at the page: where the curves end.
+    this.node.dataset.end = String(Math.max(0, ...this.#drawn.map(line => line.series.end)));
+  }
+
+  /** Whether nothing would be a pixel away from where it is in the picture. */
+  #isShown(from, to, bounds, pixels) {
+    const {names, x, y} = this.#picture ?? {},
+      now = this.#placesOf(from, to, bounds);
+    return (
+      names === now.names &&
+      isSamePixel(x, now.x, (to - from) / pixels) &&
+      isSamePixel(y, now.y, (now.y[1] - now.y[0]) / (this.options.height * devicePixelRatio))
+    );
+  }
+
+  /** What decides how the picture looks: which curves and events there are, and the ends of axes and curves. */
+  #placesOf(from, to, bounds) {
+    return {
+      names: [this.options.marks().length, ...this.#drawn.map(line => line.key)].join("\n"),
+      x: [from, to, ...this.#drawn.map(({series}) => Math.min(to, series.end))],
+      y: this.#isLog() ? bounds.map(Math.log) : bounds,
+    };
+  }
+
+  #redraw(from, to, bounds) {
+    const [low, high] = bounds;
+    this.#picture = this.#placesOf(from, to, bounds);
     this.#plot.batch(() => {
       this.#plot.setScale("x", {min: from, max: to});
       this.#plot.setScale("y", {min: low, max: high});
       this.#plot.redraw(false, true);
     });
-    this.#showLegend(this.board.hover);
-    // For tests and other programs that look at the page: where the curves end, and how many points were drawn.
-    this.node.dataset.end = String(Math.max(0, ...this.#drawn.map(line => line.series.end)));
-    this.node.dataset.drawn = String(this.#drawn.reduce((sum, line) => sum + line.indices.length, 0));
   }
 
   /** The vertical line and the values at x, in every plot of the board. */
@@ -111,6 +136,7 @@ export class Panel {
 
   #build(width) {
     this.#plot?.destroy();
+    this.#picture = null;
     const color = name => () => colors().get(name),
       font = "11px system-ui, sans-serif";
     const axis = {
@@ -147,7 +173,7 @@ export class Panel {
         [0, 1],
         [0, 1],
       ],
-      this.canvasBox
+      this.area
     );
     const {over} = this.#plot;
     over.append(this.cursor, this.label);

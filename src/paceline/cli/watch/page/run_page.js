@@ -6,6 +6,7 @@ import {CheckpointList, ConfigView, EventList, LogView, PlanView} from "./detail
 import {el, section} from "./dom.js";
 import {percent} from "./format.js";
 import {Lanes} from "./lanes.js";
+import {looksOf} from "./marks.js";
 import {NO_PLOT, RunPlots} from "./run_plots.js";
 import {RunSummary} from "./summary.js";
 import {Tools} from "./tools.js";
@@ -16,12 +17,34 @@ const MAX_NAMES_IN_ADDRESS = 60;
 export const FIRST_REFINEMENT_MS = 4000;
 export const MAX_REFINEMENT_MS = 300_000;
 
+/** What is shown at once when it changes: whether the run goes on, what holds it back, and who has left. */
+const newsOf = ({state, reason, verdicts, workers}) =>
+  JSON.stringify([
+    state,
+    reason,
+    verdicts.map(({kind, severity, ranks}) => [kind, severity, ranks]),
+    workers.map(worker => worker.is_alive),
+  ]);
+
 export class RunPage {
   #events = [];
   #marks = {key: "", list: []};
   #closeStream = () => {};
   #refreshing = 0;
   #isClosed = false;
+  // Tasks of the board's pace: each is done at most once per frame.
+  #showRun = () => this.#show(this.run);
+  #showEvents = () => this.events.show(this.#events);
+  #showLog = () => this.log.show();
+  #showAges = () => {
+    this.summary.tick();
+    this.checkpoints.tick();
+    if (this.run) this.lanes.show(this.run, this.#events);
+  };
+  #showPlots = () => {
+    this.plots.show();
+    this.tools.show();
+  };
 
   constructor(source, view, tip, id, canControl, onstate) {
     Object.assign(this, {source, view, tip, id, canControl, onstate});
@@ -67,7 +90,7 @@ export class RunPage {
     const base = `/api/runs/${this.id}`;
     const run = await this.source.get(base);
     if (this.#isClosed) return;
-    this.#showRun(run);
+    this.#show(run);
     const points = ["points", String(Math.min(4000, 2 * Math.ceil(innerWidth)))];
     const names = run.names.filter(name => !LANE_GROUPS.some(group => name.startsWith(`${group}/`)));
     const wanted = names.length && names.length <= MAX_NAMES_IN_ADDRESS ? names.map(name => ["name", name]) : [];
@@ -90,6 +113,7 @@ export class RunPage {
     this.config.show(config);
     this.log.set(log.files);
     this.#showPlots();
+    this.board.draw();
     // The smaller offset: a record that comes twice is the same point.
     const offset = Math.min(metrics.offset, lanes?.offset ?? metrics.offset);
     this.#follow(offset, events.offset);
@@ -104,6 +128,7 @@ export class RunPage {
       if (!answer || this.#isClosed) return;
       this.curves.add(answer);
       this.#showPlots();
+      this.board.draw();
       if (answer.is_sampled && wait_ms < MAX_REFINEMENT_MS) this.#refine(getMetrics, 2 * wait_ms);
     }, wait_ms);
   }
@@ -117,9 +142,7 @@ export class RunPage {
 
   /** Every second. */
   tick() {
-    this.summary.tick();
-    this.checkpoints.tick();
-    if (this.run) this.lanes.show(this.run, this.#events);
+    this.board.pace.soon(this.#showAges);
   }
 
   /** The view changed: axis, smoothing, range. */
@@ -134,6 +157,7 @@ export class RunPage {
   }
 
   #follow(metrics, events) {
+    const {pace} = this.board;
     const query = [
       ["run", this.id],
       ["metrics", metrics],
@@ -143,13 +167,22 @@ export class RunPage {
     this.#closeStream = this.source.stream(
       query,
       {
-        run: run => this.#showRun(run),
+        run: run => {
+          const isNews = newsOf(run) !== newsOf(this.run);
+          this.run = run;
+          if (isNews) pace.now(this.#showRun);
+          else pace.soon(this.#showRun);
+        },
         metrics: ({lines}) => {
           this.curves.addLines(lines);
-          this.#showPlots();
+          pace.soon(this.#showPlots);
+          this.board.grow();
         },
         events: ({events: added}) => this.#addEvents(added),
-        log: added => this.log.add(added),
+        log: added => {
+          this.log.add(added);
+          pace.soon(this.#showLog);
+        },
         checkpoints: ({checkpoints}) => this.checkpoints.show(checkpoints),
         restart: () => this.#restart(),
         gone: () => this.onstate("the run's folder is gone"),
@@ -165,9 +198,10 @@ export class RunPage {
     await this.load().catch(error => this.onstate(error.message));
   }
 
-  #showRun(run) {
+  #show(run) {
     this.run = run;
-    document.title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
+    const title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
+    if (document.title !== title) document.title = title;
     this.summary.show(run, this.canControl());
     this.lanes.show(run, this.#events);
     this.planSection.hidden = !run.plan;
@@ -176,9 +210,10 @@ export class RunPage {
 
   #addEvents(added) {
     for (const event of added) this.#events.push({...event, key: `${this.#events.length} ${event.time}`});
-    this.events.show(this.#events);
     this.#marks.key = "";
-    this.board.draw();
+    this.board.grow();
+    if (added.some(event => looksOf(event).isLine)) this.board.pace.now(this.#showRun);
+    this.board.pace.soon(this.#showEvents);
   }
 
   /** Events by their place on the axis, for the plots. */
@@ -190,11 +225,6 @@ export class RunPage {
       this.#marks = {key, list: list.filter(mark => mark.x === mark.x)};
     }
     return this.#marks.list;
-  }
-
-  #showPlots() {
-    this.plots.show();
-    this.tools.show();
   }
 
   /** More points for the part that is shown, if the whole run was thinned. */

@@ -87,7 +87,6 @@ export class RunPlots {
       this.others,
       names.filter(group => !lead.has(group))
     );
-    this.board.draw();
   }
 
   #makePanel(group) {
@@ -133,11 +132,7 @@ export class RunPlots {
           isFaint: true,
           series: this.curves.series(group, axis, 0, range),
         });
-      lines.push(
-        line(group, this.curves.has(`eval/${group}`) ? "training" : titleOf(group), 0, {
-          isArea: group === "efficiency",
-        })
-      );
+      lines.push(line(group, this.curves.has(`eval/${group}`) ? "training" : titleOf(group), 0));
     }
     if (this.curves.has(`eval/${group}`)) lines.push(line(`eval/${group}`, "evaluation", 1, {isMarked: true}));
     return lines;

@@ -32,6 +32,12 @@ export class RunsPage {
   #isClosed = false;
   #loadedAt = 0;
   #timer = 0;
+  // A task of the board's pace.
+  #showChanges = () => {
+    this.#showRows();
+    this.board.grow();
+    this.#loadPicked();
+  };
 
   constructor(source, view, tip, onstate) {
     Object.assign(this, {source, view, tip, onstate});
@@ -91,8 +97,7 @@ export class RunsPage {
   #change({rows, removed}) {
     for (const row of rows) this.#rows.set(row.id, row);
     for (const id of removed) this.#rows.delete(id);
-    this.#show();
-    this.#loadPicked();
+    this.board.pace.soon(this.#showChanges);
   }
 
   /** The runs whose curves are drawn: the chosen ones, or else the first of the table. */
@@ -113,6 +118,11 @@ export class RunsPage {
   }
 
   #show() {
+    this.#showRows();
+    this.board.draw();
+  }
+
+  #showRows() {
     this.table.runs = [...this.#rows.values()];
     this.table.found = this.#found;
     const picked = this.#picked(),
@@ -120,7 +130,6 @@ export class RunsPage {
     this.table.show(this.table.runs, colors, this.#found);
     this.#showMetrics();
     this.differences.show(picked.map(id => this.#rows.get(id)));
-    this.board.draw();
   }
 
   async #search() {
@@ -278,7 +287,8 @@ export class RunsPage {
     }
     if (!this.#isClosed) {
       this.#showMetrics();
-      this.board.draw();
+      if (from) this.board.grow();
+      else this.board.draw();
     }
   }
 }
