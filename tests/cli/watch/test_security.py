@@ -6,8 +6,9 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from http.client import IncompleteRead
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -192,15 +193,23 @@ def test_links_out_of_the_folder_are_not_followed(client: Client, files: RunFile
     assert client.get(f"{one}/log") == {"files": []}
 
 
+def is_refused(request: Callable[[], Reply]) -> bool:
+    """By an answer, or a connection that is closed while the client still sends, which may lose the answer."""
+    try:
+        return request().status == 413
+    except (ConnectionError, IncompleteRead):
+        return True
+
+
 def test_a_long_request_is_refused_before_it_is_read(client: Client, files: RunFiles, asked: list[str]) -> None:
     path = f"/api/runs/{files.root.name}/stop"
     body = b"{" + b" " * 10_000_000 + b"}"
-    assert client.post(path, body).status == 413
-    assert client.request("/api/runs", "GET", body).status == 413
+    assert is_refused(lambda: client.post(path, body))
+    assert is_refused(lambda: client.request("/api/runs", "GET", body))
     assert client.post(path, b"{}", **{"Content-Length": "-1"}).status == 400
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
-    reply = client.post(path, chunked, **{"Content-Length": None, "Transfer-Encoding": "chunked"})
-    assert reply.status == 413
+    headers = {"Content-Length": None, "Transfer-Encoding": "chunked"}
+    assert is_refused(lambda: client.post(path, chunked, **headers))
     assert client.post(path, b"{" + b" " * MAX_BODY_BYTES + b"}").status == 413
     with pytest.raises((ConnectionError, AssertionError)):
         client.get("/api/runs?x=" + "a" * 10_000_000)
