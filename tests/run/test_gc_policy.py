@@ -218,7 +218,8 @@ def test_objects_that_the_program_froze_stay_frozen() -> None:
         num_frozen = gc.get_freeze_count()
         with trainer_over() as trainer:
             run_all(trainer)
-        assert num_frozen <= gc.get_freeze_count() < num_frozen + FROZEN_BY_PYTHON
+        # A frozen object may still be freed when its last reference goes.
+        assert abs(gc.get_freeze_count() - num_frozen) < FROZEN_BY_PYTHON
     finally:
         gc.unfreeze()
 
