@@ -447,7 +447,7 @@ def test_refusals_name_the_reason(pool: WorkerPool) -> None:
             "optimizer.load_state_dict() cannot be used while",
             "on_gradients() needs whole gradients",
             "the memory of parameter '0.weight' was replaced",
-            "the model changes a buffer in its forward that is not BatchNorm's",
+            "the model's forward changes a buffer that is not a statistic of BatchNorm",
         )
         assert len(texts) == len(expected)
         for text, part in zip(texts, expected, strict=True):

@@ -10,7 +10,7 @@ from paceline.comm.base import Communicator, OwnedBuffer, Ownership, Pending
 
 
 class OwnedTensor:
-    """reduce: adds up a tensor on a rank. Where several ranks hold the sum, all get it."""
+    """reduce: sums a tensor to one rank. If several ranks hold the sum, it is all-reduced instead."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class OwnedTensor:
 
 
 class Received:
-    """A `Pending` that hands on what has arrived in a tensor."""
+    """A `Pending` that passes the received tensor on."""
 
     def __init__(self, pending: Pending, tensor: torch.Tensor, receive: Callable[[torch.Tensor], object]) -> None:
         self._pending = pending

@@ -1,4 +1,4 @@
-"""Which of the workers at hand to use: predictions for the alternatives, and a sentence. Arithmetic only."""
+"""Which of the available workers to use: predictions for the alternatives, and advice. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from paceline.plan.cadence import Cadence
 from paceline.plan.predict import Averaging, Device, Hardware, Prediction, Workload, like, predict
 
-# A difference below this is within what predictions are off by.
+# Smaller differences are within the error of predictions.
 _NOTABLE = 0.05
 _MAX_ALTERNATIVES = 16
 
 
 @dataclass(frozen=True)
 class Kind:
-    """So many workers on devices like this one. price_per_hour: of one of them; None if unknown.
+    """`count` workers on devices like this one. price_per_hour: of one device; None if unknown.
 
-    per_host: how many of them a machine has; the others are on further machines of its kind.
+    per_host: devices per machine; the remaining ones are on further machines of its kind.
     """
 
     device: Device

@@ -1,7 +1,7 @@
 """Dividing a step's micro-batches by measured speed.
 
-Only operations that IEEE 754 rounds correctly are used, and no logarithm, so that workers on different machines which
-are given the same readings reach the same bits.
+Only operations that IEEE 754 rounds correctly are used, and no logarithm, so workers on different machines compute the
+same bits from the same readings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from paceline.plan.entries import Estimate, check_entries, check_time, from_entries, to_entries
 from paceline.plan.shares import MANY, shares
 
-# A worker whose best share is nothing gets one micro-batch in as many steps, so that it stays measured.
+# A worker whose best share is zero gets one micro-batch every TURN steps, so that it is still measured.
 TURN = 10
 
 # Chosen by the simulations in tests/plan/test_balance.py. A reading that is three standard deviations
@@ -163,7 +163,7 @@ class Levels:
 
 
 def refuse(readings: Sequence[float], num_workers: int) -> NoReturn:
-    """Say what is wrong with these readings."""
+    """Raise a ValueError for invalid readings."""
     if len(readings) != num_workers:
         raise ValueError(f"{len(readings)} readings for {num_workers} workers: give one per worker, 0.0 for none")
     rank, seconds = next((rank, each) for rank, each in enumerate(readings) if not 0 <= each < math.inf)
@@ -179,13 +179,13 @@ def levels(times: Sequence[Steady | None]) -> Levels:
 
 
 class Balancer:
-    """Who takes how many of a step's micro-batches, from the times that all workers exchanged in earlier steps.
+    """Divides a step's micro-batches by the times that all workers exchanged in earlier steps.
 
     A function of the readings alone: workers that observe the same readings divide every step alike. `hints` are
-    relative speeds to start with; a worker's first reading replaces its hint. With a `schedule` (after, every), what
-    was measured is used first after this many steps and then at intervals of so many.
+    initial relative speeds; a worker's first reading replaces its hint. With a `schedule` (after, every), measured
+    times are first used after `after` steps and then updated every `every` steps.
 
-    `num_steps`: completed steps. `observe` counts one; whoever leaves out a step's readings counts it here.
+    `num_steps`: completed steps. `observe` increments it; a caller that skips a step's readings must increment it.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Balancer:
     def observe(self, seconds_per_micro_batch: Sequence[float], delays: Sequence[float] | None = None) -> None:
         """The exchanged readings of one step, by rank; 0.0 stands for a worker without a micro-batch in it.
 
-        `delays` are what a step takes of a worker beside its micro-batches, such as its optimizer; 0.0 if unknown.
+        `delays`: each worker's seconds per step outside its micro-batches, such as the optimizer's; 0.0 if unknown.
         """
         self._times.observe(seconds_per_micro_batch)
         if delays is not None:
@@ -218,7 +218,7 @@ class Balancer:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Micro-batches per second by which the next step is divided; the hints as long as nobody was measured."""
+        """Micro-batches per second by which the next step is divided; the hints until a worker is measured."""
         speeds = []
         for level in self._times.values:
             speeds.append(1 / level if level else 0.0)
@@ -230,7 +230,7 @@ class Balancer:
         return tuple(speeds)
 
     def shares(self, num_micro_batches: int) -> tuple[int, ...]:
-        """The next step's shares, for any number of micro-batches; asking changes nothing."""
+        """The next step's shares, for any number of micro-batches. Has no side effects."""
         after, every = self._schedule
         period = max(0, (self.num_steps - after) // every + 1)
         if period != self._period or every == 1:
@@ -242,7 +242,7 @@ class Balancer:
         return _with_idle(counts, speeds, turn) if position == TURN - 1 else counts
 
     def regrouped(self, previous_ranks: Sequence[int | None]) -> Balancer:
-        """The balancer of other workers. previous_ranks: by rank, None for a worker that nothing is known about."""
+        """The balancer of a changed world. previous_ranks: by new rank, None for a worker that has joined."""
         usual = math.fsum(self._hints) / len(self._hints)
         balancer = Balancer(
             len(previous_ranks),
@@ -285,9 +285,9 @@ class Balancer:
 
 
 def _with_idle(counts: Sequence[int], speeds: Sequence[float], turn: int = 0) -> tuple[int, ...]:
-    """Every idle worker takes one from the worker that would finish last, one that keeps some if there is one.
+    """Give each idle worker a micro-batch of the worker that would finish last, if possible of one that has several.
 
-    Where there are not enough for all idle workers, `turn` decides who comes first.
+    If there are not enough for all idle workers, `turn` decides which come first.
     """
     idle = [rank for rank, count in enumerate(counts) if count == 0]
     result = list(counts)

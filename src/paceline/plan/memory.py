@@ -108,7 +108,7 @@ def gigabytes(count: float) -> str:
 
 MODELS = {"124M": 124_000_000, "1.3B": 1_300_000_000, "7B": 7_000_000_000}
 DEVICES_GB = (8, 24, 80)
-# What is left of a device for the framework's own memory and the smallest useful activations.
+# The fraction of a device's memory for a run's state; the rest is for the framework and the smallest activations.
 USABLE = 0.85
 
 

@@ -188,7 +188,7 @@ def _connect(config: RunConfig, world: World, membership: Membership | None) -> 
 
 def _elastic_link(communicator: ElasticCommunicator, world: World, timeout_s: float, join_timeout_s: float) -> Link:
     """A link that ends with the generation in which it was made."""
-    link = make_link(world, timeout_s, join_timeout_s, communicator.meeting_point())
+    link = make_link(world, timeout_s, join_timeout_s, communicator.rendezvous_point())
     communicator.abort_with(link.abort)
     return link
 

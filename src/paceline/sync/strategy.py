@@ -23,7 +23,7 @@ UpdateUnless: TypeAlias = Callable[[torch.Tensor], None]
 
 
 class Averages(Protocol):
-    """What a strategy that averages replicas says about them. Between two averages they differ."""
+    """The averages of a strategy in which replicas differ between two averages."""
 
     @property
     def num_completed(self) -> int:
@@ -34,7 +34,7 @@ class Averages(Protocol):
         """Steps since the last average: what the loss of a worker costs."""
 
     def drop(self) -> None:
-        """The workers have changed: give up the average under way. Its steps are part of the next one."""
+        """The workers have changed: give up the average in flight. Its steps are part of the next one."""
 
 
 class GradientExchange(Protocol):
@@ -66,7 +66,7 @@ class GradientExchange(Protocol):
         """Train these parameters from now on. Called between two steps, on all workers."""
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
-        """Start the exchange of everything that was not sent yet, with this worker's message."""
+        """Start the exchange of everything not sent yet, with this worker's message."""
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> Numbers | None:
         """Wait for the exchange: now every parameter has its mean gradient, and every worker the step's numbers.

@@ -1,4 +1,4 @@
-"""The workers of one host, as one of them sees the others: where they are, how to wait for them, who is lost."""
+"""The workers of one host: where they are, how to wait for them, and which are lost."""
 
 from __future__ import annotations
 

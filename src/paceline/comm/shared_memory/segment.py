@@ -142,7 +142,7 @@ class Segment:
 
     @property
     def num_received(self) -> int:
-        """This worker has received all deliveries with lower numbers that are not its own."""
+        """This worker has received all deliveries of others with lower numbers."""
         return self._words[_NUM_RECEIVED]
 
     @property

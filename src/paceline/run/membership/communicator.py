@@ -19,7 +19,7 @@ from paceline.run.membership.generation import Generation
 from paceline.run.membership.member import Membership
 
 if TYPE_CHECKING:
-    from paceline.comm.rendezvous import MeetingPoint
+    from paceline.comm.rendezvous import RendezvousPoint
 
 # How long to wait for the announcement of the next generation after an exchange has failed. The agents notice a lost
 # worker within milliseconds and a lost node within a second or two. Without an announcement the failure was not a loss,
@@ -59,7 +59,7 @@ class ElasticCommunicator:
             self._inner = SingleCommunicator(self.world, timeout_s)
         else:
             self.world = membership.world(self.generation, world)
-            self._inner = connect(self.world, backend, timeout_s, membership.meeting_point(self.generation))
+            self._inner = connect(self.world, backend, timeout_s, membership.rendezvous_point(self.generation))
         self._links: list[Callable[[], None]] = []  # abort the connections beside this one
         self._lock = threading.Lock()  # of the four above: the watcher aborts the generation that has ended, no other
         self._is_closed = threading.Event()
@@ -117,7 +117,7 @@ class ElasticCommunicator:
                 continue
             world = membership.world(generation, self.world)
             try:
-                inner = connect(world, self._backend, self.timeout_s, membership.meeting_point(generation))
+                inner = connect(world, self._backend, self.timeout_s, membership.rendezvous_point(generation))
                 break
             except CommunicationError:
                 if not membership.wait_for_newer(generation, NEWS_WAIT_S):
@@ -139,9 +139,9 @@ class ElasticCommunicator:
         self.membership.row.enter(Activity.READY)
         self.membership.wait_for_newer(generation, float("inf"))
 
-    def meeting_point(self) -> MeetingPoint:
+    def rendezvous_point(self) -> RendezvousPoint:
         """Where the members of the current generation open further connections."""
-        return self.membership.meeting_point(self.generation)
+        return self.membership.rendezvous_point(self.generation)
 
     def abort_with(self, abort_link: Callable[[], None]) -> None:
         """Call `abort_link` in another thread when the current generation ends by a loss."""

@@ -15,7 +15,7 @@ from paceline.run.membership.board import Board
 from paceline.run.membership.generation import Generation, Member
 
 if TYPE_CHECKING:  # both import torch, and launchers import this module
-    from paceline.comm.rendezvous import MeetingPoint
+    from paceline.comm.rendezvous import RendezvousPoint
     from paceline.core.world import World
 
 POLL_S = 0.002
@@ -91,15 +91,15 @@ class Membership:
         values |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.local_size, "ROLE_WORLD_SIZE": world.size}
         os.environ.update({name: str(value) for name, value in values.items()})
 
-    def meeting_point(self, generation: Generation) -> MeetingPoint:
+    def rendezvous_point(self, generation: Generation) -> RendezvousPoint:
         """Where the members of a generation find each other."""
-        from paceline.comm.rendezvous import MeetingPoint, generation_store
+        from paceline.comm.rendezvous import RendezvousPoint, generation_store
 
         def check() -> None:
             if self.board.newest != generation.number:
                 raise CommunicationError(f"generation {generation.number} ended while its members connected")
 
-        return MeetingPoint(generation_store(generation.number), check)
+        return RendezvousPoint(generation_store(generation.number), check)
 
 
 def _comes_true(condition: Callable[[], bool], limit_s: float) -> bool:

@@ -179,7 +179,7 @@ class AveragedReplicas:
         self._raise_failure()
         if not self._average.num_unsent_steps:
             return
-        if self._average.is_under_way:
+        if self._average.is_in_flight:
             self._finish_average()
         while self._average.num_unsent_steps:
             self._start_average(is_final=True)
@@ -195,7 +195,7 @@ class AveragedReplicas:
 
     @property
     def num_completed(self) -> int:
-        # The link is measured by all together, as averages are: a worker that has missed it takes over the state.
+        # All workers measure the link together, as they average: a worker that missed it takes over the state.
         return self._average.num_completed + self._measurement.is_done
 
     @property
@@ -204,7 +204,7 @@ class AveragedReplicas:
 
     def drop(self) -> None:
         self._failure = None
-        if self._average.is_under_way:
+        if self._average.is_in_flight:
             self._drop_average()
 
     def abandon(self) -> None:
@@ -243,8 +243,8 @@ class AveragedReplicas:
         self._round.loss_weight += weight
 
     def _start_average(self, *, is_final: bool) -> None:
-        """Apply the average that is under way, start the next, and wait for it unless it may overlap."""
-        if self._average.is_under_way:
+        """Apply the average in flight, start the next one, and wait for it unless it may overlap."""
+        if self._average.is_in_flight:
             self._finish_average()
         self._losses.flush()
         own, self._times = self._times.mean, _RoundTimes()
@@ -261,7 +261,7 @@ class AveragedReplicas:
             self._finish_average()
 
     def _drop_average(self) -> None:
-        """The average under way has failed: its steps are part of the next one."""
+        """The average in flight has failed: its steps are part of the next one."""
         self._round.add(self._average.drop())
 
     def _finish_average(self) -> None:

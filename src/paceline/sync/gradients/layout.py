@@ -18,12 +18,12 @@ BLOCK_NUMEL = 128
 class BucketLayout:
     """The parameters of one bucket, all of one dtype, and their offsets in a flat buffer of `numel` elements.
 
-    first: the index of its first parameter among those of all buckets. offsets: of the parameters, in elements.
+    first: the index of its first parameter in all buckets. offsets: of the parameters, in elements.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], first: int) -> None:
         self.first = first
-        self.slice = slice(first, first + len(parameters))  # of its parameters among those of all buckets
+        self.slice = slice(first, first + len(parameters))  # of its parameters among all buckets
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.dtype = self.parameters[0].dtype
