@@ -85,7 +85,7 @@ class Handle:
         self.stop()
         with self._stopped_by_interrupt():
             self._background.wait()
-        if kind is None and not self._background.is_told:
+        if kind is None and not self._background.is_result_requested:
             self.join()
 
     @contextmanager

@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help="resume a run with its own settings: its name, its folder, or one of its checkpoints (default: the newest "
         "run of CONFIG)",
     )
-    what = "settings that may differ from those of the checkpoint, such as global_batch"
+    what = "settings that may differ from the checkpoint, such as global_batch"
     parser.add_argument("--allow", metavar="A,B", help=what)
     what = "components of the checkpoint to start without, such as optimizer"
     parser.add_argument("--skip", metavar="A,B", help=what)
