@@ -6,9 +6,9 @@
         status.json        running (with the process), finished, stopped or failed
         metrics.jsonl      see paceline.observe.metrics
         events.jsonl       see paceline.observe.events
-        report.json        where the workers' time went
-        plan.json          what `paceline plan --run` predicted for it
-        checkpoints/  plots/  ranks/ (the workers' output and status)  timeline/ (what each worker did when)
+        report.json        the workers' times
+        plan.json          the prediction of `paceline plan --run`
+        checkpoints/  plots/  ranks/ (the workers' output and status)  timeline/ (the workers' activities)
 
 Rank 0 writes them, and each worker its status (see paceline.observe.worker_status). Any process may read them, also
 during the run.
@@ -134,10 +134,10 @@ def prepare_run_folder(root: Path) -> RunFiles:
 
 @contextmanager
 def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
-    """Wraps a run in its leading process: status.json says "running", and afterwards how the run ended.
+    """Wraps a run in its leading process: status.json has the state "running", and afterwards how the run ended.
 
-    An exception means "failed", with its text as the reason. Ctrl-C and the exit code of a requested stop (75) mean
-    "stopped", as does a signal to end. A killed process writes nothing, which `state_of` detects. Failure to write the
+    An exception means "failed", with its text as the reason. Ctrl-C, the exit code of a requested stop (75) and a
+    termination signal mean "stopped". A killed process writes nothing, which `state_of` detects. Failure to write the
     status is a warning.
     """
     before = read_status(files)
@@ -155,7 +155,7 @@ def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        state, reason = _ending_of(error)
+        state, reason = _end_of(error)
         raise
     finally:
         status = read_status(files) or status  # has the total by now
@@ -212,7 +212,7 @@ def _write_status(files: RunFiles, status: Status) -> None:
         write_json(files.status, asdict(status))
 
 
-def _ending_of(error: BaseException) -> tuple[str, str | None]:
+def _end_of(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, KeyboardInterrupt):
         return "stopped", "interrupted"
     if isinstance(error, SystemExit):

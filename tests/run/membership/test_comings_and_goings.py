@@ -130,7 +130,7 @@ def test_workers_stand_still_and_leave(capfd: pytest.CaptureFixture[str]) -> Non
     assert reasons[2:] == ["rank 0 exited with code 7 before its work was done", "rank 2 was asked to leave"]
     assert changes(outcomes[0])[-1] == (4, 2, [1], [])
     errors = capfd.readouterr().err
-    assert "rank 2 left: rank 2 was asked to leave: 2 workers go on" in errors
+    assert "rank 2 left: rank 2 was asked to leave: 2 workers continue" in errors
 
 
 def test_an_exception_of_the_users_ends_the_run() -> None:

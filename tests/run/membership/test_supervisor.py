@@ -34,7 +34,7 @@ def test_the_others_go_on_without_one_that_died(node: MakeNode, capfd: pytest.Ca
     assert own.generation.left == {Member(0, 1): "rank 1 was killed"}
     assert own.membership(0).newest() == own.generation
     assert own.server.killed == [1]  # what it had started
-    assert "rank 1 was killed: 2 workers go on" in capfd.readouterr().err
+    assert "rank 1 was killed: 2 workers continue" in capfd.readouterr().err
     own.look()
     assert not own.replaced
 
@@ -246,7 +246,7 @@ def test_a_worker_is_asked_to_leave(node: MakeNode, capfd: pytest.CaptureFixture
     assert own.generation.left == {Member(0, 1): "rank 1 was asked to leave"}
     assert not own.generation.is_urgent
     assert own.end(1, ExitKind.LEFT, 0, "rank 1 left: it was asked to").kind is ExitKind.LEFT
-    assert "rank 1 left: it was asked to: 2 workers go on" in capfd.readouterr().err
+    assert "rank 1 left: it was asked to: 2 workers continue" in capfd.readouterr().err
     own.look(100)
     assert not own.replaced
 

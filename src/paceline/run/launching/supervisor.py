@@ -131,7 +131,7 @@ class Supervisor:
             self._finished_s[member] = time.monotonic()
             return ended
         if ended.kind is ExitKind.LEFT:
-            print(f"paceline: {ended.message}: {self._num_members} workers go on", file=sys.stderr)
+            print(f"paceline: {ended.message}: {self._num_members} workers continue", file=sys.stderr)
             return ended
         if ended.kind is not ExitKind.DIED:
             return ended  # an exception in the user's code would recur
@@ -148,8 +148,8 @@ class Supervisor:
         self._lost[member] = reason
         self._advance()
         self._schedule_replacement(slot, has_joined=has_joined)
-        going_on = f"{self._num_members} workers go on" if has_joined else "it was about to join"
-        print(f"paceline: {reason}: {going_on}", file=sys.stderr)
+        what_follows = f"{self._num_members} workers continue" if has_joined else "it was about to join"
+        print(f"paceline: {reason}: {what_follows}", file=sys.stderr)
         return replace(ended, kind=ExitKind.LEFT)
 
     def _can_continue(self, lost: Member) -> bool:
