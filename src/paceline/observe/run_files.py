@@ -35,6 +35,7 @@ from paceline.observe.best_effort import attempt, describe
 from paceline.observe.json_lines import replace_file, to_json
 
 RUNS_FOLDER = "runs"
+MAX_CONFIG_BYTES = 1 << 20
 # A run on another host counts as live while its files are younger than this.
 SILENT_S = 600.0
 
@@ -205,6 +206,28 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     replace_file(path, f"{to_json(value, indent=2)}\n".encode())
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = path.read_bytes()
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        tree = yaml.load(content, loader) if len(content) <= MAX_CONFIG_BYTES else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return flat_settings(tree) if isinstance(tree, dict) else {}
+
+
+def flat_settings(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_nested = isinstance(value, Mapping) and value
+        flat |= flat_settings(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return flat
 
 
 def _write_status(files: RunFiles, status: Status) -> None:

@@ -16,7 +16,7 @@ exit codes:
   0    the run is complete
   1    it failed; the first error is shown, all output is in RUN/ranks
   2    the command or the project is wrong; nothing was trained
-  75   it was asked to stop and was saved; continue it with --resume
+  75   it was stopped on request and saved; continue it with --resume
   130  Ctrl-C before anything could be saved; 143 after SIGTERM
 
 example:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -12,11 +12,10 @@ from time import time
 from typing import Any
 
 from paceline.observe.json_lines import LineReader, first_line, is_count, is_number
-from paceline.observe.run_files import RunFiles, State, Status, read_json, read_status, state_of
+from paceline.observe.run_files import RunFiles, State, Status, read_json, read_settings, read_status, state_of
 from paceline.observe.timeline.files import timeline_files
 from paceline.observe.verdicts.evidence import Evidence, Happened, Lines, WorkerFacts
 
-MAX_CONFIG_BYTES = 1 << 20
 # The number of newest events that are kept.
 MAX_EVENTS = 500
 
@@ -123,27 +122,6 @@ def _unchanging(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str,
 @lru_cache(maxsize=128)
 def _read_once(path: Path, read: Callable[[Path], dict[str, Any]], stamp: object) -> dict[str, Any]:  # noqa: ARG001
     return read(path)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        content = path.read_bytes()
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        tree = yaml.load(content, loader) if len(content) <= MAX_CONFIG_BYTES else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return dict(_flat(tree)) if isinstance(tree, dict) else {}
-
-
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _head(path: Path) -> list[dict[str, Any]]:
