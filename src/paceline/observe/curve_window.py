@@ -156,7 +156,7 @@ def _sample(descriptor: int, part: _Part, line_bytes: int) -> Iterator[_Place]:
 
 
 def _with_resumes(path: Path, places: list[_Place], line_bytes: int) -> list[_Place]:
-    """The places, with those of resumes added between places whose steps are not in order."""
+    """The places, with resumes added between places whose steps are not in order."""
     found: list[_Place] = []
     num_searched = 0
     known = [place for place in places if place[1]]

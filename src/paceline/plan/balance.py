@@ -27,7 +27,7 @@ SIGMAS = 3.0
 # changes are missed more often.
 TWO, TWO_LIMIT = 2, 2 * SIGMAS
 SIX, SIX_LIMIT = 6, 7.75
-# When six readings speak, the older ones may be from before the change: the mean starts again from the later half.
+# If six readings show a change, the older ones may be from before it: the mean restarts from the later half.
 _HALF = 3
 # Noise is learned over 256 readings (from half as many, changes of 20% are missed more often), beginning with a guess
 # of 10% that is worth 8 readings. Below 1% it does not matter. A difference of more than five standard deviations is a

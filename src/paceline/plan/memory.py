@@ -37,7 +37,7 @@ class StateSize:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on one worker. Gradients are those of one micro-batch. activations: None if they are not known yet."""
+    """Bytes on one worker. gradients: of one micro-batch. activations: None if they are not known yet."""
 
     weights: int
     gradients: int

@@ -219,11 +219,11 @@ def like(host: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class Prediction:
-    """samples_per_s lies between low and high. slowed: the devices with their times beside the other workers.
+    """samples_per_s lies between low and high. slowed: the devices with their times under contention.
 
     shares: micro-batches per step by worker; with a cadence, per exchange. efficiency: relative to the sum of the
-    devices' speeds alone. limit: the largest cost beside it: "compute", "whole micro-batches", "noise", "exchange",
-    "shared cores", "data", or "checkpoints".
+    devices' speeds alone. limit: the largest loss: "compute", "whole micro-batches", "noise", "exchange", "shared
+    cores", "data", or "checkpoints".
     """
 
     devices: tuple[Device, ...]

@@ -1,8 +1,8 @@
 """The interface between the loop and a strategy.
 
 Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker `begin_micro_batch`, `backward` and
-`end_micro_batch`, then `send` and `finish`, and after the optimizer's step `complete`. A step may be given up before
-`send` with `abandon` and begun again.
+`end_micro_batch`, then `send` and `finish`, and after the optimizer's step `complete`. Before `send` a step may be
+dropped with `abandon` and repeated.
 """
 
 from __future__ import annotations

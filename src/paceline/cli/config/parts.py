@@ -173,7 +173,7 @@ _USEFUL = (list, tuple, dict, len)
 
 
 def check_parts(value: Any, name: str = "") -> None:
-    """Check all parts in settings, `name` being that of the setting. Imports modules; calls nothing."""
+    """Check all parts in settings. name: of the setting. Imports modules; calls nothing."""
     if isinstance(value, Part):
         value.check(name)
     elif is_dataclass(value):

@@ -49,7 +49,7 @@ class SharedBuffer(ABC):
 
     @abstractmethod
     def complete(self, number: int, call: str, source: int | None) -> None:
-        """Wait for the peers, then replace the tensor by the sum over all workers, or by that of rank `source`."""
+        """Wait for the peers, then replace the tensor by the sum over all workers, or by rank `source`'s tensor."""
 
 
 class SmallBuffer(SharedBuffer):

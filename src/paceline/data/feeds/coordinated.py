@@ -35,7 +35,7 @@ STEPS_AHEAD = 2
 # A step that needs the data still waits at most timeout_s.
 NO_TIMEOUT_S = 7 * 24 * 3600.0
 
-# Makes the link of a world, with the timeout of a message and that of the connection itself, in seconds.
+# Makes the link of a world, with the timeouts of a message and of connecting, in seconds.
 Connect: TypeAlias = Callable[[World, float, float], Link]
 
 _MISSING = -1  # the number of samples of a micro-batch that does not exist

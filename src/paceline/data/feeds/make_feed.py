@@ -32,7 +32,7 @@ def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: i
 
 
 def make_link(world: World, timeout_s: float, join_timeout_s: float, at: RendezvousPoint | None = None) -> Link:
-    """A link between the workers of a world, beside the step's exchange."""
+    """A link between the workers of a world, in addition to the step's exchange."""
     # Imported on demand: a world of one worker does not need torch.distributed.
     if world.local_size == world.size:
         from paceline.comm.host_link import HostLink

@@ -154,7 +154,7 @@ class GraphRecorder:
         self._events.emit("capture", what=what, reason=reason)
 
     def give_up(self, what: str, reason: str) -> None:
-        """Report that `what` is not captured any more; an error if the user asked for it."""
+        """Report that `what` is no longer captured; an error if the user requested it."""
         if self.is_forced:
             subject = "the optimizer" if what == "optimizer" else f"a {what}"
             raise MisuseError(

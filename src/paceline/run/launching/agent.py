@@ -50,8 +50,8 @@ class Agent:
     of all nodes are restarted, up to `max_restarts` times. `logs` is the folder of the workers' output, if it goes to
     files. `on_poll` is called several times a second; the workers are killed once it returns True.
 
-    With `elastic`, workers that die leave the run and the others go on, see `supervisor.py`. All workers are restarted
-    only if too few are left, or if one dies before all have set themselves up.
+    With `elastic`, workers that die leave the run and the others continue, see `supervisor.py`. All workers are
+    restarted only if too few are left, or if one dies before all have set themselves up.
     """
 
     def __init__(

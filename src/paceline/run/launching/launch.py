@@ -64,11 +64,11 @@ def launch(
     called again, and a trainer in it continues from its newest checkpoint. Under torchrun its own --max-restarts
     applies.
 
-    With `min_workers` a worker that dies (killed, crashed, a failed device) leaves the run, and the others go on
-    without a restart, as long as this many are left: they begin the step again, with all its samples, and in exact mode
-    the weights are what they would have been. Up to `max_restarts` replacements join the run while it goes on. A worker
-    that computes nothing for `stall_s` counts as dead; the default follows the measured times. An exception in `fn`
-    still ends the run. See docs/elastic.md.
+    With `min_workers` a worker that dies (killed, crashed, a failed device) leaves the run, and the others continue
+    without a restart, as long as this many are left: they repeat the step, with all its samples, and in exact mode the
+    weights are the same as without the loss. Up to `max_restarts` replacements join the running run. A worker that
+    computes nothing for `stall_s` counts as dead; the default follows the measured times. An exception in `fn` still
+    ends the run. See docs/elastic.md.
 
     With `logs` the standard output and error of rank R, even of a single worker, are appended to `rank-R.out` and
     `rank-R.err` in that folder, and rank 0's are also shown here.

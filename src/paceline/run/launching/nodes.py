@@ -129,7 +129,7 @@ class NodeRendezvous:
         self._nodes, self.num_nodes = nodes, nodes.num
         self._hosts_store, self.index, self.name = True, 0, socket.gethostname()
         self.environment: dict[str, str] = {}  # variables with which workers of several nodes connect
-        self.num_restarts = 0  # incremented by the agent: results are those of the current start
+        self.num_restarts = 0  # incremented by the agent: the current start, to which results belong
         store = self._open_store() if nodes.num > 1 else None
         own = _Record(name=self.name, num_workers=num_workers, options=options, run_id=run_id)
         self._heartbeats = Heartbeats(

@@ -350,7 +350,7 @@ class Rejoining:
     def _emit(self, before: Generation, seconds: float) -> None:
         now = self._communicator.generation
         if self._communicator.membership.member not in before.members:
-            before = now  # this worker has joined and does not know who left
+            before = now  # this worker has joined and does not know which left
         left = {member: before.rank_of(member) for member in before.members if member not in now.members}
         reasons = dict.fromkeys(now.left.get(member, "it was lost") for member in left)
         joined = [rank for rank, member in enumerate(now.members) if member not in before.members]

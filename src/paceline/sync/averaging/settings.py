@@ -87,5 +87,5 @@ def nesterov(parameters: list[Any]) -> Any:
     return torch.optim.SGD(parameters, lr=0.6, momentum=0.7, nesterov=True, fused=True)
 
 
-# What strategy="slow link" stands for.
+# The settings of strategy="slow link".
 SLOW_LINK = Averaging(every="auto", overlap=True, outer=nesterov)

@@ -1,4 +1,4 @@
-"""The averaging strategy: workers take local optimizer steps and average their replicas now and then.
+"""The averaging strategy: workers take local optimizer steps and average their replicas periodically.
 
 Nothing is exchanged between two averages, so a slow link costs little. In return replicas drift apart between them, and
 the result depends on the number of workers (local SGD). A worker's step uses its own share of the global batch.
