@@ -6,7 +6,7 @@ import os
 import sysconfig
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.run.launching import worker
@@ -33,19 +33,17 @@ class _Watched:
     ending_since_s: float | None = None  # it has stalled: its stack was requested
 
 
+@dataclass
 class StallDetector:
     """Checks the progress that this node's workers write to their board. stall_s: how long a micro-batch may take."""
 
-    def __init__(
-        self, board: Board, server: ForkServer, folder: Path, first_rank: int, stall_s: float | None = None
-    ) -> None:
-        self._board = board
-        self._server = server
-        self._folder = folder
-        self._first_rank = first_rank
-        self._stall_s = stall_s
-        self._longest_s = 0.0  # the longest that any worker has computed between two exchanges
-        self._watched: dict[int, _Watched] = {}  # by slot
+    board: Board
+    server: ForkServer
+    folder: Path
+    first_rank: int
+    stall_s: float | None = None
+    _longest_s: float = 0.0  # the longest that any worker has computed between two exchanges
+    _watched: dict[int, _Watched] = field(default_factory=dict)  # by slot
 
     def forget(self, slot: int) -> None:
         """Before a replacement is started."""
@@ -53,8 +51,8 @@ class StallDetector:
 
     def check(self, slot: int, elapsed_s: float) -> None:
         """Called for a running worker. elapsed_s: since the last check."""
-        seen, pid = self._watched.setdefault(slot, _Watched()), self._server.pids[self._first_rank + slot]
-        activity, num_ticks = self._board.activity(slot), self._board.num_ticks(slot)
+        seen, pid = self._watched.setdefault(slot, _Watched()), self.server.pids[self.first_rank + slot]
+        activity, num_ticks = self.board.activity(slot), self.board.num_ticks(slot)
         is_idle = num_ticks == seen.num_ticks
         if is_idle:
             seen.idle_s += elapsed_s
@@ -74,26 +72,26 @@ class StallDetector:
 
     @property
     def _limit_s(self) -> float:
-        return self._stall_s or max(STALL_FACTOR * self._longest_s, MIN_STALL_S)
+        return self.stall_s or max(STALL_FACTOR * self._longest_s, MIN_STALL_S)
 
     @property
     def _stopped_limit_s(self) -> float:
-        return min(self._stall_s or STOPPED_S, STOPPED_S)
+        return min(self.stall_s or STOPPED_S, STOPPED_S)
 
     def _end(self, slot: int, seen: _Watched) -> None:
         """End a stalled worker, once there was time to write its stack."""
         assert seen.ending_since_s is not None
         if time.monotonic() - seen.ending_since_s < STACK_WAIT_S:
             return
-        rank = self._first_rank + slot
-        stack = read_stack(self._folder, rank)
+        rank = self.first_rank + slot
+        stack = read_stack(self.folder, rank)
         if seen.stopped_s:
             what = f"rank {rank} was stopped for {seen.stopped_s:.1f} s (SIGSTOP)"
         else:
             line = user_line(stack)
             what = f"rank {rank} stalled for {seen.idle_s:.1f} s" + (f", at {line}" if line else "")
-        WorkerExit(ExitKind.DIED, rank, f"{what}, and was ended", stack).write(self._folder)
-        self._server.kill_group(rank)
+        WorkerExit(ExitKind.DIED, rank, f"{what}, and was ended", stack).write(self.folder)
+        self.server.kill_group(rank)
         seen.ending_since_s = float("inf")
 
 

@@ -14,7 +14,7 @@ from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.sync.averaging.fragments import Fragment, cut
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
-from paceline.sync.compression.names import Compression
+from paceline.sync.compression.settings import Compression
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from paceline.core.settings import setting
 from paceline.plan.cadence import Cadence
 from paceline.sync.averaging.guard import DivergenceGuard
-from paceline.sync.compression.names import COMPRESSIONS, Compression
+from paceline.sync.compression.settings import COMPRESSIONS, Compression
 
 
 @dataclass(frozen=True)

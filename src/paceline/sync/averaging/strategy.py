@@ -27,8 +27,8 @@ from paceline.sync.averaging.measuring import LinkMeasurement
 from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
 from paceline.sync.averaging.settings import Averaging as Averaging
 from paceline.sync.buffers import Buffers
-from paceline.sync.compression.names import Compression
 from paceline.sync.compression.residuals import Residuals
+from paceline.sync.compression.settings import Compression
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
 from paceline.sync.step_numbers import StepNumbers
 from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from paceline.sync.compression.names import Compression
 from paceline.sync.compression.quantize import BlockQuantizer
+from paceline.sync.compression.settings import Compression
 from paceline.sync.compression.sparse import TopK
 
 

@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.base import Communicator, Pending
 from paceline.sync.compression.codec import Codec, codec_for, summed_dtype
-from paceline.sync.compression.names import Compression
+from paceline.sync.compression.settings import Compression
 
 
 class WeightedSum(Protocol):

@@ -12,7 +12,7 @@ from paceline.comm.base import DONE, Pending
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.sync.buffers import Buffers
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
-from paceline.sync.compression.names import Compression
+from paceline.sync.compression.settings import Compression
 from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.gradients.sums import ExactSums, PlainSums
 from paceline.sync.step_numbers import StepNumbers
