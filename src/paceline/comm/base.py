@@ -59,7 +59,7 @@ class OwnedBuffer(Protocol):
 
     @property
     def total(self) -> torch.Tensor | None:
-        """On holders: where the sum is after `reduce`. On the owner that is `tensor`."""
+        """On holders: the memory of the sum after `reduce`; on the owner the same as `tensor`."""
 
     def reduce(self) -> Pending:
         """Add the other workers' tensors to the owner's. Their content is undefined afterwards."""

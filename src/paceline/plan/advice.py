@@ -36,7 +36,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Some of the workers with one strategy. Costs are None where a price, or the number of samples, is unknown."""
+    """Some of the workers with one strategy. Costs are None if a price, or the number of samples, is unknown."""
 
     counts: Mapping[str, int]
     strategy: str
@@ -67,7 +67,7 @@ def strategy_name(strategy: str | Cadence | Averaging) -> str:
 def alternatives(workload: Workload, kinds: Sequence[Kind], hardware: Hardware) -> list[Alternative]:
     """Predictions for none, one or all of each kind; for all workers also with the other strategies. Fastest first."""
     if not any(kind.count for kind in kinds):
-        raise ValueError("no worker is left to predict for: give --workers such as 2xA,1xB")
+        raise ValueError("there is no worker to predict for: give --workers such as 2xA,1xB")
     choices = [sorted({0, min(1, kind.count), kind.count}) for kind in kinds]
     found = [_alternative(workload, kinds, counts, hardware) for counts in itertools.product(*choices) if any(counts)]
     found.sort(key=lambda each: -each.samples_per_s)

@@ -22,32 +22,32 @@ TURN = 10
 # Chosen by the simulations in tests/plan/test_balance.py. A reading that is three standard deviations
 # off is probably not noise; a single one counts for no more than that.
 SIGMAS = 3.0
-# Two readings in a row that are each that far off follow a large change at once; six that are this many standard
-# deviations off in all find one of 20% in 10% noise. With a limit of 7.5 three workers' shares flutter, with 8.0 such
+# Two consecutive readings that are each that far off detect a large change; six that are this many standard deviations
+# off in total detect one of 20% in 10% noise. With a limit of 7.5 the shares of three workers fluctuate, with 8.0 such
 # changes are missed more often.
 TWO, TWO_LIMIT = 2, 2 * SIGMAS
 SIX, SIX_LIMIT = 6, 7.75
 # If six readings show a change, the older ones may be from before it: the mean restarts from the later half.
 _HALF = 3
-# Noise is learned over 256 readings (from half as many, changes of 20% are missed more often), beginning with a guess
-# of 10% that is worth 8 readings. Below 1% it does not matter. A difference of more than five standard deviations is a
-# change rather than noise, and raises the estimate no further.
+# Noise is estimated over 256 readings (with half as many, changes of 20% are missed more often), starting from a guess
+# of 10% with the weight of 8 readings. It is at least 1%. A difference of more than five standard deviations is a change
+# rather than noise, and counts as five.
 NOISE_MEMORY, GUESS_WEIGHT, _GUESS, LEAST_NOISE = 256, 8, 0.1, 0.01
 LARGEST_DIFFERENCE = 5.0
 
 
 @dataclass(frozen=True)
 class Steady(Estimate):
-    """The level of noisy readings: it rests until they contradict it, and then moves at once.
+    """The level of noisy readings: constant until the readings contradict it, then it moves immediately.
 
-    `level` is set to the mean of the readings since the last change whenever the two are further apart than that
-    mean's standard error, so it settles in ever rarer and smaller moves. A change is two readings in a row that are
-    each three standard deviations off, or six that are off in all; then the mean starts again from the latest. The very
-    first reading counts until there is a second: a worker's first step allocates, connects and compiles.
+    `level` is set to the mean of the readings since the last change whenever they differ by more than the mean's
+    standard error, so its moves become rarer and smaller. A change is two consecutive readings that are each three
+    standard deviations off, or six that are off in total; then the mean restarts from the latest readings. The first
+    reading counts only until the second: a worker's first step allocates, connects and compiles.
 
-    The noise is estimated from the readings, relative to them: `variance` from successive differences, and the
-    `covariance` of neighbours, since noise that outlasts a reading moves a mean further. `recent` are the readings, at
-    most six, that are not yet known to be no change; the covariance is learned from those that leave.
+    The noise is estimated relative to the readings: `variance` from successive differences, and the `covariance` of
+    neighbours, since noise that lasts longer than a reading moves a mean further. `recent`: at most six readings, which
+    may still show a change; the covariance is estimated from readings that leave it.
     """
 
     level: float
@@ -112,7 +112,7 @@ class Steady(Estimate):
 
 
 def _deviation(reading: float, level: float) -> float:
-    """How far off a reading is, relatively and the same in both directions: close to log(reading / level)."""
+    """The relative deviation of a reading, symmetric in both directions: close to log(reading / level)."""
     return math.sqrt(reading / level) - math.sqrt(level / reading)
 
 
@@ -121,7 +121,7 @@ def _clamp(value: float, bound: float) -> float:
 
 
 def _contradiction(recent: Sequence[float], window: int, level: float, sigma: float, count: int) -> float:
-    """By how many standard deviations in all the last readings are off a level that rests on `count` readings."""
+    """The total deviation of the last readings from a level of `count` readings, in standard deviations."""
     if count <= window or len(recent) < window:
         return 0.0
     scale = sigma * math.sqrt(1 + window / count)
@@ -132,7 +132,7 @@ def _contradiction(recent: Sequence[float], window: int, level: float, sigma: fl
 
 
 class Levels:
-    """The steady times of some workers, by rank; None for a worker without a reading. values: 0.0 for that one."""
+    """The steady times of workers, by rank; None without a reading. values: their levels; 0.0 without a reading."""
 
     def __init__(self, times: Sequence[Steady | None]) -> None:
         self._times = list(times)

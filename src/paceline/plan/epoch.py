@@ -199,7 +199,7 @@ class EpochOrder:
         return block[start - first : stop - first]
 
     def _load(self, start: int, stop: int) -> tuple[int, int, Indices]:
-        """The block that begins with the wanted positions; all positions where the epoch is small."""
+        """The block that begins with the wanted positions; all positions of a small epoch."""
         if not 0 <= start <= stop <= self._length:
             raise ValueError(
                 f"positions start={start}, stop={stop} are not in an epoch of {self._length} samples: "

@@ -92,7 +92,7 @@ def _quick_shares(
 
 
 class _Moment:
-    """A fraction. It is compared only where the nearest floats are equal, since rounding keeps the order."""
+    """A fraction. It is compared only if the nearest floats are equal, since rounding keeps the order."""
 
     __slots__ = ("above", "below")
 

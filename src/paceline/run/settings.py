@@ -142,7 +142,7 @@ class Runtime:
     timeout_s: float = setting("seconds a worker waits for the others", DEFAULT_TIMEOUT_S, above=0)
     threads: int | None = setting("CPU threads per worker", None, least=1)
     overlap: bool = setting("exchange gradients during the backward pass", True)
-    capture: Capture = setting("replay steps as CUDA graphs: auto does so where it is faster", "auto")
+    capture: Capture = setting("replay steps as CUDA graphs: auto does so if it is faster", "auto")
     garbage_collection: GarbageCollection = setting("when Python's garbage collector runs", "between steps")
     timeline: str | PathLike[str] | None = setting("folder to record a timeline of the run in", None)
     quiet: bool = setting("print no summary line on stderr, and none when a signal stops the run", False)

@@ -1,4 +1,4 @@
-"""The workers of one host: where they are, how to wait for them, and which are lost."""
+"""The workers of one host: finding them, waiting for them, and detecting lost ones."""
 
 from __future__ import annotations
 

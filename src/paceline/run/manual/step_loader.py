@@ -122,7 +122,7 @@ class StepLoader(DeviceFeed):
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole run; None for epochs of a stream, where it is not known in advance."""
+        """Steps of the whole run; None for epochs of a stream, whose number of steps is not known in advance."""
         if self._cycle is not None:
             return self._cycle
         return None if self.is_stream else self._epochs * self.steps.num_steps

@@ -26,7 +26,7 @@ class LearningRates:
         return world.size == 1 or (world.device.type == "cpu" and not self._is_averaging)
 
     def set(self, rate: float, group: int, world: World, *, in_loop: bool) -> None:
-        """in_loop: called in the loop's body, where one worker's request is enough. Else it applies immediately."""
+        """in_loop: called in the loop's body, so one worker's request is enough. Else it applies immediately."""
         if not 0 <= rate < math.inf:
             raise ValueError(f"lr={rate}: choose a finite number >= 0")
         if not in_loop:

@@ -157,7 +157,7 @@ class AveragedReplicas:
         try:
             self._after_step()
         except (GenerationEnded, CommunicationError) as error:
-            # This step is done and must not be repeated: raised where the next one begins.
+            # This step is done and must not be repeated: raised when the next one begins.
             self._failure = error
 
     def _after_step(self) -> None:

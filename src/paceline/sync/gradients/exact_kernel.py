@@ -16,7 +16,7 @@ def _load_chunk(
     addresses: tl.tensor, numels: tl.tensor, first_chunks: tl.tensor, owner: tl.tensor,
     DTYPE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """The chunk's elements, where they are, which of them belong to the gradient, and their indices in it.
+    """The chunk's elements, their addresses, which of them belong to the gradient, and their indices in it.
 
     GROUP: elements loaded at a time, up to 16 bytes. Memory is allocated in larger groups.
     """

@@ -58,7 +58,7 @@ class BucketLayout:
     def peaks(self, peak_of_part: np.ndarray, first_parts: np.ndarray | None = None) -> np.ndarray:
         """Each parameter's maximum over its parts, which are the last dimension; NaN if there is a NaN.
 
-        first_parts: where the parts of each parameter that has elements begin. Default: the parts are the blocks.
+        first_parts: the index of the first part of each non-empty parameter. Default: the parts are the blocks.
         """
         firsts = self.first_blocks if first_parts is None else first_parts
         peaks = np.maximum.reduceat(peak_of_part, firsts, axis=-1, dtype=np.float64)

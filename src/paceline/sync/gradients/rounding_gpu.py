@@ -120,7 +120,7 @@ class KernelAddition(RoundedAddition):
 
 
 class InPlaceTerms:
-    """The gradients of a step that has only one micro-batch, left where they are: they are their own sum."""
+    """The gradients of a step with a single micro-batch, left in place: they are their own sum."""
 
     def __init__(self, layout: BucketLayout, kernels: Any) -> None:
         self._layout = layout
