@@ -30,8 +30,8 @@ SIX, SIX_LIMIT = 6, 7.75
 # If six readings show a change, the older ones may be from before it: the mean restarts from the later half.
 _HALF = 3
 # Noise is estimated over 256 readings (with half as many, changes of 20% are missed more often), starting from a guess
-# of 10% with the weight of 8 readings. It is at least 1%. A difference of more than five standard deviations is a change
-# rather than noise, and counts as five.
+# of 10% with the weight of 8 readings. It is at least 1%. A difference of more than five standard deviations is a
+# change rather than noise, and counts as five.
 NOISE_MEMORY, GUESS_WEIGHT, _GUESS, LEAST_NOISE = 256, 8, 0.1, 0.01
 LARGEST_DIFFERENCE = 5.0
 
