@@ -535,7 +535,7 @@ def test_master_weights_need_weights_of_half_precision() -> None:
             global_batch=8,
             optimization=pl.Optimization(shard="optimizer", master_weights=True),
         )
-    with pytest.raises(ValueError, match="master_weights=True needs shard='optimizer'"):
+    with pytest.raises(ValueError, match="master_weights=True would be ignored: give shard='optimizer' too"):
         pl.Optimization(master_weights=True)
 
 
