@@ -459,7 +459,7 @@ def test_settings_without_effect_are_refused() -> None:
         pl.Optimization(shard_by="equal")
     with pytest.raises(ValueError, match="redundancy=2 would be ignored: give shard='optimizer' too"):
         pl.Optimization(redundancy=2)
-    with pytest.raises(ValueError, match=r"redundancy=2 needs shard_by=.*\[3.0, 1.0\] does not say"):
+    with pytest.raises(ValueError, match=r"redundancy=2 needs shard_by=.*\[3.0, 1.0\] gives no division"):
         pl.Optimization(shard="optimizer", redundancy=2, shard_by=(3, 1))
     with pytest.raises(ValueError, match="at least one worker must get a part"):
         pl.Optimization(shard="optimizer", shard_by=(0, 0))
